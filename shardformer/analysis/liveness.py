@@ -33,7 +33,7 @@ RENAMING = {  # operations whose result is their operand in memory
 }  # fmt: skip
 CONSTANT = "constant"
 LANES = 128  # numbers of a row of a TPU's memory
-PUBLISHED_KEYS = {  # on a CPU, if more than one operation uses the result
+STORED_RESULTS = {  # on a CPU, if more than one operation uses the result
     "sub", "div", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "erf", "pow", "rsqrt", "sqrt", "sin",
     "cos",
 }  # fmt: skip
@@ -109,7 +109,7 @@ class _Program:
                 result.update(operation.inputs)
             elif operation.name == CONSTANT:
                 result.update(operation.outputs)
-            elif operation.name in PUBLISHED_KEYS:
+            elif operation.name in STORED_RESULTS:
                 result.update(value for value in operation.outputs if self.users[value] > 1)
         return result
 

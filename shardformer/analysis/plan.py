@@ -81,6 +81,11 @@ def resolve(config: Config, chips: Slice) -> Config:
     return next((c for c in shapes if _is_estimated_to_fit(c, chips)), shapes[-1])
 
 
+def fits_by_data_parallelism(config: Config, chips: Slice) -> bool:
+    """Returns whether a config of dp alone is estimated to fit: no other mesh is faster for a model that fits."""
+    return config.parallel.mp == config.parallel.pp == 1 and _is_estimated_to_fit(config, chips)
+
+
 def _meshes(config: Config, chips: Slice) -> Iterator[Config]:
     """Yields all shapes of the slice that the config allows, the least mp first."""
     result = list(mesh.candidates(config, chips.count))

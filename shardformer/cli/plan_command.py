@@ -5,7 +5,7 @@ import dataclasses
 import jax
 
 from shardformer import storage
-from shardformer.analysis import compiling, plan, traced
+from shardformer.analysis import best_settings, compiling, plan, traced
 from shardformer.cli.arguments import parse_settings, say
 from shardformer.config import Config, check_zero, parsing
 from shardformer.config.keys import key
@@ -29,12 +29,22 @@ class PlanOptions:
         False, "rank all dp x mp meshes, with and without ZeRO and remat, by predicted time, without compiling"
     )
     picture: str = key("", "with sweep=true: a picture to write, such as plan.png")
+    tokens: float | None = key(
+        None, "tokens of the run, such as 2e12: prints the days that they take at the predicted speed", none="none"
+    )
+    price: float | None = key(None, "price of a chip for an hour, in any currency: prints the cost", none="none")
 
     def __post_init__(self) -> None:
         if self.compiler not in ("auto", "libtpu", "cpu", "none"):
             raise UsageError(f"compiler is one of auto, libtpu, cpu, none; got {self.compiler!r}")
         if self.picture and not self.sweep:
             raise UsageError("picture= draws a sweep; give sweep=true as well")
+        for name in ("tokens", "price"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise UsageError(f"{name} must be above 0, or none, got {value}")
+        if self.price and not self.tokens:
+            raise UsageError("price is for the chips of a number of tokens; give tokens= as well")
         storage.new_file_on_disk(self.picture, "picture", PICTURES)
 
 
@@ -54,14 +64,32 @@ def run_plan(arguments: list[str]) -> None:
     if options.sweep:
         _sweep(settings, bought, options.picture)
     else:
-        settings = plan.resolve(settings, bought)
+        given = {word.partition("=")[0] for word in rest}
+        settings = _choose_settings(settings, bought, options, given)
         check_zero(settings)  # as training does
-        _plan_one(settings, bought, options.compiler)
+        _plan_one(settings, bought, options)
 
 
-def _plan_one(settings: Config, bought: Slice, wish: str) -> None:
+def _choose_settings(settings: Config, bought: Slice, options: PlanOptions, given: set[str]) -> Config:
+    """Returns the settings with their mesh, and with those of zero, remat and accum that were not given.
+
+    They change only if data parallelism alone does not fit: then the three best are printed.
+    """
+    simplest = plan.resolve(settings, bought)
+    free = tuple(name for name in best_settings.CHOSEN if name not in given)
+    if settings.parallel.mesh != "auto" or not free or plan.fits_by_data_parallelism(simplest, bought):
+        return simplest
+    say(f"mesh=auto: looking for settings of {', '.join(('mesh', *free))} that fit on {bought}")
+    best = best_settings.choose(settings, bought, free, say)
+    if not best:
+        return simplest
+    say(f"{best_settings.format_best(best, options.tokens, options.price)}\n")
+    return best[0].config
+
+
+def _plan_one(settings: Config, bought: Slice, options: PlanOptions) -> None:
     """Prints the estimate first, then the compiled plan, which takes longer."""
-    compiler = plan.choose_compiler(bought, wish)
+    compiler = plan.choose_compiler(bought, options.compiler)
     result = plan.estimate(settings, bought)
     say(plan.format_estimate(result))
     if compiler == "none":
@@ -76,6 +104,8 @@ def _plan_one(settings: Config, bought: Slice, wish: str) -> None:
         say(plan.format_compiled(result))
     if bought.is_tpu and compiler != "libtpu" and not compiling.has_libtpu():
         say("to plan with the TPU's compiler: pip install libtpu")
+    if options.tokens:
+        say(best_settings.format_budget(result, options.tokens, options.price))
     say(plan.format_verdict(result))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from shardformer.config.keys import check_value, key
-from shardformer.convert.hf import PUBLISHED_KEYS
+from shardformer.convert.hf import TOKENIZER_FOLDER
 from shardformer.data.chat.chat_format import read_format
 from shardformer.errors import UsageError
 from shardformer.inference.chat_codec import ChatCodec
@@ -55,7 +55,7 @@ class ChatOptions(TextOptions):
 
 def open_chat_codec(run: Run, codec: TextCodec, stops: Sequence[str] = ()) -> ChatCodec:
     """Returns the codec of a run's chat template; raises UsageError if it has none."""
-    format = run.vocabulary.chat or read_format(Path(run.stored) / PUBLISHED_KEYS)
+    format = run.vocabulary.chat or read_format(Path(run.stored) / TOKENIZER_FOLDER)
     if format is None:
         raise UsageError(
             f"chat=true: {run.out} has no chat template; train it on conversations, or convert a folder with one"

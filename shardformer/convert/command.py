@@ -124,7 +124,7 @@ def run_to_merged_run(source: Path, target: Path, arguments: list[str], say: Cal
         run = dataclasses.replace(run, config=run.config.replace(out=str(target)))
         with new_folder(target) as temporary:
             runs.write_run(temporary, run, state)
-            hf.copy_tokenizer(adapted, temporary / hf.PUBLISHED_KEYS)
+            hf.copy_tokenizer(adapted, temporary / hf.TOKENIZER_FOLDER)
     return (
         f"{target}: step {state.step}, {describe_size(state.params)}, adapters merged, Adam's moments start from zero"
         f"{describe_average(adapted, options.ema)}"

@@ -23,7 +23,7 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json",
     "added_tokens.json", "tokenizer.model", "generation_config.json", "chat_template.jinja",
 )  # fmt: skip
-PUBLISHED_KEYS = "tokenizer"  # the folder in which a run keeps these files, for the conversion back
+TOKENIZER_FOLDER = "tokenizer"  # the folder in which a run keeps these files, for the conversion back
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ def hf_to_run(source: Path, target: Path, arguments: list[str], say: Callable[[s
     with new_folder(target) as temporary:
         run = Run(config, vocabulary, fingerprint, result.special_tokens)
         runs.write_run(temporary, run, state)
-        _keep_tokenizer_files(source, temporary / PUBLISHED_KEYS)
+        _keep_tokenizer_files(source, temporary / TOKENIZER_FOLDER)
     warning = ""
     if not_finite:
         warning = f"\nwarning: {len(not_finite)} arrays have weights that are NaN or infinite, {min(not_finite)} first"
@@ -128,7 +128,7 @@ def copy_tokenizer(run: Run, target: Path | BucketPath) -> None:
         *([storage.read_records(storage.location(run.config.training.base))] if run.config.training.base else []),
     ]
     # A link could name any file of this machine, and the copy may be published.
-    folders = [folder / PUBLISHED_KEYS for folder in stored]
+    folders = [folder / TOKENIZER_FOLDER for folder in stored]
     if result := next((folder for folder in folders if folder.is_dir() and not folder.is_symlink()), None):
         target.mkdir(exist_ok=True)
         for name in TOKENIZER_FILES:

@@ -21,7 +21,7 @@ from shardformer.config.names import MATRICES
 from shardformer.convert import hf_settings, runs, safetensors_files, weight_files
 from shardformer.convert.families import Part, Stored, list_stored
 from shardformer.convert.gptj_state import State
-from shardformer.convert.hf import PUBLISHED_KEYS, copy_tokenizer
+from shardformer.convert.hf import TOKENIZER_FOLDER, copy_tokenizer
 from shardformer.convert.hf_state import FLOATS, first_of, float_kind
 from shardformer.convert.leaves import Filled, copy_into, flatten
 from shardformer.convert.new_folder import new_folder, new_folder_on_disk
@@ -251,7 +251,7 @@ def peft_to_run(source: Path, target: Path, arguments: list[str], say: Callable[
         run = Run(config, base.vocabulary, base.fingerprint, base.special_tokens)
         with new_folder(target) as temporary:
             runs.write_run(temporary, run, State(result.step, weights | added))
-            copy_tokenizer(base, temporary / PUBLISHED_KEYS)
+            copy_tokenizer(base, temporary / TOKENIZER_FOLDER)
             if any(settings.get(name) for name in PATTERNS):
                 (temporary / PUBLISHED).mkdir()
                 for name in (CONFIG, find_weights(source).name):

@@ -119,7 +119,7 @@ MISTAKES: dict[int, list[tuple[tuple[str, ...], str]]] = {
         ),
     ],
     6: [
-        (("masks = jax.random.bernoulli(key, PUBLISHED_KEYS, (rows, columns))",), "all blocks drop the same places"),
+        (("masks = jax.random.bernoulli(key, KEEP, (rows, columns))",), "all blocks drop the same places"),
         (
             ('masks = jax.vmap(lambda r: draw_mask(key, r))(jnp.arange(rows))[:, :columns]',),
             "drew the same mask",

@@ -18,17 +18,17 @@ MESHES = ({"dp": 2, "mp": 4}, {"dp": 4, "mp": 2})
 IN_SPECS = (P("dp", "mp"), P())
 OUT_SPECS = {"y": P("dp", "mp")}
 COLUMNS = 16
-PUBLISHED_KEYS = 0.75
+KEEP = 0.75
 
 
 def draw_mask(key, row):
     """Returns the mask [COLUMNS] of one row, which has this number in the full array."""
-    return jax.random.bernoulli(jax.random.fold_in(key, row), PUBLISHED_KEYS, (COLUMNS,))
+    return jax.random.bernoulli(jax.random.fold_in(key, row), KEEP, (COLUMNS,))
 
 
 def dense(x, key):
     masks = jax.vmap(draw_mask, in_axes=(None, 0))(key, jnp.arange(x.shape[0]))
-    return {"y": jnp.where(masks, x / PUBLISHED_KEYS, 0)}
+    return {"y": jnp.where(masks, x / KEEP, 0)}
 
 
 # %% shard
@@ -40,7 +40,7 @@ def on_shard(x, key):
     full = jax.vmap(draw_mask, in_axes=(None, 0))(key, first_row + jnp.arange(rows))
     masks = lax.dynamic_slice_in_dim(full, first_column, columns, axis=1)
     # hole: Compute the masks [rows, columns] of this device's block; lax.dynamic_slice_in_dim takes a traced start.
-    return {"y": jnp.where(masks, x / PUBLISHED_KEYS, 0)}
+    return {"y": jnp.where(masks, x / KEEP, 0)}
 
 
 # %% checks
@@ -51,7 +51,7 @@ def make_arguments(draw, sizes):
 def _drop(x, key, first_row, first_column):
     rows, columns = x.shape
     full = jax.vmap(draw_mask, in_axes=(None, 0))(key, first_row + jnp.arange(rows))
-    return jnp.where(lax.dynamic_slice_in_dim(full, first_column, columns, axis=1), x / PUBLISHED_KEYS, 0)
+    return jnp.where(lax.dynamic_slice_in_dim(full, first_column, columns, axis=1), x / KEEP, 0)
 
 
 def no_first_row(x, key):
@@ -92,8 +92,8 @@ def mask_of_the_block(x, key):
     """The mask was drawn in the shape of a block, so it depends on the mesh: draw the masks of full rows, and slice."""
     first = x.shape[0] * lax.axis_index("dp")
     keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, first + jnp.arange(x.shape[0]))
-    masks = jax.vmap(lambda each: jax.random.bernoulli(each, PUBLISHED_KEYS, (x.shape[1],)))(keys)
-    return {"y": jnp.where(masks, x / PUBLISHED_KEYS, 0)}
+    masks = jax.vmap(lambda each: jax.random.bernoulli(each, KEEP, (x.shape[1],)))(keys)
+    return {"y": jnp.where(masks, x / KEEP, 0)}
 
 
 def key_of_the_device(x, key):
@@ -119,7 +119,7 @@ def key_of_the_device_and_first_columns(x, key):
 def one_mask_for_all_blocks(x, key):
     """Every device drew a mask of its block from the same key, so all blocks drop the same places. Draw the masks of
     full rows by the numbers of the rows, and slice."""
-    return {"y": jnp.where(jax.random.bernoulli(key, PUBLISHED_KEYS, x.shape), x / PUBLISHED_KEYS, 0)}
+    return {"y": jnp.where(jax.random.bernoulli(key, KEEP, x.shape), x / KEEP, 0)}
 
 
 HINTS = {"shapes for broadcasting": " A mask of a full row has COLUMNS columns: slice those of this device."}

@@ -45,9 +45,9 @@ def on_shard(q, k, v):
     n, devices, index = len(q), lax.axis_size("cp"), lax.axis_index("cp")
     to_next = [(i, (i + 1) % devices) for i in range(devices)]
     m, total, weighted = jnp.full(n, -1e9), jnp.zeros(n), jnp.zeros_like(v)
-    for ring_step in range(devices):
+    for turn in range(devices):
         # solution
-        owner = (index - ring_step) % devices
+        owner = (index - turn) % devices
         scores = mask_scores(q @ k.T, n * index + jnp.arange(n), n * owner + jnp.arange(n))
         new_m = jnp.maximum(m, scores.max(axis=1))
         rescale = jnp.exp(m - new_m)
@@ -55,7 +55,7 @@ def on_shard(q, k, v):
         total = total * rescale + weights.sum(axis=1)
         weighted = weighted * rescale[:, None] + weights @ v
         m = new_m
-        if ring_step + 1 < devices:
+        if turn + 1 < devices:
             k, v = lax.ppermute((k, v), "cp", to_next)
         # hole: Merge the block of this turn into m, total and weighted, and send k and v to the next device.
     return {"y": weighted / total[:, None]}
@@ -71,9 +71,9 @@ def _ring(q, k, v, find_owner, turns=None, rescaled=True, moved="kv", rescale_to
     n, devices, index = len(q), lax.axis_size("cp"), lax.axis_index("cp")
     m, total, weighted = jnp.full(n, -1e9), jnp.zeros(n), jnp.zeros_like(v)
     to_next = [(i, (i + 1) % devices) for i in range(devices)]
-    for ring_step in range(turns or devices):
-        if ring_step >= first:
-            positions = n * find_owner(index, ring_step, devices) + jnp.arange(n)
+    for turn in range(turns or devices):
+        if turn >= first:
+            positions = n * find_owner(index, turn, devices) + jnp.arange(n)
             scores = mask_scores(q @ k.T, n * index + jnp.arange(n), positions)
             new_m = jnp.maximum(m, scores.max(axis=1))
             rescale = jnp.exp(m - new_m) if rescaled else jnp.ones(n)
@@ -85,8 +85,8 @@ def _ring(q, k, v, find_owner, turns=None, rescaled=True, moved="kv", rescale_to
     return {"y": weighted / total[:, None]}
 
 
-def _owner(index, ring_step, devices):
-    return (index - ring_step) % devices
+def _owner(index, turn, devices):
+    return (index - turn) % devices
 
 
 def one_block_missed(q, k, v):
@@ -118,13 +118,13 @@ def total_not_rescaled(q, k, v):
 def owner_in_the_wrong_direction(q, k, v):
     """The positions of the keys are those of device i + turn; the blocks move to the next device, so in this turn
     the device holds the block of device i - turn."""
-    return _ring(q, k, v, lambda index, ring_step, devices: (index + ring_step) % devices)
+    return _ring(q, k, v, lambda index, turn, devices: (index + turn) % devices)
 
 
 def local_positions(q, k, v):
     """The keys have this device's own positions in every turn, but they come from device i - turn: the causal mask is
     wrong."""
-    return _ring(q, k, v, lambda index, ring_step, devices: index)
+    return _ring(q, k, v, lambda index, turn, devices: index)
 
 
 def nothing_sent(q, k, v):
@@ -149,7 +149,7 @@ def local_block_only(q, k, v):
 
 def no_mask(q, k, v):
     """The causal mask is missing: a query saw later keys. Mask with the positions in the full text."""
-    return _ring(q, k, v, lambda index, ring_step, devices: -1)
+    return _ring(q, k, v, lambda index, turn, devices: -1)
 
 
 MISTAKES = (

@@ -1,0 +1,160 @@
+"""The fastest settings that fit on chips that need not exist: mesh, zero, remat and accum, chosen together.
+
+Tracing a step takes seconds, and a slice has hundreds of settings. Bounds by formula leave out those whose state or
+stored activations are too large, and order the rest by time. The first of them are then estimated by a trace.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from shardformer.analysis import memory, plan, roofline
+from shardformer.analysis.plan import MARGIN, Plan
+from shardformer.config import Config
+from shardformer.devices.chips import Slice
+from shardformer.errors import UsageError
+from shardformer.layout import specs
+from shardformer.layout.mesh import candidates
+from shardformer.model import Model, flops
+from shardformer.tables import format_bytes, format_table
+
+CHOSEN = ("zero", "remat", "accum")  # besides the mesh
+BEST = 3
+MOST_TRACES = 16
+SLOWER_BY_ACCUM = 0.002  # of two settings with the same bound, the one with fewer microbatches comes first
+
+
+class Candidate(NamedTuple):
+    """A setting with lower bounds of its seconds and bytes."""
+
+    config: Config
+    seconds: float
+    bytes: int
+
+
+def choose(config: Config, chips: Slice, free: tuple[str, ...], say: Callable[[str], None]) -> list[Plan]:
+    """Returns at most three plans that fit, the fastest first; () if none is found.
+
+    `free` are those of CHOSEN that may change. The mesh is chosen too.
+    """
+    limit = chips.chip.memory / MARGIN
+    waiting = sorted(list_candidates(config, chips, free), key=lambda each: (each.seconds, each.bytes))
+    result: list[Plan] = []
+    traces, traced = 0, dict[Config, Plan]()  # by the settings with accum=1: the plan with the most microbatches
+    for candidate in waiting:
+        slowest = max((each.times.seconds for each in result), default=math.inf)
+        if traces >= MOST_TRACES or (len(result) >= BEST and candidate.seconds > slowest):
+            break
+        settings = candidate.config.replace(accum=1)
+        before = traced.get(settings)
+        if before in result or max(candidate.bytes, _bound_by(before, candidate.config)) > limit:
+            continue
+        traces += 1
+        traced[settings] = estimated = plan.estimate(candidate.config, chips)
+        if estimated.estimate <= limit:
+            result.append(estimated)
+        say(f"{describe(candidate.config)}: {format_bytes(estimated.estimate)} of {format_bytes(chips.chip.memory)}")
+    return sorted(result, key=lambda each: each.times.seconds)[:BEST]
+
+
+def _bound_by(before: Plan | None, config: Config) -> float:
+    """Returns the bytes at least, by a plan that differs in accum only: each microbatch has a share of the rows."""
+    if before is None:
+        return 0.0
+    return before.held.total + before.temporaries * before.config.training.accum / config.training.accum
+
+
+def list_candidates(config: Config, chips: Slice, free: tuple[str, ...]) -> Iterator[Candidate]:
+    """Yields every setting of the slice that the configuration allows, with its bounds."""
+    levels = (0, 1, 3) if "zero" in free else (config.parallel.zero,)
+    remats = ("none", "dots", "full") if "remat" in free else (config.parallel.remat,)
+    for zero in levels:
+        changed = config.replace(mesh="auto", zero=zero, **({"accum": 0} if "accum" in free else {}))
+        state: dict[str, int] = {}
+        for candidate in candidates(changed, chips.count):
+            if zero and candidate.parallel.dp == 1:
+                continue
+            if candidate.training.accum & (candidate.training.accum - 1) and "accum" in free:
+                continue  # powers of two are enough
+            name = candidate.parallel.mesh
+            if name not in state:
+                state[name] = memory.predict_bytes(candidate.replace(accum=1)).total
+            if state[name] > chips.chip.memory:
+                continue
+            for remat in remats:
+                with contextlib.suppress(UsageError):
+                    each = candidate.replace(remat=remat)
+                    yield Candidate(each, bound_seconds(each, chips), state[name] + bound_activations(each))
+
+
+def bound_activations(config: Config) -> int:
+    """Returns the bytes of the activations that a backward pass needs at least: those that remat= stores."""
+    c, p = config.model, config.parallel
+    tokens = config.training.batch * c.seq // (p.dp * p.cp * p.pp * config.training.accum)
+    width = jnp.dtype(p.dtype).itemsize
+    entered = c.d_model // (p.mp if p.sequence_parallel else 1)
+    products = (c.attention_size + 2 * c.key_value_heads * c.head_size + (1 + c.gated) * c.ff_size) // p.mp
+    stored = {"full": entered, "dots": entered + products, "none": 2 * entered + products + c.ff_size // p.mp}
+    return c.layers // p.pp * tokens * stored[p.remat] * width
+
+
+def bound_seconds(config: Config, chips: Slice) -> float:
+    """Returns the seconds of a step at least: the arithmetic, and the wire that XLA does not hide."""
+    p, tokens = config.parallel, config.training.batch * config.model.seq
+    _, forward = flops.layer_flops_per_token(config)
+    work = flops.flops_per_token(config) + (forward if p.remat == "full" else 0)
+    compute = tokens * work / (p.devices * chips.chip.flops)
+    wire = 0.0
+    if p.mp > 1:
+        sums = (1 if config.model.block.startswith("parallel") else 2) * (3 if p.remat == "full" else 2)
+        local = tokens // (p.dp * p.cp * p.pp) * config.model.d_model * jnp.dtype(p.dtype).itemsize
+        sent = config.model.layers * sums * local * 2 * (p.mp - 1) / p.mp
+        wire += sent / roofline.axis_bandwidth("mp", config, chips)
+    if p.dp > 1:
+        gradient = specs.count_parameters(Model.abstract_parameters(config)) * jnp.dtype(p.grad_dtype).itemsize / p.mp
+        sent = (1 if p.zero else 2) * gradient * (p.dp - 1) / p.dp
+        wire += sent / roofline.axis_bandwidth("dp", config, chips) if not _is_exchanged(config, chips) else 0.0
+    return (compute + wire) * (1 + SLOWER_BY_ACCUM * math.log2(config.training.accum))
+
+
+def _is_exchanged(config: Config, chips: Slice) -> bool:
+    """Returns whether the chip overlaps the scatter of gradients with the backward pass."""
+    return config.parallel.zero > 0 and bool(chips.chip.exchanging)
+
+
+def describe(config: Config) -> str:
+    """Formats the settings as arguments of `train`."""
+    return " ".join(f"{name}={config.get(name)}" for name in ("mesh", *CHOSEN))
+
+
+def format_best(plans: list[Plan], tokens: float | None, price: float | None) -> str:
+    """Formats the plans in a table, with the time and the cost of a number of tokens."""
+    header = ["settings", "together", "ms a step", "tokens/s", "MFU"]
+    if tokens:
+        header += ["days", *(["cost"] if price else [])]
+    rows = []
+    for each in plans:
+        row = [describe(each.config), format_bytes(each.bytes), f"{each.times.seconds * 1e3:,.0f}"]
+        row += [f"{each.tokens_per_second:,.0f}", f"{each.utilization:.0%}"]
+        if tokens:
+            days, cost = measure_budget(each, tokens, price)
+            row += [f"{days:,.1f}", *([f"{cost:,.0f}"] if cost is not None else [])]
+        rows.append(row)
+    return f"{format_table(rows, header)}\nthe fastest that are estimated to fit, at the chip's peak rates"
+
+
+def format_budget(plan: Plan, tokens: float, price: float | None) -> str:
+    """Formats the days of a number of tokens, and their cost."""
+    days, cost = measure_budget(plan, tokens, price)
+    charged = f" and cost {cost:,.0f}, at {price:g} for a chip and hour" if cost is not None else ""
+    return f"{tokens:.3g} tokens take {days:,.1f} days at best on {plan.chips}{charged}"
+
+
+def measure_budget(plan: Plan, tokens: float, price: float | None) -> tuple[float, float | None]:
+    """Returns the days that a number of tokens takes at the predicted speed, and the cost of all chips."""
+    hours = tokens / plan.tokens_per_second / 3600
+    chips = math.prod(plan.chips.shape)
+    return hours / 24, None if price is None else hours * chips * price

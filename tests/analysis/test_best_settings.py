@@ -1,0 +1,97 @@
+"""Mesh, zero, remat and accum that are chosen together for chips that are not available."""
+
+import pytest
+
+from shardformer.__main__ import main
+from shardformer.analysis import best_settings, plan
+from shardformer.config.presets import preset
+from shardformer.devices import chips
+from tests import runs, shared
+
+EIGHT = chips.parse_slice("h100:8")
+LLAMA = {
+    "activation": "swiglu", "norm": "rmsnorm", "positions": "rotary", "bias": "none", "tied": False, "dropout": 0.0,
+    "vocab": 32_000, "seq": 8192, "dtype": "bfloat16", "mesh": "auto",
+}  # fmt: skip
+SIZES = {
+    "7B": ({"layers": 32, "d_model": 4096, "heads": 32, "d_ff": 11_008, "batch": 64}, "v5e:4x8"),
+    "1.3B": ({"layers": 24, "d_model": 2048, "heads": 16, "d_ff": 5504, "batch": 128}, "h100:8"),
+}
+
+
+def with_memory(count: int) -> chips.Slice:
+    return chips.Slice("h100", EIGHT.chip._replace(memory=count), (8,))
+
+
+def silent(_: str) -> None:
+    """A `say` that prints nothing."""
+
+
+@pytest.fixture(scope="module")
+def best():
+    """The plans of tiny on chips with less memory than its state and activations need."""
+    return best_settings.choose(shared.tiny(mesh="auto", batch=64), with_memory(400_000), best_settings.CHOSEN, silent)
+
+
+def test_best_settings_fit_and_are_sorted_by_time(best):
+    assert 1 <= len(best) <= best_settings.BEST
+    assert all(each.estimate <= 400_000 for each in best)
+    seconds = [each.times.seconds for each in best]
+    assert seconds == sorted(seconds)
+
+
+def test_settings_without_a_choice_do_not_fit(best):
+    """The negative twin: with the mesh alone, nothing fits."""
+    config = shared.tiny(mesh="auto", batch=64)
+    assert not plan.estimate(plan.resolve(config, with_memory(400_000)), with_memory(400_000)).fits
+    assert any(each.config.parallel.zero or each.config.training.accum > 1 for each in best)
+
+
+def test_given_keys_stay():
+    config = shared.tiny(mesh="auto", batch=64, remat="full", accum=2)
+    listed = [each.config for each in best_settings.list_candidates(config, EIGHT, ("zero",))]
+    assert {(each.parallel.remat, each.training.accum) for each in listed} == {("full", 2)}
+    assert {each.parallel.zero for each in listed} == {0, 1, 3}
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+@pytest.mark.parametrize("mesh", ["8x1", "2x4"])
+def test_bounds_are_below_the_estimate(mesh, remat):
+    config = shared.tiny(mesh=mesh, remat=remat, batch=64, layers=4)
+    estimated = plan.estimate(config, EIGHT)
+    assert best_settings.bound_activations(config) < estimated.temporaries
+    assert best_settings.bound_seconds(config, EIGHT) <= estimated.times.seconds * 1.001
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+def test_large_models_get_settings_that_fit(size):
+    changes, chip = SIZES[size]
+    slice_, config = chips.parse_slice(chip), preset("gpt1").replace(**LLAMA | changes)
+    result = best_settings.choose(config, slice_, best_settings.CHOSEN, silent)
+    assert len(result) == best_settings.BEST
+    assert all(each.fits and each.config.parallel.devices == slice_.count for each in result)
+    assert result[0].utilization > 0.5
+
+
+def test_budget_is_tokens_over_speed_and_all_chips():
+    estimated = plan.estimate(shared.tiny(mesh="8x1"), EIGHT)
+    tokens = estimated.tokens_per_second * 3600 * 48
+    assert best_settings.measure_budget(estimated, tokens, 2.0) == (pytest.approx(2), pytest.approx(48 * 8 * 2))
+    assert best_settings.measure_budget(estimated, tokens, None)[1] is None
+
+
+def test_command_prints_settings_days_and_cost(capsys):
+    words = ["plan", "tiny", "chip=h100:8", "compiler=none", "vocab=64", "batch=64", "tokens=1e9", "price=2.5"]
+    assert main(words) == 0
+    assert "1e+09 tokens take " in (printed := capsys.readouterr().out)
+    assert ", at 2.5 for a chip and hour" in printed
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [("tokens=0", "tokens must be above 0, or none, got 0.0"), ("price=2", "give tokens= as well")],
+)
+def test_wrong_budget_is_rejected(word, message, capsys):
+    assert main(["plan", "tiny", "chip=h100:8", word]) == runs.USAGE
+    assert message in capsys.readouterr().err
