@@ -139,6 +139,13 @@ def finished(process: subprocess.Popen | Forked) -> tuple[int, str, str]:
     return process.returncode, out, error
 
 
+def connect_pair() -> tuple[socket.socket, socket.socket]:
+    """Returns the two ends of a TCP connection; socket.socketpair has other options."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        first = socket.create_connection(server.getsockname())
+        return first, server.accept()[0]
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))

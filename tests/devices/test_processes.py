@@ -3,7 +3,6 @@
 import contextlib
 import importlib.util
 import signal
-import socket
 import sys
 import threading
 import time
@@ -18,7 +17,7 @@ from shardformer.config import Config
 from shardformer.devices import processes, rendezvous
 from shardformer.errors import RunError
 from tests import runs
-from tests.launch import ROOT, SECONDS, Forked, finished, start
+from tests.launch import ROOT, SECONDS, Forked, connect_pair, finished, start
 from tests.surroundings import simulate_processes
 
 STEPS = 100
@@ -136,7 +135,7 @@ def test_a_long_text_is_cut_between_characters(other, start):
 @pytest.mark.parametrize("dies", [True, False])
 def test_death_is_noticed_while_jax_joins_the_processes(monkeypatch, dies):
     """JAX waits for the dead one until start_timeout, and ends in a stack trace. The twin: all live."""
-    first, own = socket.socketpair()
+    first, own = connect_pair()
     ended, reasons, noticed = threading.Event(), [], []
 
     def end(reason):
@@ -150,7 +149,6 @@ def test_death_is_noticed_while_jax_joins_the_processes(monkeypatch, dies):
         noticed.append(ended.wait(5 if dies else 0.5))
 
     monkeypatch.setattr(rendezvous, "end_process", end)
-    monkeypatch.setattr(socket.socket, "setsockopt", lambda *_: None)  # these are not TCP
     monkeypatch.setattr(rendezvous, "connect", lambda *_: {0: rendezvous.Link(own)})
     monkeypatch.setattr(jax.distributed, "initialize", join)
     monkeypatch.setattr(processes, "_watch", None)

@@ -17,6 +17,7 @@ import pytest
 from shardformer.devices import rendezvous
 from shardformer.devices.rendezvous import describe_software
 from shardformer.errors import RunError, UsageError
+from tests.launch import connect_pair
 
 
 def free_port() -> int:
@@ -258,8 +259,7 @@ def watched(monkeypatch):
         watch.links.clear()  # and so the thread ends, where the process would
 
     monkeypatch.setattr(rendezvous, "end_process", end)
-    pairs = [socket.socketpair() for _ in range(2)]
-    monkeypatch.setattr(socket.socket, "setsockopt", lambda *_: None)  # these are not TCP
+    pairs = [connect_pair() for _ in range(2)]
     watch = rendezvous.Watch({i: rendezvous.Link(own) for i, (own, _) in enumerate(pairs, start=1)}, 3, heartbeat=2)
     yield watch, [rendezvous.Link(other) for _, other in pairs], lambda: reasons.get(timeout=10)
     for own, other in pairs:
@@ -318,8 +318,7 @@ def test_an_orderly_end_is_no_death(watched):
 def test_a_long_wait_for_the_last_process_is_no_silence(monkeypatch):
     reasons = queue.Queue()
     monkeypatch.setattr(rendezvous, "end_process", reasons.put)
-    monkeypatch.setattr(socket.socket, "setsockopt", lambda *_: None)
-    pairs = [socket.socketpair() for _ in range(2)]
+    pairs = [connect_pair() for _ in range(2)]
     links = {index: rendezvous.Link(own) for index, (own, _) in enumerate(pairs, start=1)}
     others = [rendezvous.Link(other) for _, other in pairs]
     links[1].heard -= 100  # it said hello long before process 2
