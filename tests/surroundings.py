@@ -9,7 +9,7 @@ from obstore.store import MemoryStore
 from shardformer.checkpoint import stores
 from shardformer.checkpoint.bucket_store import BucketStore
 from shardformer.data import text_files
-from shardformer.devices import rendezvous
+from shardformer.devices import processes, rendezvous
 from shardformer.storage import bucket, requests
 
 
@@ -24,6 +24,13 @@ def simulate_failing_processes(monkeypatch, end) -> None:
     simulate_processes(monkeypatch, 2)
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(rendezvous, "end_process", end)
+
+
+def note_documents(monkeypatch) -> list[str]:
+    """Returns a list that gets each document that this process sends to all."""
+    sent: list[str] = []
+    monkeypatch.setattr(processes, "gather_documents", lambda document: sent.append(document) or [document])
+    return sent
 
 
 def hide_home(monkeypatch) -> None:

@@ -15,9 +15,6 @@ from typing import Protocol
 from shardformer.config import Config
 from shardformer.errors import UsageError
 
-_LONGEST_QUEUE = 1000  # rows; an observer that is slower than this loses rows
-_SECONDS_TO_FINISH = 10  # the longest wait for an observer at the end of a run
-
 
 class Observer(Protocol):
     """An object that receives the logged rows of a run."""
@@ -28,10 +25,15 @@ class Observer(Protocol):
 
 
 class Observers:
-    """The observers of one run. `start(name, make)` adds one; make() returns it and runs in its thread."""
+    """The observers of one run. `start(name, make)` adds one; make() returns it and runs in its thread.
 
-    def __init__(self, say: Callable[[str], None]):
-        self._say = say
+    Arguments:
+      queue_rows: the longest queue; an observer that is slower than this loses rows.
+      finish_seconds: the longest wait for an observer at the end of a run.
+    """
+
+    def __init__(self, say: Callable[[str], None], queue_rows: int = 1000, finish_seconds: float = 10):
+        self._say, self._queue_rows, self._finish_seconds = say, queue_rows, finish_seconds
         self._workers: list[_Worker] = []
 
     def __enter__(self) -> "Observers":
@@ -39,11 +41,11 @@ class Observers:
 
     def __exit__(self, *_: object) -> None:
         for worker in self._workers:
-            worker.finish()
+            worker.finish(self._finish_seconds)
         self._print_problems()
 
     def start(self, name: str, make: Callable[[], Observer]) -> None:
-        self._workers.append(_Worker(name, make))
+        self._workers.append(_Worker(name, make, self._queue_rows))
 
     def write(self, row: dict) -> None:
         for worker in self._workers:
@@ -57,11 +59,11 @@ class Observers:
 
 
 class _Worker:
-    def __init__(self, name: str, make: Callable[[], Observer]):
+    def __init__(self, name: str, make: Callable[[], Observer], queue_rows: int):
         self.problems: collections.deque[str] = collections.deque()
         self._name, self._make = name, make
         self._reported: set[str] = set()
-        self._rows: queue.Queue[dict | None] = queue.Queue(_LONGEST_QUEUE)
+        self._rows: queue.Queue[dict | None] = queue.Queue(queue_rows)
         self._thread = threading.Thread(target=self._work, name=f"observer {name}", daemon=True)
         self._thread.start()
 
@@ -72,12 +74,12 @@ class _Worker:
             if self._thread.is_alive():
                 self._report("is too slow: it does not receive every row")
 
-    def finish(self) -> None:
+    def finish(self, seconds: float) -> None:
         with contextlib.suppress(queue.Full):
-            self._rows.put(None, timeout=_SECONDS_TO_FINISH)
-        self._thread.join(_SECONDS_TO_FINISH)
+            self._rows.put(None, timeout=seconds)
+        self._thread.join(seconds)
         if self._thread.is_alive():
-            self._report(f"did not finish within {_SECONDS_TO_FINISH} s: its last rows may be missing")
+            self._report(f"did not finish within {seconds} s: its last rows may be missing")
 
     def _work(self) -> None:
         # Catches BaseException, because a tracker that calls sys.exit must not end the run either.

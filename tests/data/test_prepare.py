@@ -1,5 +1,7 @@
 """Text files become token files: complete, in order, restartable; errors name the invalid file."""
 
+import contextlib
+import functools
 import gzip
 import itertools
 import json
@@ -163,25 +165,31 @@ def test_a_token_file_that_changes_is_another_source(tmp_path):
     assert sources.find_recipe([str(path)], SourceOptions(), with_ids=True).identity() != first
 
 
+@contextlib.contextmanager
+def replace_parts(act):
+    """Calls `act(write_part, item, number, ...)` for each part that is written."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "_write_part", functools.partial(act, prepare._write_part))
+        yield
+
+
 def test_killed_and_started_again(tmp_path, monkeypatch):
     for number in range(4):
         write_jsonl(tmp_path / f"{number}.jsonl", [{"text": text} for text in DOCUMENTS[number::4]])
     change_text_limits(monkeypatch, range=1000)
     names = [tmp_path / f"{number}.jsonl" for number in range(4)]
     whole = make(names, tmp_path / "whole")
-    write_part, written = prepare._write_part, []
+    written = []
 
-    def killed(item, number, *rest):
+    def killed(write_part, item, number, *rest):
         written.append(number)
         if len(written) == 3:
             raise KeyboardInterrupt
         return write_part(item, number, *rest)
 
-    monkeypatch.setattr(prepare, "_write_part", killed)
-    with pytest.raises(KeyboardInterrupt):
+    with replace_parts(killed), pytest.raises(KeyboardInterrupt):
         make(names, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(prepare, "_write_part", write_part)
     (hidden,) = tmp_path.glob(".out.preparing-*")
     kept = {path.name: path.stat().st_mtime_ns for path in hidden.glob("part_*.json")}
     assert kept
@@ -227,17 +235,15 @@ def test_a_full_disk_is_reported_and_the_next_start_goes_on(tmp_path, monkeypatc
     assert sum(len(documents(make([path], tmp_path / "out"), split)) for split in SPLITS) == len(DOCUMENTS)
 
 
-def test_a_source_that_changes_meanwhile(tmp_path, monkeypatch):
+def test_a_source_that_changes_meanwhile(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in DOCUMENTS])
-    write_part = prepare._write_part
 
-    def changed(*given):
+    def changed(write_part, *given):
         report = write_part(*given)
         write_jsonl(path, [{"text": "other"}])
         return report
 
-    monkeypatch.setattr(prepare, "_write_part", changed)
-    with pytest.raises(UsageError, match="has changed while it was prepared"):
+    with replace_parts(changed), pytest.raises(UsageError, match="has changed while it was prepared"):
         make([path], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -4,7 +4,6 @@ import threading
 
 import pytest
 
-from shardformer.logs import observers
 from shardformer.logs.observers import Observers
 
 
@@ -57,9 +56,7 @@ def test_failing_observer_is_reported_once(error):
                             f"never there did not start: {what}; training continues"]  # fmt: skip
 
 
-def test_hanging_observer_neither_slows_nor_blocks_the_run(monkeypatch):
-    monkeypatch.setattr(observers, "_LONGEST_QUEUE", 3)
-    monkeypatch.setattr(observers, "_SECONDS_TO_FINISH", 0.05)
+def test_hanging_observer_neither_slows_nor_blocks_the_run():
     forever, said = threading.Event(), []
 
     class Hanging(Recorder):
@@ -67,7 +64,7 @@ def test_hanging_observer_neither_slows_nor_blocks_the_run(monkeypatch):
             forever.wait(60)
 
     try:
-        with Observers(said.append) as watching:
+        with Observers(said.append, queue_rows=3, finish_seconds=0.05) as watching:
             watching.start("hanging", Hanging)
             for step in range(100):
                 watching.write({"step": step})

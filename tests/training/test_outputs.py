@@ -5,11 +5,12 @@ from unittest import mock
 import pytest
 
 from shardformer import checkpoint, session
-from shardformer.devices import chips, processes
+from shardformer.devices import chips
 from shardformer.logs import curves, metrics_file
 from shardformer.model import flops
 from shardformer.training import outputs
 from tests import runs
+from tests.surroundings import note_documents
 
 
 def test_unreadable_records_are_reported_to_all_processes(tmp_path, text, monkeypatch, capsys):
@@ -18,8 +19,7 @@ def test_unreadable_records_are_reported_to_all_processes(tmp_path, text, monkey
     words = ("tiny", "mesh=4x2", f"data={text}")
     assert runs.train(*words, f"out={out}", "steps=2") == 0
     (out / "metrics.csv").write_text("damaged\n")
-    told = []
-    monkeypatch.setattr(processes, "gather_documents", lambda own: told.append(own) or [own])
+    told = note_documents(monkeypatch)
     assert runs.train("--resume", out, "steps=4") == 1
     assert [words for words in told if "metrics.csv has unknown columns" in words]
     assert f"{out}/metrics.csv has unknown columns: got 'damaged'" in capsys.readouterr().err

@@ -11,13 +11,13 @@ import pytest
 from shardformer import checkpoint
 from shardformer.data import Characters, Corpus, load_vocabulary
 from shardformer.data.text_sources import Texts
-from shardformer.devices import processes
 from shardformer.errors import RunError, UsageError
 from shardformer.layout import mesh
 from shardformer.model import Model
 from shardformer.training.checkpoint_progress import Best
 from shardformer.training.run_folder import Run
 from tests import asserts, runs, shared
+from tests.surroundings import note_documents
 
 TEXTS = ("abcdefgh" * 20, "abc", "abd")
 
@@ -233,8 +233,7 @@ def test_damage_in_the_way_of_parameters_comes_with_a_way_out(pruned, name, step
 
 
 def test_what_the_first_process_cannot_write_all_hear_of(saved, tmp_path, monkeypatch):
-    told = []
-    monkeypatch.setattr(processes, "gather_documents", lambda own: told.append(own) or [own])
+    told = note_documents(monkeypatch)
     (tmp_path / "file").touch()
     nowhere = dataclasses.replace(saved, config=saved.config.replace(out=str(tmp_path / "file" / "run")))
     with pytest.raises(RunError, match="Not a directory"):
