@@ -12,7 +12,7 @@ JOINED = (
 import os, signal, sys, threading, time
 from jax.experimental import multihost_utils
 from shardformer import preset
-from shardformer.devices import preemption, processes
+from shardformer.devices import processes
 
 heard = threading.Event()
 if "handled" in sys.argv:
@@ -21,7 +21,7 @@ processes.join_processes(preset("tiny").override({{"coordinator": "localhost:{fr
 os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(0.1)
 print("handled:", heard.is_set())
-preemption.stop_all_processes()
+processes.stop_all_processes()
 for step in range(200):
     if multihost_utils.reached_preemption_sync_point(step):
         print("stopped")
