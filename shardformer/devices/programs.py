@@ -198,7 +198,14 @@ class KeptProgram:
 
 
 def _describe(arguments: tuple, static: dict[str, Any]) -> Hashable:
-    """Returns the types and shardings of the arguments, for each of which JAX compiles a program."""
+    """Returns the types and shardings of the arguments, for each of which JAX compiles a program.
+
+    The types of JAX 0.12 are compared by their parts: those of a loaded program's results equal no others.
+    """
     leaves, tree = jax.tree.flatten(arguments)
-    types = tuple((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves)
+    types = tuple((*_describe_type(jax.typeof(leaf)), getattr(leaf, "sharding", None)) for leaf in leaves)
     return tree, types, tuple(sorted(static.items()))
+
+
+def _describe_type(type_: Any) -> tuple:
+    return type_.shape, type_.dtype, type_.weak_type
