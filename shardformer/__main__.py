@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _escape(message: str) -> str:
     """Escapes control characters and shortens long lines, as names of strangers may be part of a message."""
-    # Lines that begin with "  - " are a list of alternatives, made by this package.
+    # Lines that begin with "  - " are a list of alternatives, written by this package.
     lines = re.split(r"\n(?=  - )", message)
     lines = [escape(line) for line in lines]
     longest = LONGEST_LINE
@@ -76,7 +76,7 @@ def _escape(message: str) -> str:
 
 
 def _drop_unwritten_output() -> None:
-    """Discards output that cannot be written, which would fail again at exit and change the status."""
+    """Discards output that cannot be written, which would fail a second time at exit and change the status."""
     for descriptor, stream in ((1, sys.stdout), (2, sys.stderr)):
         try:
             stream.flush()

@@ -1,4 +1,4 @@
-"""The two kinds of failure of a command; each has an exit status."""
+"""The two types of failure of a command; each has an exit status."""
 
 
 class UsageError(Exception):

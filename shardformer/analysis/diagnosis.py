@@ -1,6 +1,6 @@
-"""Names the mistake behind a wrong result of a shard function, from the numbers that each device returned.
+"""Names the mistake behind a wrong result of a shard function, from the values that each device returned.
 
-A mistake with collectives leaves a mark in the numbers: without a psum the devices' results add up to the right one,
+A mistake with collectives leaves a mark in the values: without a psum the devices' results add up to the right one,
 with one psum too many the result is a multiple of it. Each test below looks for one mark.
 """
 

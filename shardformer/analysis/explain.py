@@ -1,4 +1,4 @@
-"""A tour of the methods of splitting a small model: the memory, the collectives and the numbers of each."""
+"""A tour of the methods of splitting a small model: the memory, the collectives and the results of each."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple

@@ -106,7 +106,7 @@ def _trips(line: str, condition: Iterable[str], around: float) -> float:
 
 def _called(line: str) -> list[str]:
     if " all-reduce" in line or " reduce" in line:
-        return []  # `to_apply` is the sum of two numbers
+        return []  # `to_apply` is the sum of two values
     if line.lstrip().startswith("%async-collective-done"):
         return []  # the fusions after the start of an asynchronous collective repeat it
     names = [name for name in _CALLED.findall(line) if not name.startswith("async_collective_fusion")]

@@ -6,7 +6,7 @@ their last use. Results of matrix products, reductions, loops and collectives ar
 For a CPU, XLA fuses less: a product reads its operands from memory, and a costly result (of a division, an exponential)
 is stored if two or more operations use it. A chip writes a product in the type of its only cast. Its collectives,
 gathers and loops read their operands from memory. A TPU stores the heads of its attention kernel in rows of 128
-numbers. What is not estimated: the holes that XLA leaves between arrays, up to 7% of the bytes of a compiled step.
+values. What is not estimated: the holes that XLA leaves between arrays, up to 7% of the bytes of a compiled step.
 """
 
 import collections
@@ -32,7 +32,7 @@ RENAMING = {  # operations whose result is their operand in memory
     "pvary", "pcast", "reshape", "squeeze", "expand_dims", "transpose", "stop_gradient", "name", "copy", "copy_p",
 }  # fmt: skip
 CONSTANT = "constant"
-LANES = 128  # numbers of a row of a TPU's memory
+LANES = 128  # values in a row of a TPU's memory
 STORED_RESULTS = {  # on a CPU, if more than one operation uses the result
     "sub", "div", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "erf", "pow", "rsqrt", "sqrt", "sin",
     "cos",
@@ -43,7 +43,7 @@ class _Operation(NamedTuple):
     """One operation on numbered values."""
 
     name: str
-    inputs: list[int]  # numbers of values
+    inputs: list[int]  # indices of values
     outputs: list[int]
     bodies: list  # of a loop or a conditional
     trips: int
@@ -73,7 +73,7 @@ class _Program:
         return len(self.sizes) - 1
 
     def _add(self, jaxpr, inputs: list[int]) -> list[int]:
-        """Adds the operations of a jaxpr; returns the numbers of its results."""
+        """Adds the operations of a jaxpr; returns the indices of its results."""
         values = dict(zip(jaxpr.invars, inputs, strict=True))
         values |= {variable: self._new_value(variable.aval) for variable in jaxpr.constvars}
         for equation in jaxpr.eqns:
@@ -124,7 +124,7 @@ class _Program:
                 yield value
 
     def _find_accumulating_products(self) -> set[int]:
-        """Returns the products that a loop only adds to a sum that it carries: a chip adds them where they are made."""
+        """Returns the products that a loop only adds to a carried sum: a chip adds them where they are computed."""
         products = {o.outputs[0] for o in self.operations if o.name == "dot_general"}
         result = set()
         for operation in self.operations:
@@ -163,7 +163,7 @@ class _Program:
     def overwrites(self, operation: _Operation) -> bool:
         """Returns whether an operation is elementwise with one reader: XLA writes its result over its operand.
 
-        Two or more readers would each compute it again from the operand.
+        Two or more readers would each recompute it from the operand.
         """
         return operation.name not in IN_MEMORY and all(self.users[value] == 1 for value in operation.outputs)
 

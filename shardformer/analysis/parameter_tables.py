@@ -30,7 +30,7 @@ def format_splits(parameters, config: Config) -> str:
 
 
 def format_rules(parameters, config: Config) -> str:
-    """Formats the parameters that each rule matches and their sizes; for all others, only the sizes."""
+    """Formats the parameters that each rule matches and their sizes; for the rest, only the sizes."""
     rules.check_rules(parameters, config)
     given = parse_lr_rules(config.optimizer.lr_rules)
     matched: dict[LrRule, list[tuple[str, int]]] = {rule: [] for rule in (*given, rules.OTHERS)}

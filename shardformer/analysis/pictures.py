@@ -159,7 +159,7 @@ COLOURS = (BLUE, ORANGE, GREEN, PINK)
 
 
 def turns_of_chunks(cp: int) -> dict[tuple[int, int], tuple[int, int]]:
-    """Returns {(chunk of queries, chunk of keys): (shard, turn)} of the pairs that a causal mask leaves."""
+    """Returns {(chunk of queries, chunk of keys): (shard, ring step)} of the pairs that a causal mask leaves."""
     holder = {chunk: min(chunk, 2 * cp - 1 - chunk) for chunk in range(2 * cp)}
     return {
         (row, column): (holder[row], (holder[row] - holder[column]) % cp)
@@ -169,7 +169,7 @@ def turns_of_chunks(cp: int) -> dict[tuple[int, int], tuple[int, int]]:
 
 
 def draw_ring_steps(cp: int, path: str | Path) -> None:
-    """Draws the pairs of chunks, coloured by shard and numbered by turn."""
+    """Draws the pairs of chunks, coloured by shard and numbered by ring step."""
     from matplotlib.patches import Rectangle
 
     with figure(path, 1.0 + 0.6 * 2 * cp, 1.2 + 0.6 * 2 * cp) as drawn:

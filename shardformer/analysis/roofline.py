@@ -33,7 +33,7 @@ class Roofline(NamedTuple):
 
     @property
     def binding(self) -> str:
-        """The resource that takes longest, in words."""
+        """The resource that needs the most time, as text."""
         return max(self._fields, key=lambda name: getattr(self, name)).replace("_", " ")
 
 
@@ -56,7 +56,7 @@ def _overlaps(collective: Collective, axes: str, replicas: Replicated) -> bool:
 
     libtpu 0.0.52 starts ZeRO's gathers within the layers early, the exchanges that scatter the layers' gradients, and
     the sends of a ring over the context. Its reduce-scatters and all-reduces have no separate start and end, so that
-    the step waits for each. The trace, which is not of a TPU, has reduce-scatters in the place of exchanges.
+    the step waits for each. The trace, which is not of a TPU, has reduce-scatters instead of exchanges.
     """
     if collective.operation == "reduce-scatter":
         return isinstance(replicas, Zero) and replicas.scattering.exchange and axes == DP and collective.in_loop

@@ -1,4 +1,4 @@
-"""Checks a user's shard function against a dense one on two or more meshes, and says in words what differs."""
+"""Checks a user's shard function against a dense one on two or more meshes, and describes what differs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -32,7 +32,7 @@ def make_mesh(sizes: Mapping[str, int]) -> Mesh:
 
 
 def run_on_shards(function: Callable, arguments: tuple, in_specs: tuple, device_mesh: Mesh) -> ShardRun:
-    """Runs `function` under shard_map without its checks, which would reject a wrong program before it has numbers."""
+    """Runs `function` under shard_map without its checks, which would reject a wrong program before it has results."""
     axes = device_mesh.axis_names
 
     def keep_each(*blocks):
@@ -46,7 +46,7 @@ def run_on_shards(function: Callable, arguments: tuple, in_specs: tuple, device_
 
 
 def match_shardings(values: Any, specs: Any, device_mesh: Mesh) -> Any:
-    """Returns a sharding for each array of `values`; a spec stands for all arrays below its place, as in shard_map."""
+    """Returns a sharding for each array of `values`; a spec stands for all arrays below its path, as in shard_map."""
     shardings = jax.tree.map(lambda spec: NamedSharding(device_mesh, spec), specs, is_leaf=_is_spec)
     return jax.tree.map(lambda sharding, part: jax.tree.map(lambda _: sharding, part), shardings, values)
 

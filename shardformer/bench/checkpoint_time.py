@@ -1,6 +1,6 @@
 """`bench checkpoint`: times saves and restores of a training state next to raw np.save and np.load, and Orbax.
 
-The contenders are interleaved in one process. Every turn saves, then restores from a warm page cache. With out=URL,
+The contenders are interleaved in one process. Every round saves, then restores from a warm page cache. With out=URL,
 shardformer also saves in that bucket.
 """
 
@@ -43,7 +43,7 @@ class State(NamedTuple):
 
 
 class Times(NamedTuple):
-    """The seconds of one turn; NaN for an operation that a contender lacks."""
+    """The seconds of one round; NaN for an operation that a contender lacks."""
 
     save: float
     waits: float  # the part of `save` that blocks the training loop
@@ -223,7 +223,7 @@ def copy_alone(state: State) -> Contender:
 
 
 def shardformer(state: State, bucket: str = "") -> Contender:
-    """Saves in the turn's folder, or in a bucket folder of the same name."""
+    """Saves in the round's folder, or in a bucket folder of the same name."""
 
     def folder(path: Path):
         return storage.location(bucket) / f"bench-{path.parent.name}" if bucket else path

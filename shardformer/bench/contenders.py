@@ -108,7 +108,7 @@ def ours(c: Config, batch, name: str) -> Contender:
 
 
 def measure(contenders: list[Contender], options: Measuring) -> None:
-    """Runs the contenders interleaved, turn by turn, and waits for each round.
+    """Runs the contenders interleaved, round by round, and waits for each round.
 
     The first step of a round is not measured: during the rounds of the others, Linux (and the host of a virtual
     machine) took back the memory that a step uses.

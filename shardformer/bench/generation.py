@@ -39,7 +39,7 @@ def gpt2() -> Config:
 
 @dataclasses.dataclass
 class Contender:
-    """A function that continues [rows, PROMPT] ids by a number of tokens, and the seconds of its turns."""
+    """A function that continues [rows, PROMPT] ids by a number of tokens, and the seconds of its rounds."""
 
     name: str
     continue_ids: Callable[[np.ndarray, int], np.ndarray]

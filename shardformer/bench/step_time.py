@@ -1,4 +1,4 @@
-"""`bench step`: our train step against others that compute the same one; `bench mesh`: ours on two or more meshes.
+"""`bench step`: our train step against other implementations of it; `bench mesh`: ours on two or more meshes.
 
 Model FLOPs are `flops.flops_per_token`: causal attention counts once, and recomputation (remat) does not.
 """
@@ -57,7 +57,7 @@ def bench_step(options: Measuring, settings: Config) -> None:
 
 
 def choose_peers(options: Measuring, c: Config) -> list[str]:
-    """Returns the names in `peers`, each of which must be able to run; auto: all that can, and prints the others."""
+    """Returns the names in `peers`, each of which must be able to run; auto: all that can, and prints the rest."""
     asked = [] if options.peers == "auto" else options.peers.split(",")
     for name in asked:
         if name not in PEERS:

@@ -38,7 +38,7 @@ class BaseOptions(FromHf):
 
 
 def names_base(arguments: list[str]) -> bool:
-    """Returns whether the words of `train` are [PRESET] base=FOLDER key=value ..."""
+    """Returns whether the arguments of `train` are [PRESET] base=FOLDER key=value ..."""
     settings = arguments[1:] if arguments and arguments[0] in presets.PRESETS else arguments
     return all("=" in word for word in settings) and any(word.startswith("base=") for word in settings)
 

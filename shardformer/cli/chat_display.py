@@ -41,7 +41,7 @@ def show_conversation(split: ChatSplit, vocabulary: Vocabulary, on_terminal: boo
 
 
 def describe_end_of_turn(split: ChatSplit, vocabulary: Vocabulary, length: int) -> str:
-    """Returns a text on the white space after the first learned turn: templates differ in whether it is learned."""
+    """Returns a text on the white space after the first trained turn: templates differ in whether it is learned."""
     trained = split.learned.take(0, length)
     if not trained.any():
         return ""

@@ -25,7 +25,7 @@ from shardformer.errors import RunError, UsageError
 from shardformer.files import replacing
 from shardformer.tables import escape_controls, format_table
 
-BPE = "bpe:32768"  # the default for texts
+BPE = "bpe:32768"  # the default for documents
 USAGE = (
     "data takes: prepare SRC ... out=FOLDER, show FOLDER|CHATS, export FOLDER out=FILE.tfrecords, or import INPUT.TXT"
 )
@@ -35,7 +35,7 @@ SHOWN_TOKENS = 200
 
 @dataclasses.dataclass(frozen=True)
 class PrepareOptions:
-    """data prepare: texts and token files to a folder of token files."""
+    """data prepare: documents and token files to a folder of token files."""
 
     out: str = key("", "the folder to write")
     tokenizer: str = key(
@@ -90,7 +90,7 @@ def import_data(arguments: list[str]) -> None:
 
 
 def prepare_data(arguments: list[str]) -> None:
-    """Writes the tokens of texts and token files into a folder that `data=` takes."""
+    """Writes the tokens of documents and token files into a folder that `data=` accepts."""
     names, rest = split_places(arguments)
     options = parsing.parse_options(rest, PrepareOptions)
     if not names:

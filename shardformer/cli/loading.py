@@ -1,4 +1,4 @@
-"""Opens a corpus and shows the progress if its texts have to be tokenised first."""
+"""Opens a corpus and shows the progress if its documents have to be tokenised first."""
 
 import sys
 import time
@@ -18,7 +18,7 @@ def load_corpus(
 
 
 class ShownProgress:
-    """The progress of tokenising: one line of a terminal that is written again, else a line for every tenth."""
+    """The progress of tokenising: one line of a terminal that is rewritten, else a line for every tenth."""
 
     def __init__(self):
         self._began, self._printed, self._on_terminal = time.monotonic(), -1.0, sys.stdout.isatty()

@@ -1,4 +1,4 @@
-"""The keys of the commands that read texts for a trained model, and the key `chat` of those that generate."""
+"""The keys of the commands that read documents for a trained model, and the key `chat` of those that generate."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from shardformer.training.run_folder import Run
 
 @dataclasses.dataclass(frozen=True)
 class TextOptions:
-    """The encoding of texts."""
+    """The encoding of documents."""
 
     bos: Literal["auto", "true", "false"] = key(
         "auto",
@@ -34,7 +34,7 @@ class TextOptions:
 
 
 def open_codec(run: Run, options: TextOptions) -> TextCodec:
-    """Returns the codec of a run; a run without training data was converted, and reads texts as published."""
+    """Returns the codec of a run; a run without training data was converted, and reads documents as published."""
     bos = run.config.data.bos if options.bos == "auto" else options.bos
     return TextCodec(run.vocabulary, run.special_tokens, bos, options.special_tokens, published=not run.fingerprint)
 

@@ -72,7 +72,7 @@ def say_how_to_resume(run: Run) -> None:
 def finish(trained: Trained, stop: StopSignal) -> None:
     """Evaluates the best checkpoint on all of validation and test, and prints a sample of it.
 
-    A stop ends it; `train --resume` does it again.
+    A stop ends it; `train --resume` repeats it.
     """
     with stop.printed_by(print_line, plan="ending the final evaluation; the run is saved"):
         try:

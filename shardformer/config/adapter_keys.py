@@ -73,7 +73,7 @@ def scale_of(rank: int, alpha: float, rslora: bool) -> float:
 
 
 def parse_pattern(text: str) -> dict[str, float]:
-    """Returns the numbers of 'q=4,down=16' by matrix; NaN stands for a word that is not a number."""
+    """Returns the values of 'q=4,down=16' by matrix; NaN stands for a word that is not a number."""
     result = {}
     for word in filter(None, text.split(",")):
         matrix, _, number = word.partition("=")

@@ -44,7 +44,7 @@ class Config:
 
     @staticmethod
     def of(**keys) -> "Config":
-        """Returns the configuration with these keys, by their flat names; the others have their defaults."""
+        """Returns the configuration with these keys, by their flat names; the rest have their defaults."""
         return Config().replace(**keys) if keys else Config()
 
     def replace(self, **changes) -> "Config":
@@ -104,13 +104,13 @@ class Config:
         return self.replace(grad_metrics=False, zero=zero, attention=attention)
 
     def for_inference(self, shape: str) -> "Config":
-        """Returns the configuration of scores and texts on a mesh of this shape."""
+        """Returns the configuration of scores and samples on a mesh of this shape."""
         sizes = parse_mesh(shape)
         changes = {"mesh": shape, "batch": sizes.dp * sizes.pp, "accum": sizes.pp, "sequence_parallel": False}
         return self.without_gradients().replace(**changes).without_stages()
 
     def shown(self, name: str) -> str:
-        """Returns the value of a key as the command line takes it: 'auto', 'true', '0.001'."""
+        """Returns the value of a key as the command line accepts it: 'auto', 'true', '0.001'."""
         return format_value(FIELDS[name], self.get(name))
 
     def describe_changes(self, before: "Config") -> str:

@@ -1,4 +1,4 @@
-"""A key of a configuration: its default, its meaning, the values that it takes, and when it has an effect."""
+"""A key of a configuration: its default, its meaning, the values that it accepts, and when it has an effect."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ MAX_INT32 = 2**31
 
 
 class UsedIf(NamedTuple):
-    """A condition on the configuration under which a key has an effect, and the words that deny it."""
+    """A condition on the configuration under which a key has an effect, and the message without it."""
 
     holds: Callable[[Any], object]
     otherwise: str  # completes "KEY does nothing ..."
@@ -87,7 +87,7 @@ def require(holds: object, message: str) -> None:
 
 
 def format_value(field: dataclasses.Field, value) -> str:
-    """Returns a value as the command line takes it."""
+    """Returns a value as the command line accepts it."""
     if value is None:
         return field.metadata["none"]
     if field.metadata["zero"] and value == 0:
@@ -132,7 +132,7 @@ def _is_of_type(value, kind) -> bool:
 def _check_float(name: str, value: float) -> None:
     require(abs(value) <= sys.float_info.max, f"{name} must be a finite number, got {shorten(value)}")
     require(abs(value) < MAX_FLOAT32, f"{name} must be below {MAX_FLOAT32:g}, the largest of float32, got {value!r}")
-    fits_jax = isinstance(value, float) or abs(value) < MAX_INT32  # JAX takes no larger whole number
+    fits_jax = isinstance(value, float) or abs(value) < MAX_INT32  # JAX accepts no larger integer
     require(fits_jax, f"{name} must be below 2**31, or written as 1e10, got {shorten(value)}")
 
 

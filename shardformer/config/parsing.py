@@ -1,4 +1,4 @@
-"""Parses the words of a command into typed values; a UsageError names what a key takes."""
+"""Parses the arguments of a command into typed values; a UsageError names what a key accepts."""
 
 import dataclasses
 import difflib
@@ -67,12 +67,12 @@ def parse_overrides(arguments: list[str], options: type) -> dict:
 
 
 def parse_options(arguments: list[str], options: type[T]) -> T:
-    """Returns the options of a command that 'key=value' words give."""
+    """Returns the options of a command that 'key=value' arguments give."""
     return options(**parse_overrides(arguments, options))
 
 
 def parse_known_options(arguments: list[str], options: type[T]) -> tuple[T, list[str]]:
-    """Returns the options that some words set, and the other words."""
+    """Returns the options that some arguments set, and the other arguments."""
     names = keys_of(options)
     matching = [word for word in arguments if word.partition("=")[0] in names]
     return parse_options(matching, options), [word for word in arguments if word not in matching]
@@ -120,7 +120,7 @@ class MeshSizes(NamedTuple):
     cp: int = 1
 
     def __str__(self):
-        """Returns the text that `parse_mesh` reads: numbers alone, as far as these can say it."""
+        """Returns the text that `parse_mesh` reads: only numbers, if they suffice."""
         if self.cp > 1:
             stages = f".pp{self.pp}" if self.pp > 1 else ""
             return f"dp{self.dp}.cp{self.cp}.mp{self.mp}{stages}"

@@ -68,7 +68,7 @@ def gptj_6b_finetune() -> Config:
 
 
 def finetune() -> Config:
-    """Returns the settings of `train base=FOLDER`, which takes the model's keys from the folder.
+    """Returns the settings of `train base=FOLDER`, which reads the model's keys from the folder.
 
     They are a tenth of the usual rate, few steps and no weight decay, as the weights are trained already.
     """

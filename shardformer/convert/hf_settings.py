@@ -38,7 +38,7 @@ HARMLESS = {
     "decoder_start_token_id",
 }  # fmt: skip
 
-# Keys of the model that change neither its numbers nor the arrays of a folder.
+# Keys of the model that change neither its results nor the arrays of a folder.
 NOT_COMPARED = {"vocab_multiple", "init_std", "t5_buckets"}
 
 EMPTY: tuple[Any, ...] = (None, False, "", [], {})

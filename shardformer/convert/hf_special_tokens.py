@@ -1,6 +1,6 @@
 """The special token ids of a Hugging Face folder: read in transformers' order, and written back.
 
-A model that was trained on conversations ends its texts at the end of an assistant's turn.
+A model that was trained on conversations ends its documents at the end of an assistant's turn.
 """
 
 import json

@@ -90,7 +90,7 @@ def first_of(names: list[str]) -> str:
 
 
 def _copy_part(tensor: Tensor, stored: Stored, part: Part, target: np.ndarray) -> bool:
-    """Copies one part of an array; returns whether all of its numbers are finite."""
+    """Copies one part of an array; returns whether all of its values are finite."""
     seen, view, finite = stored.seen or stored.shape, part.view(target), True
     if part.cut and isinstance(part.cut[0], int):
         view[...] = tensor.read(slice(part.cut[0], part.cut[0] + 1), seen)[0][part.cut[1:]]

@@ -46,7 +46,7 @@ def new_folder(target: Path | BucketPath) -> contextlib.AbstractContextManager[P
 
 @contextlib.contextmanager
 def _new_folder_in_bucket(target: BucketPath) -> Iterator[BucketPath]:
-    """Fills the target in place: it is a run only with its config.json, which is written last."""
+    """Fills the target itself: it is a run only with its config.json, which is written last."""
     with checkpoint.lock_folder(target):
         check_free(target)
         try:

@@ -37,7 +37,7 @@ PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 LAYERS = "transformer/layers/"
 # Settings by which modules differ. A run has one rank and one scale for a matrix, and keeps the published files.
 PATTERNS = ("rank_pattern", "alpha_pattern", "layers_to_transform", "use_rslora")
-# Settings that do not change an adapter's numbers, or that are read from the arrays.
+# Settings that do not change an adapter's values, or that are read from the arrays.
 SILENT = {
     "task_type", "base_model_name_or_path", "auto_mapping", "inference_mode", "lora_dropout", "target_modules",
     "layers_to_transform", "layers_pattern", "revision", "use_dora", "peft_type", "r", "lora_alpha", "fan_in_fan_out",
@@ -72,7 +72,7 @@ class FromPeft:
 
 
 class RankAlpha(NamedTuple):
-    """The numbers of an adapter, from which its scale follows."""
+    """The rank and alpha of an adapter, from which its scale follows."""
 
     rank: int
     alpha: float
@@ -171,7 +171,7 @@ def _read_unchanged(
 
 
 def join_factors(family: str, config: Config, factors: dict[str, np.ndarray]) -> tuple[dict, dict[str, RankAlpha]]:
-    """Returns PEFT's arrays by name, and the numbers of each kind of module, from our stacked factors."""
+    """Returns PEFT's arrays by name, and the rank and alpha of each type of module, from our stacked factors."""
     arrays: dict[str, np.ndarray] = {}
     values: dict[str, RankAlpha] = {}
     for target in list_targets(family, config):
@@ -322,7 +322,7 @@ def split_factors(source: Path, family: str, base: Config, settings: dict) -> tu
 
 
 def _choose_config(base: Config, settings: dict, by_matrix: dict[str, list[RankAlpha]]) -> Config:
-    """Returns the configuration of adapters with these numbers in each layer that has them.
+    """Returns the configuration of adapters with these ranks and alphas in each layer that has them.
 
     If the layers of a matrix differ, it has their largest rank, and the scale of most of them.
     """

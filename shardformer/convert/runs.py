@@ -101,7 +101,7 @@ class _Streamed(checkpoint.Snapshot):
 
 def _stream(arrays: dict[str, Filled]) -> _Streamed:
     leaves = {name: Leaf(array.dtype.name, array.shape, None, None, ()) for name, array in arrays.items()}
-    # The shape and dtype of each array, without memory for its numbers.
+    # The shape and dtype of each array, without memory for its values.
     absent = {name: np.broadcast_to(np.zeros((), array.dtype), array.shape) for name, array in arrays.items()}
     return _Streamed(leaves, {name: [(_full_index(array), array)] for name, array in absent.items()}, arrays)
 

@@ -1,7 +1,7 @@
 """The pickles of the seed's time, read without running anything and written byte for byte as Python writes them.
 
 They hold trees of plain containers, Haiku's mappings and optax's named tuples, with 0 for every leaf. Only the names of
-these classes are read: stand-in classes are made here.
+these classes are read: stand-in classes are created here.
 """
 
 import collections

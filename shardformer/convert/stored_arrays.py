@@ -14,7 +14,7 @@ from shardformer.checkpoint.store import Location
 from shardformer.convert import shard_files, weight_files
 from shardformer.errors import RunError, UsageError
 
-_BLOCK = 2**20  # numbers that are converted to float64 at a time
+_BLOCK = 2**20  # values that are converted to float64 at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class StoredArray:
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """Statistics of one array; norm and largest are of its finite numbers."""
+    """Statistics of one array; norm and largest are of its finite values."""
 
     norm: float
     largest: float  # absolute value

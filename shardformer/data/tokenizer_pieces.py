@@ -1,4 +1,4 @@
-"""Pieces of texts for Hugging Face tokenizers: the offsets for a cut, and the encoding of the pieces after the first.
+"""Pieces of documents for Hugging Face tokenizers: offsets for a cut, and the encoding of the pieces after the first.
 
 A cut changes no id if the pre-tokenizer separates there, or if no entry of the vocabulary crosses it. Many
 tokenizers also put a space before a text; that prefix belongs to the first piece of a document only.

@@ -1,4 +1,4 @@
-"""Text to token ids and back: by characters, by bytes, or by numbers; `hf_tokenizer` adds Hugging Face's tokenizers."""
+"""Text to token ids and back: by characters, by bytes, or as ids; `hf_tokenizer` adds Hugging Face's tokenizers."""
 
 import abc
 import codecs
@@ -28,7 +28,7 @@ class Vocabulary(abc.ABC):
     name: str  # as in `tokenizer=`
     end_of_text: int | None = None  # the id that separates documents, where there is one
     units = "tokens"  # what messages call its entries
-    breaks: Breaks = LINE_BREAKS  # the places where a text may be cut without changing an id; none: nowhere
+    breaks: Breaks = LINE_BREAKS  # the positions where a text may be cut without changing an id; none: nowhere
     notice = ""  # a line for the user about what was changed in the tokenizer's file
     template: tuple[int, ...] = ()  # ids that the tokenizer itself puts before a text, such as Llama's <s>
     beginning: tuple[int, ...] = ()  # ids that begin every document in training, and every prompt
@@ -59,7 +59,7 @@ class Vocabulary(abc.ABC):
         return self.template[0] if len(self.template) == 1 else None
 
     def encode_with_offsets(self, text: str, source: str = "text") -> tuple[np.ndarray, np.ndarray]:
-        """Returns the ids of a conversation's text, special tokens among them, and [ids, 2] places in characters."""
+        """Returns the ids of a conversation's text, special tokens among them, and [ids, 2] positions in characters."""
         ids = self.encode(text, source)
         return ids, np.stack([np.arange(len(ids)), np.arange(1, len(ids) + 1)], axis=1)
 

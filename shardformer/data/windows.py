@@ -150,7 +150,7 @@ class PackedWindows(TokenWindows):
         targets = max(len(split.tokens) - 1, 0)
         self.count, self.slack = divmod(targets, layout.seq)
         self.covering = -(-targets // layout.seq)
-        self._starts = max(targets - layout.seq + 1, 0)  # places where a row may begin
+        self._starts = max(targets - layout.seq + 1, 0)  # positions where a row may begin
 
     def draw(self, positions: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns rows that begin at any token."""

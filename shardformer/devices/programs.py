@@ -120,7 +120,7 @@ def _add_checksums() -> None:
 class _WarningsInALine:
     """Shows JAX's warnings about its cache in one line each, and every other warning by `show`.
 
-    JAX never writes an entry again, so a damaged one is deleted: the program that is compiled now replaces it.
+    JAX never rewrites an entry, so a damaged one is deleted: the program that is compiled now replaces it.
     """
 
     def __init__(self, folder: Path, show: Callable):

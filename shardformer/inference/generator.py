@@ -129,7 +129,7 @@ class Generator:
         """Yields `samples` continuations of each prompt, in order; computes `batch` rows together.
 
         A token is predicted from at most the last `seq` tokens. Until the context is full, each token costs a pass over
-        one token. When it is full, its oldest `stride` tokens are dropped and the rest is read again, which is exact
+        one token. When it is full, its oldest `stride` tokens are dropped and the rest is reread, which is exact
         for all positions. A row depends only on its prompt, the seed and its sample number.
 
         Every generated id is below `vocab_size`. `stops(ids)` is called after each token and ends the row if true.

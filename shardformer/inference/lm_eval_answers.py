@@ -1,4 +1,4 @@
-"""Answers to the questions of an evaluation, in texts: log-likelihoods and continuations.
+"""Answers to the questions of an evaluation, as documents: log-likelihoods and continuations.
 
 The answers equal those of lm-evaluation-harness's model `hf`; nothing here imports the harness.
 """
@@ -61,7 +61,7 @@ class Answers:
         return self._scorer.score(self.params, [self._split(*pair) for pair in pairs])
 
     def score_documents(self, documents: Sequence[str]) -> list[TargetScore]:
-        """Scores texts of any length from their first token on, after the prefix."""
+        """Scores documents of any length from their first token on, after the prefix."""
         requests = [Request([self._codec.prefix], self._encode(text)) for text in documents]
         return self._scorer.score(self.params, requests)
 

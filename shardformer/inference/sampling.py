@@ -55,7 +55,7 @@ class Sampling:
 
 
 class Drawing(NamedTuple):
-    """The numbers of a `Sampling` on which a draw depends.
+    """The fields of a `Sampling` on which a draw depends.
 
     They are arguments of the compiled function, so that other values compile nothing.
     """

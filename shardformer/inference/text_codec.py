@@ -1,4 +1,4 @@
-"""Texts to ids and back under a trained model: its beginning of text, its ends of text and its special tokens."""
+"""Documents to ids and back under a trained model: its beginning of text, its ends of text and its special tokens."""
 
 from typing import Literal
 

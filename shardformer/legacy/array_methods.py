@@ -4,7 +4,7 @@ import ast
 
 from shardformer.legacy.call_arguments import Resolver
 
-# By method, the function of today, which takes the array first.
+# By method, the function of today, which accepts the array first.
 LOST_METHODS = {
     "broadcast": "jax.lax.broadcast",
     "broadcast_in_dim": "jax.lax.broadcast_in_dim",
@@ -46,7 +46,7 @@ def is_array(node: ast.AST | None, file: Resolver) -> bool:
 
 
 def _splits_an_array(call: ast.Call, owner: ast.expr) -> bool:
-    """Returns True if the arguments are those of an array's split: a string takes a string, a tensor takes dim."""
+    """Returns True if the arguments are those of an array's split: a string accepts a string, a tensor accepts dim."""
     keywords = {keyword.arg for keyword in call.keywords}
     if keywords:
         return keywords <= {"axis", "indices_or_sections"}

@@ -1,4 +1,4 @@
-"""Reads from a call's text the kinds, axes and dtypes of its arguments; None stands for what the text leaves open."""
+"""Reads from a call's text the types, axes and dtypes of its arguments; None stands for what the text leaves open."""
 
 import ast
 from typing import Protocol
@@ -89,7 +89,7 @@ def _kind_of_dtype(dtype: ast.expr | None) -> str | None:
 
 
 def _joined(types: list[str | None]) -> str | None:
-    """The kind of numbers of two or more kinds; an unknown one hides all but complex."""
+    """The numeric type of two or more types; an unknown one hides all but complex."""
     if "complex" in types:
         return "complex"
     return types[0] if types and len(set(types)) == 1 else None

@@ -17,7 +17,7 @@ UNSEEN = "not seen: names in strings (getattr, exec), or passed on through varia
 
 
 class Use(NamedTuple):
-    """One place where a removed name is used, or a file that could not be read."""
+    """One use of a removed name, or a file that could not be read."""
 
     place: str
     name: str
@@ -58,7 +58,7 @@ def _print_table(rows: Sequence[Sequence[str]], header: list[str]) -> None:
 
 
 def _silent_lines(tree: list[_FileReport]) -> list[tuple[str, str, str]]:
-    """Returns the place, the name and the advice of each silent change in the files of a tree."""
+    """Returns the location, the name and the advice of each silent change in the files of a tree."""
     relevant = relevant_uses([report.silent for report in tree])
     return [
         (report.places[use.line - 1], use.name, use.change.advice())

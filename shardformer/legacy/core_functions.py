@@ -47,7 +47,7 @@ BatchTracer = _find_batch_tracer()
 
 
 class _TraceStack:
-    """A stand-in for the stack of traces, which jax no longer has: its text names the kinds of traces that run."""
+    """A stand-in for the stack of traces, which jax no longer has: its text names the types of traces that run."""
 
     def __repr__(self) -> str:
         running = {

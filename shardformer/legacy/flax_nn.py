@@ -1,6 +1,6 @@
 """The functions of the old `flax.nn` (later `flax.deprecated.nn`) that still mean the same: its activations.
 
-The modules of flax.nn, whose parameters were made by `Module.init`, have no counterpart that could take their place.
+The modules of flax.nn, whose parameters were created by `Module.init`, have no counterpart that could take their place.
 """
 
 from jax.nn import (  # noqa: F401  # the names of the old module

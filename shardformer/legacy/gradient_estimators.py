@@ -2,7 +2,7 @@
 
 A sample is taken with `dist.sample(shape, key)`: the keyword was `seed`, and is `key` in today's optax.multi_normal.
 
-A function takes a sample and returns a number; `dist_builder(*params)` returns a distribution with `sample` and
+A function accepts a sample and returns a number; `dist_builder(*params)` returns a distribution with `sample` and
 `log_prob`. An estimate has a row for each sample: [num_samples, ...] for each of `params`.
 """
 
@@ -136,7 +136,7 @@ def control_variates_jacobians(
         pairs = zip(estimates, grad_estimator(function, *new_samples), strict=True)
         coefficients = [_least_variance(*pair) for pair in pairs]
     of_function = grad_estimator(function, params, dist_builder, rng, num_samples)
-    # The same key gives the samples of the estimate again.
+    # The same key repeats the samples of the estimate.
     samples = dist_builder(*params).sample((num_samples,), rng)
     state = update(params, samples, control_variate_state)
 

@@ -1,4 +1,4 @@
-"""`install()` puts the removed names back, so that old code runs unedited; `uninstall()` takes them away again."""
+"""`install()` puts the removed names back, so that old code runs unedited; `uninstall()` removes them."""
 
 import collections
 import contextlib
@@ -246,7 +246,7 @@ def _report() -> str:
 
 
 def _report_start() -> str:
-    """Returns the first words of the report: the number of names without the list."""
+    """Returns the first line of the report: the number of names without the list."""
     return f"shardformer.legacy: jax {jax.__version__}, provided {len(_provided)} names"
 
 

@@ -102,7 +102,7 @@ class JaxTestCase(parameterized.TestCase):
             raise TypeError((type(x), type(y)))
 
     def assertMultiLineStrippedEqual(self, expected: str, what: str):
-        """Compares texts without their indents."""
+        """Compares strings without their indents."""
         clean = [re.sub(r"\s*\n\s*", "\n", textwrap.dedent(text).strip()) for text in (expected, what)]
         self.assertMultiLineEqual(*clean)
 

@@ -21,7 +21,7 @@ class PositionalSharding(NamedSharding):
         return _positional(parts, tuple(parts.ravel()))
 
     def __init__(self, devices):
-        pass  # __new__ has made it
+        pass  # __new__ has created it
 
     @property
     def shape(self) -> tuple[int, ...]:

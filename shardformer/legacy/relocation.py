@@ -22,7 +22,7 @@ def relocate(x, sharding: Sharding):
 
 
 def anchor(x):
-    """`x`; a tracer's cotangent will come to the devices of `x`, wherever it was made."""
+    """`x`; a tracer's cotangent will come to the devices of `x`, wherever it was created."""
     return _relocate.bind(x, x, sharding=None, back=False) if isinstance(x, jax.core.Tracer) else x
 
 

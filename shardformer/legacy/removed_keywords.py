@@ -76,7 +76,7 @@ LOST_KEYWORDS = {
 
 
 def _renaming(function: Callable, **renamed: str | None) -> Callable:
-    """`function`, which also takes keywords by their old names; None: a keyword that means nothing any more."""
+    """`function`, which also accepts keywords by their old names; None: a keyword that means nothing any more."""
 
     @functools.wraps(function)
     def call(*args, **kwargs):

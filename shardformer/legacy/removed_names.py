@@ -321,7 +321,7 @@ CHANGED = {
 
 PROVIDERS = RENAMED | {name: provider for name, (provider, _) in REWRITTEN.items()}
 
-# Whole modules that are gone, which `install()` makes again with the names above and nothing else.
+# Whole modules that are gone, which `install()` creates with the names above and nothing else.
 MODULES = (
     "jax.abstract_arrays",
     "jax.config",

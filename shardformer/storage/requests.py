@@ -16,7 +16,7 @@ RETRIES = {"max_retries": 3, "retry_timeout": timedelta(seconds=30)}
 
 
 class Patience(NamedTuple):
-    """How long requests without an answer are repeated, in seconds."""
+    """The seconds for which requests without an answer are repeated."""
 
     most: float = 180  # after which a request fails
     first: float = 30  # the same for a bucket that has never answered: its address may be wrong

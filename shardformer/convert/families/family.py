@@ -22,7 +22,7 @@ GPT_NAMES = {
     "layers": "n_layer", "d_model": "n_embd", "heads": "n_head", "seq": "n_positions", "d_ff": "n_inner",
     "vocab": "vocab_size", "norm_eps": "layer_norm_epsilon", "tied": "tie_word_embeddings",
 }  # fmt: skip
-# Names by which transformers takes the same values.
+# Names by which transformers accepts the same values.
 GPT_ALIASES = {
     "hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
     "max_position_embeddings": "n_positions",

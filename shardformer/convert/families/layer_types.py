@@ -1,4 +1,4 @@
-"""Windows of attention: which layers have one, in the words of transformers and in ours."""
+"""Windows of attention: which layers have one, in the keys of transformers and in ours."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -39,7 +39,7 @@ def read_layer_types(theirs: dict, default: str) -> str:
 
 
 def to_keys(letters: str, window: int) -> dict[str, Any]:
-    """Returns our keys for layers of the kinds `letters`: the shortest pattern that repeats to them."""
+    """Returns our keys for layers of the types `letters`: the shortest pattern that repeats to them."""
     if "w" not in letters:
         return {"window": None, "window_pattern": ""}
     count = len(letters)

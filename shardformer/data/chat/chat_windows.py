@@ -91,7 +91,7 @@ class ChatWindows(Windows):
 
     @property
     def efficiency(self) -> float:
-        """The share of the places in all rows that hold a token."""
+        """The share of the positions in all rows that have a token."""
         return float(self.fit.lengths.sum()) / max(self.count * self.capacity, 1)
 
     def gather(self, rows: np.ndarray, shifts: np.ndarray | int = 0, weighted: bool = True) -> Batch:

@@ -60,7 +60,7 @@ def rewrite_statement(file: Speller, function: str, call: ast.Call) -> Rewritten
     if call.keywords or not arguments:
         return None
     if function == f"{HOST_CALLBACK}.id_tap" and len(arguments) == 2:
-        return _called(file, "jax.debug.callback", [*arguments, "()"])  # the callback takes (value, transforms)
+        return _called(file, "jax.debug.callback", [*arguments, "()"])  # the callback accepts (value, transforms)
     if function == f"{HOST_CALLBACK}.id_print" and len(arguments) == 1:
         return _called(file, "jax.debug.print", ['"{}"', *arguments])
     if function == f"{HOST_CALLBACK}.barrier_wait":

@@ -23,7 +23,7 @@ from shardformer.legacy.removed_uses import find_removed_uses, removed_name
 from shardformer.legacy.source_names import dotted
 from shardformer.tables import escape, escape_controls
 
-# Words of names that still live, and are rewritten.
+# Parts of names that still exist, and are rewritten.
 LIVING_WORDS = ("Mesh", "backend", "pjit", "xmap")
 SECONDS_TO_PROGRESS = 5  # between lines on standard error
 MOST_ROUNDS = 50  # a round rewrites one level of nested calls

@@ -33,9 +33,9 @@ class Collective(NamedTuple):
 
 class CollectiveUses(NamedTuple):
     collectives: list[Collective]
-    gradients: list[str]  # places where a gradient is taken
-    xmap_transposes: list[str]  # places of functions with a custom_vjp
-    xmaps: list[str]  # places where another xmap is called
+    gradients: list[str]  # locations where a gradient is computed
+    xmap_transposes: list[str]  # locations of functions with a custom_vjp
+    xmaps: list[str]  # locations where another xmap is called
 
 
 class SourceTree:

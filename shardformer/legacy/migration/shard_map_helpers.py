@@ -98,7 +98,7 @@ def _is_repeated(proof, args):
     try:
         jax.eval_shape(proof, *args)
     except ValueError as error:
-        return "out_axes" not in str(error)  # an error of the body will come again
+        return "out_axes" not in str(error)  # an error of the body will recur
     except (NotImplementedError, AssertionError):  # vmap lacks some collectives
         return True
     return True
