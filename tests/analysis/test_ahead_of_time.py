@@ -75,7 +75,7 @@ def test_a_ring_sends_while_it_computes(block, turn):
 
 
 def bytes_of(found, operation, dtype):
-    return sum(c.times * c.bytes for c in found if (c.operation, c.parallel.dtype) == (operation, dtype))
+    return sum(c.times * c.bytes for c in found if (c.operation, c.dtype) == (operation, dtype))
 
 
 def largest_sum(found):
