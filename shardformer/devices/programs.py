@@ -1,11 +1,6 @@
 """Compiled programs, saved for the next start: by JAX's cache in one process, by our store in two or more."""
 
-import contextlib
-import functools
-import glob
-import re
 import sys
-import warnings
 from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
@@ -14,14 +9,10 @@ import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from shardformer.config import Config
+from shardformer.devices import cache_repairs
 from shardformer.devices.host import describe_processor
 from shardformer.devices.program_store import Gather, ProgramStore, find_danger, make_private_folder, say_not_stored
 from shardformer.storage import BucketPath, bucket_path, location, on_disk
-
-PROBLEM = re.compile(
-    r"Error (?P<action>reading|writing) persistent compilation cache entry for '(?P<program>.*?)': (?P<why>.*)",
-    re.DOTALL,
-)
 
 WRONG_WHEN_LOADED = (
     "XLA would load them with errors on several CPU devices (those of dp alone with zero=0 are kept, without lbfgs)"
@@ -61,8 +52,8 @@ def keep_compiled_programs(config: Config, gather: Gather) -> None:
     if danger := find_danger(folder):
         say_not_stored(danger)
         return
-    _add_checksums()
-    warnings.showwarning = _WarningsInALine(folder, warnings.showwarning)
+    cache_repairs.add_checksums()
+    cache_repairs.replace_damaged_entries(folder)
     settings.update("jax_compilation_cache_dir", str(folder))
     quickest = settings.jax_persistent_cache_min_compile_time_secs  # JAX's default, 1, is more than most programs take
     settings.update("jax_persistent_cache_min_compile_time_secs", min(quickest, 0.1))
@@ -105,43 +96,6 @@ def loads_correctly(config: Config, platform: str) -> bool:
     return (
         config.parallel.dp == config.parallel.devices and config.parallel.zero == 0 and config.optimizer.name != "lbfgs"
     )
-
-
-@functools.cache
-def _add_checksums() -> None:
-    """Makes zstandard, if JAX packs programs with it, add a checksum: a flipped bit in a program ends the process."""
-    with contextlib.suppress(ImportError):
-        import zstandard
-
-        module: Any = zstandard
-        module.ZstdCompressor = functools.partial(zstandard.ZstdCompressor, write_checksum=True)
-
-
-class _WarningsInALine:
-    """Shows JAX's warnings about its cache in one line each, and every other warning by `show`.
-
-    JAX never rewrites an entry, so a damaged one is deleted: the program that is compiled now replaces it.
-    """
-
-    def __init__(self, folder: Path, show: Callable):
-        self._folder, self._show = folder, show
-        self._is_stored = True
-
-    def __call__(self, message, *details, **more) -> None:
-        result = PROBLEM.match(str(message))
-        if not result:
-            self._show(message, *details, **more)
-        elif result["action"] == "reading":
-            self._delete(result["program"])
-        elif self._is_stored:
-            self._is_stored = False
-            say_not_stored(result["why"].partition("\n")[0])
-
-    def _delete(self, program: str) -> None:
-        print(f"a kept program is damaged and is compiled again: {program}", file=sys.stderr, flush=True)
-        for entry in self._folder.glob(f"{glob.escape(program)}-*-cache"):
-            with contextlib.suppress(OSError):
-                entry.unlink()
 
 
 def find_folder() -> Path:

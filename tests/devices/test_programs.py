@@ -249,6 +249,42 @@ def test_damaged_program_is_compiled_again_once(tmp_path):
     assert [_run_with_cache(tmp_path) for _ in range(2)] == [(first[0], line), first]
 
 
+# The same program with JAX's own cache: prints whether its entry has a checksum, and what JAX does if it is damaged.
+UNREPAIRED = ("-c", """
+import sys, warnings
+from pathlib import Path
+import jax, jax.numpy as jnp
+import zstandard
+
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+kept = jax.jit(lambda x: jnp.tanh(x @ x))
+kept(jnp.ones((8, 8)))
+entry, *_ = Path(sys.argv[1]).glob("jit__lambda*-cache")
+print(zstandard.get_frame_parameters(entry.read_bytes()).has_checksum)
+entry.write_bytes(b"damaged")
+jax.clear_caches()
+with warnings.catch_warnings(record=True) as shown:
+    warnings.simplefilter("always")
+    kept(jnp.ones((8, 8)))
+print(*(str(each.message).partition("'")[0] for each in shown))
+print(entry.read_bytes())
+""")  # fmt: skip
+
+
+@pytest.mark.multiprocess
+@pytest.mark.skipif(importlib.util.find_spec("zstandard") is None, reason="JAX packs programs with zlib, which checks")
+def test_cache_of_jax_still_needs_both_repairs(tmp_path):
+    """If JAX adds a checksum, or replaces a damaged entry, one of `cache_repairs` can be removed."""
+    status, printed, error = finished(start(tmp_path, program=UNREPAIRED))
+    assert status == 0, error
+    has_checksum, warning, entry = printed.splitlines()
+    assert has_checksum == "False"
+    assert warning.startswith("Error reading persistent compilation cache entry for")
+    assert entry == "b'damaged'"
+
+
 @pytest.mark.skipif(importlib.util.find_spec("zstandard") is None, reason="JAX packs programs with zlib, which checks")
 def test_every_flipped_bit_of_a_program_is_noticed(no_cache_yet):
     kept_in()
