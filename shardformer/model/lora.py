@@ -1,6 +1,6 @@
 """Low-rank adapters: w + lora_in @ lora_out for some matrices of each layer; only the two factors are trained.
 
-`shards/layer.py` multiplies by the factors; this module has the functions of the global parameter tree.
+`shards/adapters.py` multiplies by the factors; this module has the functions of the global parameter tree.
 """
 
 import math
@@ -45,7 +45,7 @@ def add_adapters(parameters: dict, config: Config, key) -> dict:
         config.lora.lora_names, jax.random.split(key, len(config.lora.lora_names)), strict=True
     ):
         L, inputs, outputs = layers[target].shape
-        rank = config.lora.adapter_rank(target)
+        rank = config.lora.adapters[target].rank
         normal = jax.random.normal(local_key, (L, inputs, rank), jnp.float32)
         layers[f"{target}{IN}"] = normal / math.sqrt(inputs)
         layers[f"{target}{OUT}"] = jnp.zeros((L, rank, outputs), jnp.float32)

@@ -1,7 +1,7 @@
-"""The model as one shard sees it: its slice of every array, and the named axes `dp`, `mp` and, with stages, `pp`.
+"""The model as one shard sees it: its slice of every array, and the named axes of the mesh.
 
 Every collective is written out: over `mp` within the model, over `dp` where gradients and losses are averaged and
-where ZeRO gathers, over `pp` from stage to stage. The modules are differentiated under
+where ZeRO gathers, over `pp` from stage to stage, and over `cp` in attention. The modules are differentiated under
 `jax.shard_map(..., check_vma=True)`, where plain collectives have exact gradients. They are initialised on named axes
 of size 1, where local shapes equal global ones.
 
