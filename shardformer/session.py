@@ -114,8 +114,8 @@ class Session:
 
     @staticmethod
     def branch(config: Config, previous: Config, say: Say = print, progress: Progress = ignore_progress) -> "Session":
-        """Opens a new run that continues the checkpoint `from_step` of its `base`, created with `previous`."""
-        source = Run.open(config.training.base)
+        """Opens a new run that continues the checkpoint that its `base` names, created with `previous`."""
+        source = Run.open(config.training.base_run)
         run = dataclasses.replace(source, config=config)
         run.refuse_to_overwrite()
         observers.check_trackers(config)
@@ -269,7 +269,7 @@ def draw_curves(run: Run, lock: Lock | None, say: Say) -> None:
 
 def open_vocabulary_of_base(settings: Config) -> Vocabulary:
     """Returns the tokenizer of the base; a base of bare token ids uses the tokenizer that is named."""
-    base, wanted = Run.open(settings.training.base), settings.data.tokenizer
+    base, wanted = Run.open(settings.training.base_run), settings.data.tokenizer
     vocabulary = base.vocabulary
     if wanted not in ("auto", base.config.data.tokenizer):
         made_from_text = wanted == Characters.name or wanted.startswith("bpe:")
@@ -371,9 +371,9 @@ def describe_resume(previous: Config, current: Config, step: int, replicated: Na
 
 def describe_branch(before: Config, config: Config, step: int) -> str:
     """Formats the source of a branch, its changed keys and its learning rate from `step` on."""
-    changes = config.replace(base=before.training.base, from_step=before.training.from_step).describe_changes(before)
+    changes = config.replace(base=before.training.base).describe_changes(before)
     lines = [
-        f"branching from step {step} of {config.training.base}" + (f" with {changes}" if changes else ""),
+        f"branching from step {step} of {config.training.base_run}" + (f" with {changes}" if changes else ""),
         "the parameters, the optimizer's state and the position in the data continue from that step",
     ]
     if config.optimizer.name != "lbfgs":  # its line search finds the rate

@@ -31,11 +31,11 @@ def logits(config, params: Params, tokens, masks: "Masks | None" = None, documen
     adapter_masks = masks if c.lora.lora_dropout else None
     if not adapter_masks:
         layers = _merge_adapters(c, layers)
-    x = embed["tokens"][tokens] * (math.sqrt(c.model.d_model) if c.model.embed_scale else 1.0)
+    x = embed["tokens"][tokens] * (math.sqrt(c.model.d_model) if c.model.embed == "scale" else 1.0)
     x = x + embed.get("bias", jnp.zeros(c.model.d_model))[None, None]
     if c.model.positions == "learned":
         x = x + embed["positions"][_positions(tokens, documents)]
-    if c.model.embed_norm:
+    if c.model.embed == "norm":
         x = _norm(c, params["transformer/embed/norm"], x)
     if masks:
         x = masks.drop(x, 0)
@@ -211,7 +211,7 @@ def _drop_inputs_of_adapters(c, layer, masks: Masks):
 def _norm(c, p, x):
     if c.model.norm == "layernorm":
         x = x - x.mean(-1, keepdims=True)
-    x = _divide_by_root_mean_square(c, x) * (p["scale"] + float(c.model.norm_plus_one))[None, None]
+    x = _divide_by_root_mean_square(c, x) * (p["scale"] + float(c.model.norm == "rmsnorm_plus_one"))[None, None]
     return x + p["offset"][None, None] if "offset" in p else x
 
 
@@ -225,7 +225,7 @@ def _norm_heads(c, p, name, x):
         return x
     kind = "head_scale" if c.model.qk_norm == "head" else "scale"
     together = x if c.model.qk_norm == "head" else x.reshape(*x.shape[:2], 1, -1)
-    factor = (p[f"{name}_{kind}"] + float(c.model.norm_plus_one))[None, None, None]
+    factor = (p[f"{name}_{kind}"] + float(c.model.norm == "rmsnorm_plus_one"))[None, None, None]
     return (_divide_by_root_mean_square(c, together) * factor).reshape(x.shape)
 
 
@@ -325,11 +325,12 @@ def _alibi_slopes(heads: int) -> np.ndarray:
 
 def _t5_bias(c, table, T):
     """Returns [H, T, T]."""
-    exact = c.model.t5_buckets // 2
+    buckets = table.shape[0]
+    exact = buckets // 2
     bias = np.zeros((T, T), np.int32)
     for query in range(T):
         for key in range(query + 1):
             distance = query - key
-            far = exact + int(np.log(max(distance, exact) / exact) / np.log(128 / exact) * (c.model.t5_buckets - exact))
-            bias[query, key] = distance if distance < exact else min(far, c.model.t5_buckets - 1)
+            far = exact + int(np.log(max(distance, exact) / exact) / np.log(128 / exact) * (buckets - exact))
+            bias[query, key] = distance if distance < exact else min(far, buckets - 1)
     return jnp.transpose(table[bias], (2, 0, 1))

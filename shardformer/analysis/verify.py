@@ -174,7 +174,7 @@ def weighted_batch(config: Config) -> dict[str, np.ndarray]:
     weights = (draw.random(shape) < retained).astype(np.float32)
     weights[-1] = 1
     batch = random_batch(config) | {"weights": weights}
-    if config.data.mask_documents:
+    if config.data.documents == "masked":
         batch["documents"] = np.cumsum(draw.random(shape) < 0.2, axis=1).astype(np.int32)
     return batch
 

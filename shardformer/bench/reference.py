@@ -29,16 +29,17 @@ from shardformer.shards.positions import rotary_frequencies
 
 # With other values a step would do more work or have another model.
 PLAIN = {
-    "optimizer": "adamw", "dropout": 0, "embed_bias": False, "accum": 1, "ema": 0, "lr_rules": "", "lora_rank": 0,
+    "optimizer": "adamw", "dropout": 0, "embed": "plain", "accum": 1, "ema": 0, "lr_rules": "", "lora_rank": 0,
     "activation": "gelu", "kv_heads": None, "attention_scale": None, "head_bias": True, "param_dtype": "float32",
     "moment_dtype": "float32", "window": None, "attention_cap": None, "head_dim": None, "qk_norm": "none",
-    "norm_plus_one": False, "embed_scale": False, "embed_norm": False, "logits_cap": None,
+    "logits_cap": None,
 }  # fmt: skip
 # Values that the reference implements, and the one that a rejection proposes.
 IMPLEMENTED = {
     "positions": ("rotary", "learned", "none"),
     "block": ("parallel", "sequential"),
     "bias": ("all", "ff", "none"),
+    "norm": ("layernorm", "rmsnorm"),
 }
 
 

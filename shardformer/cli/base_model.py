@@ -1,6 +1,6 @@
 """`train [PRESET] base=...`: the model is the base's, which is a run, or a Hugging Face folder to convert to a run.
 
-With `from_step=`, the new run continues another run's checkpoint.
+With `base=RUN/step_N`, the new run continues another run's checkpoint.
 """
 
 import dataclasses
@@ -124,8 +124,8 @@ def _convert(source: str, target: Path, seq: int = 0, ignore_config: str = "") -
 
 
 def names_step(arguments: list[str]) -> bool:
-    """Returns whether the arguments of `train` name a step of another run to start from."""
-    return any(word.startswith("from_step=") and word != "from_step=0" for word in arguments)
+    """Returns whether the arguments of `train` name a checkpoint of another run to continue."""
+    return any(word.startswith("base=") and parsing.split_checkpoint(word)[1] for word in arguments)
 
 
 def parse_branch(arguments: list[str]) -> tuple[Config, Config]:
@@ -134,20 +134,19 @@ def parse_branch(arguments: list[str]) -> tuple[Config, Config]:
     The new run has the keys of the checkpoint, except those that are given; a resume could change these as well.
     """
     if arguments[0] in presets.PRESETS:
-        raise UsageError(f"a run from from_step= has the keys of its base, got the preset {arguments[0]}; leave it out")
-    given = parse_keys(arguments)
-    base, step, out = (given.pop(name, "") for name in ("base", "from_step", "out"))
-    if not base or not out:
         raise UsageError(
-            f"from_step={step} starts a new run from a checkpoint of another; give both folders: base=RUN out=NEW"
+            f"a run that continues a checkpoint has the keys of its base, got the preset {arguments[0]}; leave it out"
         )
+    given = parse_keys(arguments)
+    base, out = (given.pop(name, "") for name in ("base", "out"))
+    if not out:
+        raise UsageError(f"base={base} starts a new run from a checkpoint of another; give its folder: out=NEW")
+    base, step = parsing.split_checkpoint(base)
     source = Run.open(base)
     folder = checkpoint.step_folder(source.out, source.choose_step(step))
     before = parse_config(checkpoint.read_document(folder, "config.json"), folder / "config.json")
     settings = override_on_resume(before, given)
     check_given(settings, {key: value for key, value in given.items() if value != before.get(key)})
     if settings.training.steps <= step:
-        raise UsageError(
-            f"from_step={step} leaves no step to train, got steps={settings.training.steps}; give more steps"
-        )
-    return settings.replace(base=str(source.out), from_step=step, out=out), before
+        raise UsageError(f"base={folder} leaves no step to train, got steps={settings.training.steps}; give more steps")
+    return settings.replace(base=str(folder), out=out), before

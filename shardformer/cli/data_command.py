@@ -46,7 +46,6 @@ class PrepareOptions:
     validation: str = key("", "share of validation, and as much for test; none; empty means 0.05, and 2 MB at most")
     text: str = key("text", "name of the field that holds the text of .jsonl records")
     chat_template: str = key("auto", "template of conversations: chatml, llama3 or plain; auto: that of the tokenizer")
-    json_as_text: bool = key(False, "learn the characters of .json files, not their records")
     bad_rows: Literal["stop", "skip"] = key("stop", "end with all causes at once, or leave bad records out")
     special_tokens: bool = key(False, "recognise a tokenizer.json's special tokens in texts")
     bos: Literal["auto", "true", "false"] = key(
@@ -105,7 +104,6 @@ def prepare_data(arguments: list[str]) -> None:
         share,
         named_validation=without,
         chat_template=options.chat_template,
-        json_as_text=options.json_as_text,
         skips_bad_rows=options.bad_rows == "skip",
     )
     recipe = sources.find_recipe(names, source, say, with_ids=True)

@@ -61,8 +61,7 @@ def harness(arguments: list[str]) -> None:
     from shardformer.inference.lm_eval_answers import Answers
 
     names = [name.strip() for name in options.tasks.split(",") if name.strip()]
-    include = expand_home(options.include)
-    manager = lm_eval_adapter.find_tasks(names, include)
+    manager = lm_eval_adapter.find_tasks(names, [expand_home(options.include)] if options.include else [])
     model, params = load_model(run, options)
     results = lm_eval_adapter.evaluate(
         Answers(model, params, codec, options.batch, options.seed),

@@ -1,9 +1,20 @@
 """Keys of LoRA adapters, and the rank and the scale that they give each matrix."""
 
 import dataclasses
+import functools
 import math
+from typing import NamedTuple
 
 from shardformer.config.keys import KeyGroup, key, require
+from shardformer.config.parsing import shorten
+from shardformer.errors import UsageError
+
+
+class Adapter(NamedTuple):
+    """The rank and the alpha of a matrix's adapter; its scale is alpha / rank, or alpha / sqrt(rank) with rslora."""
+
+    rank: int
+    alpha: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,56 +26,37 @@ class AdapterKeys(KeyGroup):
     )
     lora_targets: str = key(
         "q,v",
-        "matrices that get adapters: any of q, k, v, o, up, gate (swiglu and geglu), down",
+        "matrices that get adapters: any of q, k, v, o, up, gate (swiglu and geglu), down; with another rank or alpha: "
+        "MATRIX:RANK or MATRIX:RANK:ALPHA, such as q,v:4,down:16:32",
         fixed=True,
         needs="lora_rank",
     )
     lora_alpha: float = key(
         16.0, "scale of the adapters is lora_alpha / lora_rank", least=0, fixed=True, needs="lora_rank"
     )
-    lora_rank_pattern: str = key(
-        "", "ranks of single matrices, such as q=4,down=16; the others have lora_rank", fixed=True, needs="lora_rank"
-    )
-    lora_alpha_pattern: str = key(
-        "", "lora_alpha of single matrices, such as q=32; the others have lora_alpha", fixed=True, needs="lora_rank"
-    )
     lora_dropout: float = key(0.0, "dropout probability on the inputs of the adapters", needs="lora_rank")
     rslora: bool = key(
         False, "scale the adapters by lora_alpha / sqrt(lora_rank), for large ranks", fixed=True, needs="lora_rank"
     )
 
+    @functools.cached_property
+    def adapters(self) -> dict[str, Adapter]:
+        """The adapter of each matrix that has one."""
+        return parse_targets(self.lora_targets, Adapter(self.lora_rank, self.lora_alpha)) if self.lora_rank else {}
+
     @property
     def lora_names(self) -> tuple[str, ...]:
-        return tuple(self.lora_targets.split(","))
-
-    def adapter_rank(self, matrix: str) -> int:
-        return int(parse_pattern(self.lora_rank_pattern).get(matrix, self.lora_rank))
-
-    def adapter_alpha(self, matrix: str) -> float:
-        return parse_pattern(self.lora_alpha_pattern).get(matrix, self.lora_alpha)
+        return tuple(self.adapters)
 
     def adapter_scale(self, matrix: str) -> float:
-        return scale_of(self.adapter_rank(matrix), self.adapter_alpha(matrix), self.rslora)
+        return scale_of(*self.adapters[matrix], self.rslora)
 
     def check(self) -> None:
         require(0 <= self.lora_dropout < 1, f"lora_dropout is a probability below 1, got {self.lora_dropout}")
-        if not self.lora_rank:
-            return
-        require(self.lora_alpha > 0, "lora_alpha=0 would switch the adapters off; try lora_alpha=16")
-        for name in ("lora_rank_pattern", "lora_alpha_pattern"):
-            text = getattr(self, name)
-            result = parse_pattern(text)
-            whole = name == "lora_alpha_pattern" or all(value.is_integer() for value in result.values())
-            require(
-                whole and all(0 < value < 2**31 for value in result.values()),
-                f"{name} takes MATRIX=NUMBER with {'whole ' if 'rank' in name else ''}numbers above 0, separated by "
-                f"commas, such as q=4,down=16; got {text!r:.80}",
-            )
-            unknown = [matrix for matrix in result if matrix not in self.lora_names]
-            require(
-                not unknown,
-                f"{name} names {', '.join(unknown)[:80]}, which has no adapter; lora_targets={self.lora_targets}",
-            )
+        require(
+            self.lora_alpha > 0 or not self.lora_rank,
+            "lora_alpha=0 would switch the adapters off; try lora_alpha=16",
+        )
 
 
 def scale_of(rank: int, alpha: float, rslora: bool) -> float:
@@ -72,18 +64,39 @@ def scale_of(rank: int, alpha: float, rslora: bool) -> float:
     return alpha / (math.sqrt(rank) if rslora else rank)
 
 
-def parse_pattern(text: str) -> dict[str, float]:
-    """Returns the values of 'q=4,down=16' by matrix; NaN stands for a word that is not a number."""
-    result = {}
-    for word in filter(None, text.split(",")):
-        matrix, _, number = word.partition("=")
-        try:
-            result[matrix.strip()] = float(number)
-        except ValueError:
-            result[matrix.strip()] = math.nan
-    return result
+def parse_targets(text: str, common: Adapter) -> dict[str, Adapter]:
+    """Returns the adapters of 'q,v:4,down:16:32'; what a matrix does not name is as in `common`."""
+    adapters: dict[str, Adapter] = {}
+    for word in text.split(","):
+        matrix, *numbers = word.split(":")
+        rank, alpha = _parse_numbers(numbers, common)
+        if not (0 < rank < 2**31 and 0 < alpha < 2**31 and rank == int(rank)):
+            raise UsageError(
+                "lora_targets takes MATRIX, MATRIX:RANK or MATRIX:RANK:ALPHA with numbers above 0, separated by "
+                f"commas, such as q,v:4,down:16:32; got {shorten(word)}"
+            )
+        if matrix in adapters:
+            raise UsageError(f"lora_targets takes each matrix once, got {shorten(text)}")
+        adapters[matrix] = Adapter(int(rank), alpha)
+    return adapters
 
 
-def format_pattern(values: dict[str, float]) -> str:
-    """Returns the text that `parse_pattern` reads; digits are kept."""
-    return ",".join(f"{matrix}={repr(float(number)).removesuffix('.0')}" for matrix, number in values.items())
+def _parse_numbers(numbers: list[str], common: Adapter) -> tuple[float, float]:
+    """Returns the rank and the alpha that at most two numbers give; NaN if they give none."""
+    try:
+        rank = float(numbers[0]) if numbers else common.rank
+        alpha = float(numbers[1]) if len(numbers) > 1 else common.alpha
+    except ValueError:
+        return math.nan, math.nan
+    return (rank, alpha) if len(numbers) <= 2 else (math.nan, math.nan)
+
+
+def format_targets(adapters: dict[str, Adapter], common: Adapter) -> str:
+    """Returns the text that `parse_targets` reads; digits are kept."""
+    words = []
+    for matrix, (rank, alpha) in adapters.items():
+        if alpha != common.alpha:
+            words.append(f"{matrix}:{rank}:{repr(float(alpha)).removesuffix('.0')}")
+        else:
+            words.append(matrix if rank == common.rank else f"{matrix}:{rank}")
+    return ",".join(words)

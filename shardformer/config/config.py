@@ -79,7 +79,7 @@ class Config:
     @property
     def architecture(self) -> "Config":
         """The model on one device: everything that its parameters depend on, besides the seed."""
-        lora = {name: self.get(name) for name in ("lora_rank", "lora_targets", "lora_rank_pattern")}
+        lora = {name: self.get(name) for name in ("lora_rank", "lora_targets")}
         return Config(model=self.model).replace(mesh="1x1", **lora if self.lora.lora_rank else {})
 
     def override(self, given: dict) -> "Config":

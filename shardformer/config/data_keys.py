@@ -40,8 +40,12 @@ class DataKeys(KeyGroup):
         "order of the rows; epoch: each once, shuffled; random: nanoGPT's; file: as stored",
         fixed=True,
     )
-    pack: bool = key(True, "fill rows across documents; false gives each document its own rows, padded", fixed=True)
-    mask_documents: bool = key(False, "end attention and positions where a document ends", fixed=True)
+    documents: Literal["packed", "masked", "padded"] = key(
+        "packed",
+        "documents in rows; packed: rows are filled across documents; masked: and attention and positions end where a "
+        "document ends; padded: each document has rows of its own",
+        fixed=True,
+    )
     mask_prompt: bool = key(
         False, "leave prompts out of the loss, for .jsonl records with prompt and completion", fixed=True
     )
@@ -51,18 +55,7 @@ class DataKeys(KeyGroup):
         fixed=True,
         used_if=WITH_RECORDS,
     )
-    long_conversations: Literal["drop", "cut"] = key(
-        "drop",
-        "conversations of more than seq + 1 tokens; drop: left out; cut: end behind the last turn that fits",
-        fixed=True,
-        used_if=WITH_RECORDS,
-    )
     text: str = key("text", "field that holds the text of .jsonl records", used_if=WITH_RECORDS)
-    json_as_text: bool = key(
-        False,
-        "learn the characters of .json files; false: their records, of an array or of one record a line",
-        used_if=WITH_RECORDS,
-    )
     bad_rows: Literal["stop", "skip"] = key(
         "stop",
         "records that cannot be learned; stop: end with all causes at once; skip: leave them out and count them",
@@ -89,8 +82,8 @@ class DataKeys(KeyGroup):
         )
         check_tokenizer(self.tokenizer)
         require(
-            not (self.order == "file" and not self.pack),
-            "order=file reads rows as they are stored; give pack=true",
+            not (self.order == "file" and self.documents == "padded"),
+            "order=file reads rows as they are stored; give documents=packed or masked",
         )
 
 

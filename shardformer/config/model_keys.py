@@ -9,7 +9,6 @@ from shardformer.config.keys import KeyGroup, UsedIf, key, largest_divisor, requ
 from shardformer.config.parsing import ROTARY_SCALINGS, parse_rotary_scaling
 
 WITH_ROTARY = UsedIf(lambda model: model.positions == "rotary", "without positions=rotary")
-WITH_T5 = UsedIf(lambda model: model.positions == "t5", "without positions=t5")
 
 
 GATED = ("swiglu", "geglu")  # activations that take a second matrix, gate
@@ -53,9 +52,10 @@ class ModelKeys(KeyGroup):
             "sequential_post_norms: OLMo 2's, norms only after branches",
         )
     )
-    norm: Literal["layernorm", "rmsnorm"] = key("layernorm", "kind of norm")
+    norm: Literal["layernorm", "rmsnorm", "rmsnorm_plus_one"] = key(
+        "layernorm", "type of norm; rmsnorm_plus_one: multiplies by 1 + scale, as Gemma's; scales start at 0"
+    )
     norm_eps: float = key(1e-5, "number added to the variance in every norm")
-    norm_plus_one: bool = key(False, "multiply by 1 + scale in every norm, as Gemma; scales begin at 0")
     qk_norm: Literal["none", "head", "all"] = key(
         "none", "RMSNorm of queries and keys before rotary; head: of each head, as Qwen3; all: over heads, as OLMo 2"
     )
@@ -99,10 +99,11 @@ class ModelKeys(KeyGroup):
         used_if=WITH_ROTARY,
         needs="window",
     )
-    t5_buckets: int = key(32, "distance buckets of the T5 relative bias", least=1, used_if=WITH_T5)
-    embed_bias: bool = key(False, "add a bias after the token embedding, as GPT-J does")
-    embed_norm: bool = key(False, "norm the token embeddings, with positions=learned after their sum, as BLOOM does")
-    embed_scale: bool = key(False, "multiply token embeddings by sqrt(d_model), rounded to dtype, as Gemma")
+    embed: Literal["plain", "bias", "norm", "scale"] = key(
+        "plain",
+        "token embeddings; bias: and a bias, as GPT-J's; norm: normed, with positions=learned after their sum, as "
+        "BLOOM's; scale: times sqrt(d_model), rounded to dtype, as Gemma's",
+    )
     logits_cap: float | None = key(
         None, "bound of the output logits, each cap * tanh(logit / cap), as Gemma 2", least=0, none="none"
     )
@@ -220,12 +221,6 @@ class ModelKeys(KeyGroup):
                 self.rotary_size == even > 0,
                 f"rotary_dims={self.rotary_size} must be even and at most the head size {self.head_size}; try {fix}",
             )
-        buckets = min(self.t5_buckets + self.t5_buckets % 2, 254)
-        require(
-            self.t5_buckets == buckets,
-            "t5_buckets must be even and below 256 (half of them count distances one by one, up to 128), "
-            f"got {self.t5_buckets}; try t5_buckets={buckets}",
-        )
 
     def _check_window(self) -> None:
         theta = self.window_rotary_theta

@@ -42,9 +42,6 @@ class ParallelKeys(KeyGroup):
         least=1,
         used_if=WITH_STAGES,
     )
-    embed_split: Literal["vocab", "width"] = key(
-        "vocab", "split of the token table over mp; vocab: psum after lookup; width: all_gather"
-    )
     dtype: Literal["float32", "bfloat16"] = key(
         "float32",
         "number type of activations and matrix products; parameters (see param_dtype), softmax, norms, losses and "

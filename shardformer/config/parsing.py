@@ -221,6 +221,12 @@ def parse_rotary_scaling(text: str) -> RotaryScaling | None:
     return RotaryScaling(kind, *values)
 
 
+def split_checkpoint(path: str) -> tuple[str, int]:
+    """Returns the run and the step of 'RUN/step_12'; the path and 0 if it names no checkpoint."""
+    named = re.fullmatch(r"(.+)/step_0*([1-9][0-9]{0,9})/?", path, re.DOTALL)
+    return (named[1], int(named[2])) if named else (path, 0)
+
+
 def shorten(value, most: int = 80) -> str:
     """Returns what a user gave as a message quotes it: one readable line of bounded length."""
     text = repr(value)

@@ -49,7 +49,7 @@ def gptj_6b() -> Config:
     """Returns GPT-J-6B: parallel block, rotary on 64 of 256 dimensions, untied head with a bias."""
     return Config.of(
         layers=28, d_model=4096, heads=16, seq=2048, batch=16, vocab=50400, steps=350_000, rotary_dims=64,
-        embed_bias=True,
+        embed="bias",
         zero=3, remat="dots",  # the TPU compiler's fewest cycles among the settings that fit (analysis/README.md)
         dtype="bfloat16", lr=1.2e-4, lr_min=1.2e-5, warmup=3000, beta2=0.95, z_loss=1e-4,
         eval_every=500, save_every=500,

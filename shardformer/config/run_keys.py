@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from shardformer.config.keys import KeyGroup, UsedIf, key, require
+from shardformer.config.keys import KeyGroup, key, require
 from shardformer.config.parsing import parse_steps_range, shorten
 
 
@@ -37,15 +37,13 @@ class LaunchKeys(KeyGroup):
         "or with several processes .programs beside the run; it holds code: let nobody else write there",
     )
     tracker: str = key("", "module:function called with the settings; gives an object with write(row) and close()")
-    eval_tasks: str = key("", "tasks of lm-evaluation-harness, separated by commas, scored into scores.jsonl")
-    eval_include: str = key("", "folder of your own tasks (YAML)", needs="eval_tasks")
+    eval_tasks: str = key(
+        "",
+        "tasks of lm-evaluation-harness, separated by commas, scored into scores.jsonl at each evaluation; "
+        "FOLDER/NAME: your own (YAML)",
+    )
     eval_limit: float = key(0.0, "examples of each task, or below 1 their share; 0: all", least=0, needs="eval_tasks")
-    eval_prompts: str = key("", "file with a prompt per line, continued greedily into texts.jsonl")
-    eval_tokens: int = key(64, "tokens of each such continuation", least=1, needs="eval_prompts")
-    score_every: int | None = key(
-        None, "steps between these scores and texts, a multiple of eval_every; auto: eval_every", least=1,
-        used_if=UsedIf(lambda keys: keys.eval_tasks or keys.eval_prompts, "without eval_tasks or eval_prompts"),
-    )  # fmt: skip
+    eval_prompts: str = key("", "file with a prompt per line, continued by 64 greedy tokens into texts.jsonl")
     profile: str = key("", "FROM:TO, the steps whose trace JAX's profiler writes into the run folder")
 
     def check(self) -> None:
@@ -63,8 +61,17 @@ class ProcessKeys(KeyGroup):
     coordinator: str = key("", "HOST:PORT of process 0")
     count: int = key(0, "number of processes", least=0, flat="processes")
     process_id: int = key(0, "number of this process, from 0", least=0)
-    start_timeout: int = key(300, "seconds that a process waits at the start for the others", least=1)
-    heartbeat: int = key(60, "seconds of silence after which a process counts as dead and the others stop", least=1)
+    start_timeout: int = key(
+        300,
+        "seconds that a process waits at the start for the others; one that is silent for a fifth of it later counts "
+        "as dead, and the others stop",
+        least=1,
+    )
+
+    @property
+    def silence(self) -> float:
+        """Seconds without a sign of life after which a process counts as dead."""
+        return self.start_timeout / 5
 
     def check(self) -> None:
         if self.coordinator or self.count or self.process_id:

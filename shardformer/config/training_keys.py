@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from shardformer.config.keys import KeyGroup, key, next_multiple, require
+from shardformer.config.parsing import split_checkpoint
 
 MAX_EMA = 0.9999  # an average in float32 stops following its input before its decay is 1
 
@@ -29,11 +30,22 @@ class TrainingKeys(KeyGroup):
     ema: float = key(
         0.0, "decay of an exponential average of the weights, for eval and sample; 0: no average", fixed=True
     )
-    base: str = key("", "run folder whose best weights this run starts from; empty: from the seed", fixed=True)
-    from_step: int = key(
-        0, "step of base whose checkpoint this run continues, optimizer and data included; 0: best weights only",
-        least=0, fixed=True, needs="base",
-    )  # fmt: skip
+    base: str = key(
+        "",
+        "run folder whose best weights this run starts from, or one of its checkpoints, RUN/step_N, which this run "
+        "continues, optimizer and data included; empty: from the seed",
+        fixed=True,
+    )
+
+    @property
+    def base_run(self) -> str:
+        """The folder of the run that `base` names, itself or by a checkpoint."""
+        return split_checkpoint(self.base)[0]
+
+    @property
+    def base_step(self) -> int:
+        """The step of the checkpoint that `base` names; 0: it names a run."""
+        return split_checkpoint(self.base)[1]
 
     def check(self) -> None:
         require(0 <= self.dropout < 1, f"dropout is a probability below 1, got {self.dropout}")
@@ -64,8 +76,7 @@ class BadStepKeys(KeyGroup):
     """Bad steps"""
 
     skip_steps: float = key(
-        0.0, "leave out steps whose loss or gradient norm is this many deviations above the median; 0: none", least=0
-    )
-    skip_window: int = key(
-        128, "last applied steps whose median and deviation are taken; until then no bound", least=8, needs="skip_steps"
+        0.0,
+        "leave out steps whose loss or gradient norm is this many deviations above the median of the last 128; 0: none",
+        least=0,
     )

@@ -19,16 +19,16 @@ from shardformer.model import Model
 
 ROOT = "causal_transformer_shard/~/"
 PREDICTED_NEVER = np.float32(-1e10)  # a padded token's bias, where no mask keeps it from being predicted
-# GPT-J adds a bias to the embedding on every shard, before the sum over shards. Without embed_bias, the table has
+# GPT-J adds a bias to the embedding on every shard, before the sum over shards. Without embed=bias, the table has
 # taken it up.
 TABLE, TABLE_BIAS, HEAD_BIAS = "transformer/embed/tokens", "transformer/embed/bias", "transformer/head/bias"
 
 # Keys of which GPT-J's code computes one value.
 FIXED = {
     "block": "parallel", "norm": "layernorm", "norm_eps": 1e-5, "bias": "ff", "head_bias": True, "tied": False,
-    "activation": "gelu", "attention_scale": None, "rotary_theta": 10_000.0, "rotary_scaling": "", "t5_buckets": 32,
-    "lora_rank": 0, "window": None, "attention_cap": None, "head_dim": None, "qk_norm": "none", "norm_plus_one": False,
-    "embed_scale": False, "embed_norm": False, "logits_cap": None,
+    "activation": "gelu", "attention_scale": None, "rotary_theta": 10_000.0, "rotary_scaling": "",
+    "lora_rank": 0, "window": None, "attention_cap": None, "head_dim": None, "qk_norm": "none",
+    "logits_cap": None,
 }  # fmt: skip
 
 Array = np.ndarray | Filled | Readable
@@ -149,6 +149,8 @@ def check_expressible(config: Config, shards: int = 1) -> None:
     expected = {key: value for key, value in FIXED.items() if config.get(key) != value}
     if config.model.positions not in POSITIONS.values():
         expected["positions"] = " or ".join(POSITIONS.values())
+    if config.model.embed not in ("plain", "bias"):
+        expected["embed"] = "bias"
     for key, value in expected.items():
         raise UsageError(f"{key}={config.get(key)} has no counterpart in GPT-J, which has only {key}={value}")
     if config.model.key_value_heads != config.model.heads:

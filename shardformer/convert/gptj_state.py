@@ -130,7 +130,7 @@ def _joined(columns: Columns, config: Config, part: str, shapes: dict[str, tuple
     for (local_part, leaf), members in columns.items():
         if local_part == part and leaf is not None:
             sources.setdefault(leaf.rule.ours, []).append((leaf, members))
-    table_bias = None if config.model.embed_bias else sources.pop(TABLE_BIAS, None)
+    table_bias = None if config.model.embed == "bias" else sources.pop(TABLE_BIAS, None)
 
     def fill(name: str, whole: np.ndarray) -> None:
         for leaf, members in sources[name]:

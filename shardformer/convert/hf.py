@@ -125,7 +125,7 @@ def copy_tokenizer(run: Run, target: Path | BucketPath) -> None:
     """Copies the tokenizer files that came with the run or, if it has none, with its base."""
     stored = [
         run.stored,
-        *([storage.read_records(storage.location(run.config.training.base))] if run.config.training.base else []),
+        *([storage.read_records(storage.location(run.config.training.base_run))] if run.config.training.base else []),
     ]
     # A link could name any file of this machine, and the copy may be published.
     folders = [folder / TOKENIZER_FOLDER for folder in stored]

@@ -39,7 +39,7 @@ HARMLESS = {
 }  # fmt: skip
 
 # Keys of the model that change neither its results nor the arrays of a folder.
-NOT_COMPARED = {"vocab_multiple", "init_std", "t5_buckets"}
+NOT_COMPARED = {"vocab_multiple", "init_std"}
 
 EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 
@@ -185,10 +185,9 @@ def _differences(family: Family, c: Config) -> list[str]:
     wanted |= {"head_dim": (None, c.model.d_model // c.model.heads)}
     wanted |= {"activation": tuple(TO_ACTIVATIONS)} | {key: (value,) for key, value in family.ours.items()}
     wanted |= family.variants(c)
-    if (
-        not c.model.tied and c.model.positions != "learned" and not c.model.embed_scale
-    ):  # the table takes up a bias that no other reads
-        wanted["embed_bias"] = (False, True)
+    # The table takes up a bias that no other reads.
+    if wanted["embed"] == ("plain",) and not c.model.tied and c.model.positions != "learned":
+        wanted["embed"] = ("plain", "bias")
     no_effect = ["head_bias"] if c.model.tied or "head" not in c.model.biased else []
     if c.model.positions != "rotary":
         no_effect += ["rotary_dims", "rotary_scaling", "rotary_theta"]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardformer.config import Config, parsing
-from shardformer.config.adapter_keys import format_pattern, scale_of
+from shardformer.config.adapter_keys import Adapter, format_targets, scale_of
 from shardformer.config.keys import key
 from shardformer.config.names import MATRICES
 from shardformer.convert import hf_settings, runs, safetensors_files, weight_files
@@ -69,13 +69,6 @@ class FromPeft:
     base: str = key("", "run with the weights that the adapters belong to, such as a converted Hugging Face folder")
     step: int = key(0, "step of the base's checkpoint; 0 means the best by validation loss")
     ema: bool = key(False, "take the average of the base's weights, if it was trained with ema")
-
-
-class RankAlpha(NamedTuple):
-    """The rank and alpha of an adapter, from which its scale follows."""
-
-    rank: int
-    alpha: float
 
 
 class Target(NamedTuple):
@@ -170,10 +163,10 @@ def _read_unchanged(
     return ({name: tensor.read() for name, tensor in tensors.items()}, settings) if same else None
 
 
-def join_factors(family: str, config: Config, factors: dict[str, np.ndarray]) -> tuple[dict, dict[str, RankAlpha]]:
+def join_factors(family: str, config: Config, factors: dict[str, np.ndarray]) -> tuple[dict, dict[str, Adapter]]:
     """Returns PEFT's arrays by name, and the rank and alpha of each type of module, from our stacked factors."""
     arrays: dict[str, np.ndarray] = {}
-    values: dict[str, RankAlpha] = {}
+    values: dict[str, Adapter] = {}
     for target in list_targets(family, config):
         names = [name for name in target.names if name in config.lora.lora_names]
         if not names:
@@ -195,17 +188,17 @@ def join_factors(family: str, config: Config, factors: dict[str, np.ndarray]) ->
                 seen[part.cut] = part.view(default)
         b_OR = seen.reshape(rank, -1).T if target.is_conv1d else seen.reshape(-1, rank)
         arrays |= {f"{PREFIX}{target.module}{A}": a_RI, f"{PREFIX}{target.module}{B}": b_OR}
-        values[target.kind] = RankAlpha(rank, _find_alpha(config, names[0], rank))
+        values[target.kind] = Adapter(rank, _find_alpha(config, names[0], rank))
     return arrays, values
 
 
 def _find_alpha(config: Config, name: str, rank: int) -> float:
     """Returns the alpha that gives an adapter of this rank the scale of a matrix."""
-    default, alpha = config.lora.adapter_rank(name), config.lora.adapter_alpha(name)
+    default, alpha = (*config.lora.adapters[name],)
     return alpha * (math.sqrt(rank / default) if config.lora.rslora else rank / default)
 
 
-def _write_settings(family: str, config: Config, values: dict[str, RankAlpha]) -> dict[str, Any]:
+def _write_settings(family: str, config: Config, values: dict[str, Adapter]) -> dict[str, Any]:
     default, alpha = config.lora.lora_rank, config.lora.lora_alpha
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM",
@@ -321,7 +314,7 @@ def split_factors(source: Path, family: str, base: Config, settings: dict) -> tu
     return config, factors
 
 
-def _choose_config(base: Config, settings: dict, by_matrix: dict[str, list[RankAlpha]]) -> Config:
+def _choose_config(base: Config, settings: dict, by_matrix: dict[str, list[Adapter]]) -> Config:
     """Returns the configuration of adapters with these ranks and alphas in each layer that has them.
 
     If the layers of a matrix differ, it has their largest rank, and the scale of most of them.
@@ -331,20 +324,19 @@ def _choose_config(base: Config, settings: dict, by_matrix: dict[str, list[RankA
         scales = [scale_of(*each, rslora) for each in result]
         rank = max(each.rank for each in result)
         alpha = max(scales, key=scales.count) * (math.sqrt(rank) if rslora else rank)
-        chosen[name] = result[0] if len(set(result)) == 1 else RankAlpha(rank, alpha)
+        chosen[name] = result[0] if len(set(result)) == 1 else Adapter(rank, alpha)
     first = next(iter(chosen.values()))  # for settings that a pattern overrules in every module
     default = settings["r"] if any(each.rank == settings["r"] for each in chosen.values()) else first.rank
     given = settings["lora_alpha"]
     common = given if any(each.alpha == given for each in chosen.values()) else first.alpha
     return base.replace(
-        lora_rank=default, lora_alpha=float(common), lora_targets=",".join(chosen), rslora=rslora,
+        lora_rank=default, lora_alpha=float(common), rslora=rslora,
+        lora_targets=format_targets(chosen, Adapter(default, common)),
         lora_dropout=float(settings.get("lora_dropout") or 0.0),
-        lora_rank_pattern=format_pattern({name: each.rank for name, each in chosen.items() if each.rank != default}),
-        lora_alpha_pattern=format_pattern({name: each.alpha for name, each in chosen.items() if each.alpha != common}),
     )  # fmt: skip
 
 
-def _find_rank_alphas(path: Path, settings: dict, ranks: dict[str, int]) -> dict[str, RankAlpha]:
+def _find_rank_alphas(path: Path, settings: dict, ranks: dict[str, int]) -> dict[str, Adapter]:
     """Returns the rank and the alpha of each module in PEFT."""
     alphas = dict.fromkeys(ranks, settings["lora_alpha"])
     for pattern, alpha in reversed((settings.get("alpha_pattern") or {}).items()):  # PEFT takes the first
@@ -352,7 +344,7 @@ def _find_rank_alphas(path: Path, settings: dict, ranks: dict[str, int]) -> dict
         if not fitting:
             raise UsageError(f"{path}: alpha_pattern has {pattern!r:.80}, which names no module with adapters")
         alphas |= dict.fromkeys(fitting, alpha)
-    return {module: RankAlpha(rank, float(alphas[module])) for module, rank in ranks.items()}
+    return {module: Adapter(rank, float(alphas[module])) for module, rank in ranks.items()}
 
 
 def _match(source: Path, targets: list[Target]) -> list[tuple[Target, Tensor, Tensor]]:

@@ -55,8 +55,8 @@ class Corpus:
 
         For `load_corpus` from Python; a run adapts its configuration by itself.
         """
-        masked = config.data.mask_documents or (self.has_chat and config.data.pack)
-        return config.replace(vocab=config.model.vocab or len(self.vocabulary), mask_documents=masked)
+        documents = "masked" if self.has_chat and config.data.documents == "packed" else config.data.documents
+        return config.replace(vocab=config.model.vocab or len(self.vocabulary), documents=documents)
 
     def check(self) -> None:
         """Raises RunError if a check in the background has found damaged data."""
@@ -112,8 +112,8 @@ class Corpus:
 
 
 def choose_row_layout(config: Config) -> RowLayout:
-    cuts = config.data.long_conversations == "cut"
-    return RowLayout(config.model.seq, config.data.pack, config.data.mask_documents, config.data.mask_prompt, cuts)
+    documents = config.data.documents
+    return RowLayout(config.model.seq, documents != "padded", documents == "masked", config.data.mask_prompt)
 
 
 def load_corpus(
@@ -136,9 +136,7 @@ def load_corpus(
     out = Path(expand_home(config.run.out)) if config.run.out and not is_url(config.run.out) else None
     format = format_of_fingerprint(started_with)
     options = SourceOptions(config.data.text, share, bool(named_validation), format, out, config.data.chat_template)
-    options = dataclasses.replace(
-        options, json_as_text=config.data.json_as_text, skips_bad_rows=config.data.bad_rows == "skip"
-    )
+    options = dataclasses.replace(options, skips_bad_rows=config.data.bad_rows == "skip")
     names, weights = parse_mixture(config.data.source)
     result = [sources.find_source(name, options, say) for name in names]
     if share is not None and all(source.fixed_splits for source in result):

@@ -83,7 +83,6 @@ class Recipe:
     format: int = FORMAT
     token_files: tuple[Path, ...] = ()  # each is divided in order
     chat: str = ""  # the chat template of files of conversations, by name; auto: the tokenizer's
-    json_as_text: bool = False  # the characters of .json files, not their records
     skips_bad_rows: bool = False  # leaves out rows that cannot be trained on
 
     @property
@@ -99,14 +98,14 @@ class Recipe:
         """Divides the files into items of about `LIMITS.range` bytes; a text may be cut at `breaks`."""
         sizes = {path: path.stat().st_size for path in self.files}
         if self.in_order:
-            return _divide_in_order(self.files[0], sizes[self.files[0]], self.share, breaks, self.json_as_text)
+            return _divide_in_order(self.files[0], sizes[self.files[0]], self.share, breaks)
         items: list[Item] = []
         group: list[FileRange] = []
         for path, size in sizes.items():
-            file = FileRange(path, 0, size, True, self.json_as_text)
+            file = FileRange(path, 0, size, True)
             ranges = [file]
             if file.is_plain:
-                ranges = text_files.divide_file(path, size, breaks, json_as_text=self.json_as_text)
+                ranges = text_files.divide_file(path, size, breaks)
             if len(ranges) > 1:
                 items += [Item((part,)) for part in ranges]
                 continue
@@ -129,7 +128,7 @@ class Recipe:
         """Returns a sha256 of the names, the contents and the options; format 1 read sizes and times, not contents."""
         options: list[object] = [self.field, self.share, self.in_order]
         # Only if given: folders of earlier versions keep their names.
-        options += [name for name in ("json_as_text", "skips_bad_rows") if getattr(self, name)]
+        options += ["skips_bad_rows"] if self.skips_bad_rows else []
         # Earlier versions trained on these files differently, and their folders may be in the cache.
         options += ["chat 2"] if self.chat else []
         options += ["json records"] if any(self._contains_json_records(path) for path in self.files) else []
@@ -142,7 +141,7 @@ class Recipe:
         return hashlib.sha256(json.dumps([self.format, files, options]).encode()).hexdigest()
 
     def _contains_json_records(self, path: Path) -> bool:
-        return text_files.is_json(path) and text_files.contains_records(path, self.json_as_text)
+        return text_files.is_json(path) and text_files.contains_records(path)
 
     def stamps(self) -> list[Stamp]:
         """Returns values that change with any of the files."""
@@ -173,7 +172,7 @@ class Recipe:
     def check_encoding(self) -> None:
         """Raises UsageError that names every plain file that is not UTF-8, before any of them is tokenised."""
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            plain = [path for path in self.files if FileRange(path, 0, 0, True, self.json_as_text).is_plain]
+            plain = [path for path in self.files if FileRange(path, 0, 0, True).is_plain]
             wrong = [path for path, fine in zip(plain, pool.map(text_files.is_utf8, plain), strict=True) if not fine]
         if len(wrong) > 1 or (wrong and len(self.files) > 1):
             named = ", ".join(map(str, wrong[:MAX_NAMED])) + (", ..." if len(wrong) > MAX_NAMED else "")
@@ -216,13 +215,13 @@ def normalise(text: str) -> str:
     return words[:HASHED] or text[:READ_FOR_HASH].strip()
 
 
-def _divide_in_order(path: Path, size: int, share: float, breaks: Breaks, json_as_text: bool) -> list[Item]:
+def _divide_in_order(path: Path, size: int, share: float, breaks: Breaks) -> list[Item]:
     """The text's last shares are validation and test."""
     with open(path, "rb") as file:
         borders = [text_files.find_break(file, int(size * (1 - n * share)), size, breaks or LINE_BREAKS) if share
                    else size for n in (2, 1)]  # fmt: skip
     items = []
     for split, (start, end) in zip(SPLITS, itertools.pairwise((0, *borders, size)), strict=True):
-        ranges = text_files.divide_file(path, end, breaks, start, json_as_text)
+        ranges = text_files.divide_file(path, end, breaks, start)
         items += [Item((part,), split) for part in ranges if part.start < part.end]
     return items

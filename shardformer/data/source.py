@@ -25,7 +25,6 @@ class SourceOptions:
     format: int = FORMAT  # of prepared documents: 1 for runs that started with it
     out: Path | None = None  # the folder of the run, which its data leaves out
     chat_template: str = "auto"
-    json_as_text: bool = False
     skips_bad_rows: bool = False
 
     def share_of(self, size: int) -> float:

@@ -80,14 +80,10 @@ def find_recipe(names: list[str], options: SourceOptions, say: Say = print, *, w
     documents = [file for file in files if file not in token_files]
     for file in documents:
         check_suffix(file)
-        if not options.json_as_text and not is_code(file):
+        if not is_code(file):
             text_files.check_not_records(file)
     name = ",".join(name if is_url(name) else str(Path(expand_home(name)).resolve()) for name in names)
-    one_text = (
-        len(files) == 1
-        and bool(documents)
-        and text_files.FileRange(documents[0], 0, 0, True, options.json_as_text).is_plain
-    )
+    one_text = len(files) == 1 and bool(documents) and text_files.FileRange(documents[0], 0, 0, True).is_plain
     size = sum(file.stat().st_size for file in documents) + sum(len(open_token_file(file)) for file in token_files)
     return Recipe(
         name,
@@ -97,8 +93,7 @@ def find_recipe(names: list[str], options: SourceOptions, say: Say = print, *, w
         in_order=one_text,
         format=options.format,
         token_files=tuple(token_files),
-        chat=options.chat_template if are_chat_files(documents, options.field, options.json_as_text) else "",
-        json_as_text=options.json_as_text,
+        chat=options.chat_template if are_chat_files(documents, options.field) else "",
         skips_bad_rows=options.skips_bad_rows,
     )
 

@@ -87,22 +87,21 @@ class FileRange:
     start: int
     end: int
     ends: bool  # whether the document ends here
-    json_as_text: bool = False
 
     @property
     def contains_records(self) -> bool:
-        return contains_records(self.path, self.json_as_text)
+        return contains_records(self.path)
 
     @property
     def is_plain(self) -> bool:
         return not self.contains_records and self.path.suffix not in PACKED
 
 
-def contains_records(path: Path, json_as_text: bool = False) -> bool:
+def contains_records(path: Path) -> bool:
     """Returns whether a file has a document in each line, row or element of an array."""
     if is_json_lines(path) or is_table(path):
         return True
-    return is_json(path) and not json_as_text and _starts_with_records(path, *_stamp(path))
+    return is_json(path) and _starts_with_records(path, *_stamp(path))
 
 
 def is_json_lines(path: Path) -> bool:
@@ -118,7 +117,7 @@ def check_not_records(path: Path) -> None:
     if not contains_records(path) and json_records.contains_records(_read_beginning(path)):
         raise UsageError(
             f"data={path} holds records of JSON, an array or a line for each; name it .json or .jsonl to learn its "
-            "records, or give json_as_text=true to learn its characters"
+            "records; to learn the characters of JSON, make them the text of a record"
         )
 
 
@@ -176,9 +175,7 @@ def read_pieces(
         raise UsageError(f"cannot read {part.path}: {error.strerror or error}") from None
 
 
-def divide_file(
-    path: Path, size: int, breaks: Breaks = LINE_BREAKS, start: int = 0, json_as_text: bool = False
-) -> list[FileRange]:
+def divide_file(path: Path, size: int, breaks: Breaks = LINE_BREAKS, start: int = 0) -> list[FileRange]:
     """Divides a plain text file from `start` to `size` into ranges of `LIMITS.range` bytes; without breaks into one."""
     borders = [start]
     with open(path, "rb") as file:
@@ -186,7 +183,7 @@ def divide_file(
             borders.append(find_break(file, borders[-1] + LIMITS.range, size, breaks))
     borders.append(size)
     pairs = itertools.pairwise(borders)
-    return [FileRange(path, a, b, b == size, json_as_text) for a, b in pairs if a < b or size == start]
+    return [FileRange(path, a, b, b == size) for a, b in pairs if a < b or size == start]
 
 
 def find_break(file: BinaryIO, position: int, size: int, breaks: Breaks = LINE_BREAKS) -> int:
@@ -366,7 +363,7 @@ def _read_record(line: bytes, field: str, location: str) -> tuple[str, str]:
         raise RowError(
             location,
             f"has no text under {field!r} (it has: {has[:200]}); name the field: text=NAME, or give records with "
-            "prompt and completion; json_as_text=true learns the characters of .json files",
+            "prompt and completion",
             f"has no text under {field!r}",
         )
     return prompt, text

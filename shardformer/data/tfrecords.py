@@ -173,9 +173,7 @@ class RecordWindows(Windows):
     def __init__(self, split: RecordSplit, layout: RowLayout):
         given = split.records.ids_per_record - 1
         if layout.weighs_targets:
-            raise UsageError(
-                f"{split.name}: TFRecords hold no documents; leave out pack=, mask_documents= and mask_prompt="
-            )
+            raise UsageError(f"{split.name}: TFRecords hold no documents; leave out documents= and mask_prompt=")
         if given < 1 or given % layout.seq:
             raise UsageError(
                 f"a record of {split.name} holds {given + 1} ids, which give {given} tokens; seq={layout.seq} does not "

@@ -21,7 +21,6 @@ class RowLayout:
     pack: bool = True  # rows run across documents; else a row has one document, and padding after it
     mask_documents: bool = False  # rows number their documents, and no token attends to another document
     mask_prompt: bool = False  # prompts are read but have no loss
-    cut_conversations: bool = False  # too long ones end behind a turn; else they are left out
 
     @property
     def weighs_targets(self) -> bool:

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import math
 import os
 import signal
 import sys
@@ -159,13 +160,13 @@ def _join(config: Config, membership: Membership) -> None:
     address, count, index, devices, source = membership
     links = rendezvous.connect(address, count, index, config.processes.start_timeout, say, source)
     # Before JAX joins them: it waits for a process that has died since, and then ends in a stack trace.
-    _watch = rendezvous.Watch(links, count, config.processes.heartbeat)
+    _watch = rendezvous.Watch(links, count, config.processes.silence)
     try:
         jax.distributed.initialize(
             address, count, index, devices,
             cluster_detection_method="deactivate",  # it would leave each process one GPU
             initialization_timeout=config.processes.start_timeout,
-            heartbeat_timeout_seconds=config.processes.heartbeat + JAX_HEARTBEAT_DELAY,
+            heartbeat_timeout_seconds=math.ceil(config.processes.silence) + JAX_HEARTBEAT_DELAY,
         )  # fmt: skip
     except RuntimeError as error:
         raise RunError(f"jax.distributed could not start at {address}: {_first_line(error)}") from None
@@ -175,7 +176,8 @@ def _join_kubernetes_job(config: Config) -> None:
     """Joins the other pods, which JAX finds by the Kubernetes API."""
     try:
         jax.distributed.initialize(
-            initialization_timeout=config.processes.start_timeout, heartbeat_timeout_seconds=config.processes.heartbeat
+            initialization_timeout=config.processes.start_timeout,
+            heartbeat_timeout_seconds=math.ceil(config.processes.silence),
         )
     except ValueError:
         raise UsageError(

@@ -226,11 +226,11 @@ def _inside_first(host: str, port: int, count: int, index: int, waiting: _Waitin
 
 
 class Watch(threading.Thread):
-    """A thread that ends this process when another one has died or has been silent for `heartbeat` seconds."""
+    """A thread that ends this process when another one has died or has been silent for `silence` seconds."""
 
-    def __init__(self, links: dict[int, Link], count: int, heartbeat: float):
+    def __init__(self, links: dict[int, Link], count: int, silence: float):
         super().__init__(daemon=True)
-        self.links, self.count, self.heartbeat = links, count, heartbeat
+        self.links, self.count, self.silence = links, count, silence
         self.ending = threading.Event()
         for link in links.values():
             link.heard = time.monotonic()  # its hello may be minutes old: the last process came later
@@ -243,7 +243,7 @@ class Watch(threading.Thread):
             link.send(GOODBYE)
 
     def run(self) -> None:
-        interval, next_beat = min(self.heartbeat / 4, 5), 0.0
+        interval, next_beat = min(self.silence / 4, 5), 0.0
         while links := {index: link for index, link in self.links.items() if not link.left}:
             if time.monotonic() > next_beat:
                 next_beat = time.monotonic() + interval
@@ -254,8 +254,10 @@ class Watch(threading.Thread):
             for index, link in links.items():
                 if link in ready:
                     self._read(index, link)
-                elif time.monotonic() - link.heard > self.heartbeat:
-                    self._end(f"{index} of {self.count} has given no sign of life for {self.heartbeat:g} s (heartbeat)")
+                elif time.monotonic() - link.heard > self.silence:
+                    self._end(
+                        f"{index} of {self.count} has given no sign of life for {self.silence:g} s (start_timeout / 5)"
+                    )
 
     def _read(self, index: int, link: Link) -> None:
         try:

@@ -28,16 +28,16 @@ class ShardformerLM(LM):
         return self._answers.continue_prompts([Question(*request.args) for request in requests])
 
 
-def find_tasks(names: list[str], include: str) -> TaskManager:
-    """Finds tasks in `include`, or else among the harness's own, which take half a minute to list."""
+def find_tasks(names: list[str], include: list[str]) -> TaskManager:
+    """Finds tasks in the folders `include`, or else among the harness's own, which take half a minute to list."""
     if include:
         manager = TaskManager(include_path=include, include_defaults=False)
         if set(names) <= set(manager.all_tasks):
             return manager
     manager = TaskManager(include_path=include or None)
     if unknown := sorted(set(names) - set(manager.all_tasks)):
-        where = f"include={include}" if include else "include= names no folder of your own tasks"
-        raise UsageError(f"tasks={','.join(unknown)}: neither the harness nor you have such a task ({where})")
+        where = f"in {', '.join(include)}" if include else "as no folder is named"
+        raise UsageError(f"tasks={','.join(unknown)}: the harness has no such task, nor have you, {where}")
     return manager
 
 

@@ -29,7 +29,9 @@ class Rows(NamedTuple):
 
     @classmethod
     def of_training(cls, config: Config) -> "Rows":
-        return cls(config.model.seq // config.parallel.cp, bool(config.training.dropout), config.data.mask_documents)
+        return cls(
+            config.model.seq // config.parallel.cp, bool(config.training.dropout), config.data.documents == "masked"
+        )
 
 
 class Choice(NamedTuple):

@@ -21,6 +21,7 @@ RULES = (
     ("*/layers/down", P(None, "mp", None)),
     ("*/layers/o_bias", P()),  # biases of row-parallel products are added once, after the sum
     ("*/layers/down_bias", P()),
+    ("*/embed/tokens", P("mp", None)),
     ("*/embed/bias", P()),
     ("*/embed/positions", P(None, "mp")),
     ("*/relative_bias/table", P(None, "mp")),
@@ -43,8 +44,6 @@ RULES = (
 
 def parameter_spec(name: str, config: Config) -> P:
     """Returns the spec of one parameter by its full name ('transformer/layers/q')."""
-    if fnmatch.fnmatchcase(name, "*/embed/tokens"):
-        return P("mp", None) if config.parallel.embed_split == "vocab" else P(None, "mp")
     for pattern, spec in RULES:
         if fnmatch.fnmatchcase(name, pattern):
             if config.shares_kv_heads and has_key_value_heads(name):

@@ -36,7 +36,7 @@ class Adapters:
         y = multiply(name, x, w)
         if name not in self.config.lora.lora_names:
             return y
-        rank, out = self.config.lora.adapter_rank(name), y.shape[-1]
+        rank, out = self.config.lora.adapters[name].rank, y.shape[-1]
         a = weight(f"{name}{LORA_IN}", [x.shape[-1], rank], stddev=1.0)
         b = weight(f"{name}{LORA_OUT}", [rank, out], stddev=0.0)
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)  # their gradients are summed over mp in float32

@@ -1,4 +1,4 @@
-"""Tokens to vectors, with the table split over the vocabulary or over the width."""
+"""Tokens to vectors, with the table split over the vocabulary."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ from shardformer.shards.parameters import add_bias, add_broadcast, weight, zeros
 
 @dataclasses.dataclass
 class EmbeddingShard(hk.Module):
-    """The table of this shard's rows or columns, and the learned positions if there are any."""
+    """The table's rows of this shard, and the learned positions if there are any."""
 
     config: Config
     name: str = "embed"
@@ -23,33 +23,28 @@ class EmbeddingShard(hk.Module):
     def __call__(self, tokens_BT: Array, position_BT: Array) -> Array:
         """Returns x_BTD, replicated over mp or split by tokens; `position_BT` may be one row for all."""
         x_BTD = self._lookup(tokens_BT, position_BT)
-        x_BTD = add_bias(x_BTD, zeros("bias", self.config.model.d_model)) if self.config.model.embed_bias else x_BTD
-        return Norm(self.config)(x_BTD) if self.config.model.embed_norm else x_BTD
+        x_BTD = (
+            add_bias(x_BTD, zeros("bias", self.config.model.d_model)) if self.config.model.embed == "bias" else x_BTD
+        )
+        return Norm(self.config)(x_BTD) if self.config.model.embed == "norm" else x_BTD
 
     def table(self) -> Array:
-        """Returns this shard's rows (split by vocabulary) or columns (by width); a tied head reads the same table."""
+        """Returns this shard's rows; a tied head reads the same table."""
         c = self.config
-        shape = [c.model.padded_vocab, c.model.d_model]
-        split = 0 if c.parallel.embed_split == "vocab" else 1
-        shape[split] = collectives.local(shape[split])
+        shape = [collectives.local(c.model.padded_vocab), c.model.d_model]
         return weight("tokens", shape, c.model.init_std or 1 / math.sqrt(c.model.d_model))
 
     def _lookup(self, tokens_BT, position_BT):
         c, dtype = self.config, jnp.dtype(self.config.parallel.dtype)
-        if c.parallel.embed_split == "vocab":
-            x_BTD = self._scale(
-                collectives.reduce(self._masked_lookup(tokens_BT).astype(dtype), c.parallel.sequence_parallel)
-            )
-            if c.model.positions == "learned":
-                positions_BTD = collectives.gather_last(
-                    self._positions(position_BT).astype(dtype), c.parallel.sequence_parallel
-                )
-                x_BTD = add_broadcast(x_BTD, positions_BTD)
-            return x_BTD
-        x_BTd = self._scale(self.table()[tokens_BT].astype(dtype))
+        x_BTD = self._scale(
+            collectives.reduce(self._masked_lookup(tokens_BT).astype(dtype), c.parallel.sequence_parallel)
+        )
         if c.model.positions == "learned":
-            x_BTd = add_broadcast(x_BTd, self._positions(position_BT))
-        return collectives.gather_last(x_BTd, c.parallel.sequence_parallel)
+            positions_BTD = collectives.gather_last(
+                self._positions(position_BT).astype(dtype), c.parallel.sequence_parallel
+            )
+            x_BTD = add_broadcast(x_BTD, positions_BTD)
+        return x_BTD
 
     def _masked_lookup(self, tokens_BT):
         """Returns the rows of the tokens that this shard stores, else zeros; a sum over mp completes them."""
@@ -61,7 +56,9 @@ class EmbeddingShard(hk.Module):
 
     def _scale(self, x):
         """Multiplies by sqrt(d_model) rounded to the compute dtype, as transformers does for Gemma."""
-        return x * jnp.asarray(math.sqrt(self.config.model.d_model), x.dtype) if self.config.model.embed_scale else x
+        return (
+            x * jnp.asarray(math.sqrt(self.config.model.d_model), x.dtype) if self.config.model.embed == "scale" else x
+        )
 
     def _positions(self, position_BT):
         c = self.config

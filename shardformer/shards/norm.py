@@ -51,5 +51,5 @@ def norm_heads(name: str, x_BThK: Array, config: Config) -> Array:
 
 
 def _factor(name: str, size: int, config: Config) -> Array:
-    """Returns a norm's factor: the parameter or, with norm_plus_one, the sum of 1 and the parameter."""
-    return 1 + zeros(name, size) if config.model.norm_plus_one else ones(name, size)
+    """Returns a norm's factor: the parameter or, with norm=rmsnorm_plus_one, the sum of 1 and the parameter."""
+    return 1 + zeros(name, size) if config.model.norm == "rmsnorm_plus_one" else ones(name, size)

@@ -19,6 +19,8 @@ from shardformer.parallel import collectives
 from shardformer.shards.layer import LayerFeature, LayerInputs
 from shardformer.shards.parameters import weight
 
+T5_BUCKETS = 32
+
 NO_WINDOW = np.iinfo(np.int32).max
 
 
@@ -82,19 +84,19 @@ class RelativeBiasShard(hk.Module):
 
     def __call__(self, query_T: Array, key_S: Array) -> Array:
         """Returns bias_1hTS for queries and keys at these positions."""
-        h, buckets = collectives.local(self.config.model.heads), self.config.model.t5_buckets
+        h = collectives.local(self.config.model.heads)
         distance_TS = jnp.maximum(query_T[:, None] - key_S[None, :], 0)
         if self.config.model.positions == "alibi":
             slope_h = lax.dynamic_slice_in_dim(
                 jnp.asarray(alibi_slopes(self.config.model.heads)), collectives.offset(h), h
             )
             return -slope_h[None, :, None, None] * distance_TS.astype(jnp.float32)[None, None]
-        table = weight("table", [buckets, h], self.config.model.init_std or 1 / math.sqrt(self.config.model.d_model))
-        bias_TSh = table[bucket_of(distance_TS, buckets)]
+        table = weight("table", [T5_BUCKETS, h], self.config.model.init_std or 1 / math.sqrt(self.config.model.d_model))
+        bias_TSh = table[bucket_of(distance_TS)]
         return jnp.transpose(bias_TSh, (2, 0, 1))[None]
 
 
-def bucket_of(distance: Array, buckets: int, furthest: int = 128) -> Array:
+def bucket_of(distance: Array, buckets: int = T5_BUCKETS, furthest: int = 128) -> Array:
     """Returns the bucket of each distance.
 
     Half of the buckets are for distances 0, 1, 2, ...; the rest grow in logarithmic steps up to `furthest`.

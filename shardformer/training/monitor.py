@@ -66,7 +66,15 @@ def _read_step(path: Path, number: int, line: bytes) -> int:
 
 
 Write = Callable[[Callable[[], None]], None]
+TOKENS = 64  # of the continuation of a prompt
 ROWS = 8  # rows that are computed together, as in `harness`
+
+
+def split_tasks(listed: str) -> tuple[list[str], list[str]]:
+    """Returns the names of the tasks in 'arc_easy,FOLDER/NAME', and the folders of the user's own tasks."""
+    paths = [Path(expand_home(word.strip())) for word in listed.split(",") if word.strip()]
+    folders = sorted({str(path.parent) for path in paths if len(path.parts) > 1})
+    return [path.name for path in paths], folders
 
 
 class Stopped(Exception):
@@ -102,7 +110,7 @@ class Monitor:
 
     def _is_due(self, step: int) -> bool:
         c = self._config
-        return step % (c.start.score_every or c.run.eval_every) == 0 or step == c.training.steps
+        return step % c.run.eval_every == 0 or step == c.training.steps
 
     def observe(self, state, step: int, say: Callable[[str], None], try_to_write: Write = write_or_raise) -> None:
         """Scores the weights of a state and their average if that is due; a stop leaves out the rest.
@@ -135,22 +143,18 @@ class Monitor:
 
         codec = self._open_codec("true")  # `hf` recognises special tokens in every text
         answers = Answers(self._model, None, codec, ROWS, before_batch=self._raise_if_stopped)
-        manager = lm_eval_adapter.find_tasks(self._task_names, expand_home(self._config.start.eval_include))
-        return answers, manager
-
-    @property
-    def _task_names(self) -> list[str]:
-        return [name.strip() for name in self._config.start.eval_tasks.split(",") if name.strip()]
+        names, folders = split_tasks(self._config.start.eval_tasks)
+        return answers, names, lm_eval_adapter.find_tasks(names, folders)
 
     def _score(self, params, step: int, weights: str, say: Callable[[str], None]) -> None:
         from shardformer.inference import lm_eval_adapter
 
         started = time.monotonic()
-        answers, manager = self._tasks
+        answers, names, manager = self._tasks
         answers.params = params
         with _quiet_harness():
             results = lm_eval_adapter.evaluate(
-                answers, manager, self._task_names, limit=self._config.start.eval_limit or None,
+                answers, manager, names, limit=self._config.start.eval_limit or None,
                 log_samples=False, random_seed=0, fewshot_random_seed=0,
             )  # fmt: skip
         answers.params = None  # frees the copy
@@ -167,7 +171,7 @@ class Monitor:
 
     def _write_documents(self, params, step: int, weights: str) -> None:
         generator, codec, ids, stops = self._writer
-        sampling = Sampling(tokens=self._config.start.eval_tokens, temperature=0.0)
+        sampling = Sampling(tokens=TOKENS, temperature=0.0)
 
         def watch(*_) -> None:
             self._raise_if_stopped()

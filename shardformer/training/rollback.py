@@ -119,7 +119,7 @@ def _restore_earlier(run: Run, trainer: Starter, before: int) -> tuple[int, Any]
         state = run.restore_step(trainer, step)
         if state is not None:
             return step, state
-    first = run.config.training.from_step
+    first = run.config.training.base_step
     if any(is_scheduled(step, run.config) for step in range(first + 1, before)):
         raise RunError(
             f"{run.out} has no valid checkpoint from before step {before} to go back to; give a larger keep, "

@@ -36,8 +36,10 @@ class Verdict(NamedTuple):
 class RollingGuard(Part):
     """The guard that leaves out steps whose loss or gradient norm is far above the median of the last ones."""
 
+    window = 128  # last applied steps whose median and deviation are taken; until then there is no bound
+
     def __init__(self, config: Config):
-        self._window, self._deviations = config.bad_steps.skip_window, config.bad_steps.skip_steps
+        self._deviations = config.bad_steps.skip_steps
 
     def start(self, params) -> dict:
         return {"guard": self.start_record()}
@@ -50,7 +52,7 @@ class RollingGuard(Part):
         counts = {name: np.zeros((), np.int32) for name in ("applied", "in_row", "skipped", "rollbacks")}
         # The step at which the run last went back, and the step of the checkpoint that it went back to.
         steps = {name: np.zeros((), np.int32) for name in ("went_back_at", "went_back_to")}
-        return {"values": np.zeros((2, self._window), np.float32)} | counts | steps
+        return {"values": np.zeros((2, self.window), np.float32)} | counts | steps
 
     def accepts(self, state: TrainState, measured: Measured) -> jax.Array:
         """Returns whether to apply a step with these losses and this gradient norm.
@@ -68,7 +70,7 @@ class RollingGuard(Part):
         record = before.guard
         bounds = self._find_bounds(record)
         skipped = ~applied & (batch_step == before.step) & (record["in_row"] < SKIP_LIMIT)
-        slot = record["applied"] % self._window
+        slot = record["applied"] % self.window
         values = record["values"].at[:, slot].set(_select_watched(metrics))
         one_if_applied, one_if_skipped = applied.astype(jnp.int32), skipped.astype(jnp.int32)
         record = record | {
@@ -86,7 +88,7 @@ class RollingGuard(Part):
         median = _take_median(record["values"])
         deviation = NORMAL * _take_median(jnp.abs(record["values"] - median[:, None]))
         bounds = median + self._deviations * jnp.maximum(deviation, SMALLEST_DEVIATION * jnp.abs(median))
-        return jnp.where(record["applied"] < self._window, jnp.inf, bounds)
+        return jnp.where(record["applied"] < self.window, jnp.inf, bounds)
 
 
 def _select_watched(metrics: Measured | StepMetrics) -> jax.Array:

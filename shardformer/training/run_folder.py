@@ -70,7 +70,7 @@ class Run:
         """Makes a new run on this corpus, with the vocabulary of its base if it has one; writes nothing yet."""
         special_tokens = SpecialTokens()
         if config.training.base:
-            base = Run.open(config.training.base)
+            base = Run.open(config.training.base_run)
             config, special_tokens = _take_vocab_of_base(config, base.config), base.special_tokens
         vocabulary = corpus.vocabulary
         vocab = config.model.vocab or len(vocabulary)
@@ -79,10 +79,9 @@ class Run:
                 f"vocab={vocab} is less than the {len(vocabulary)} {vocabulary.units} of {corpus.name}; "
                 f"try vocab={len(vocabulary)}, or vocab=auto for as many as there are"
             )
-        masked = config.data.mask_documents or (
-            corpus.has_chat and config.data.pack
-        )  # conversations never see each other
-        config = config.replace(vocab=vocab, data=corpus.name, tokenizer=vocabulary.name, mask_documents=masked)
+        if corpus.has_chat and config.data.documents == "packed":
+            config = config.replace(documents="masked")  # conversations never see each other
+        config = config.replace(vocab=vocab, data=corpus.name, tokenizer=vocabulary.name)
         return Run(config, vocabulary, corpus.fingerprint, special_tokens)
 
     @staticmethod
@@ -133,7 +132,7 @@ class Run:
         processes.check_same_software()
         start = checkpoint.newest_step_folder(self.out)
         settings = self.config.replace(data="", out="").to_json()
-        scored = [self.config.start.eval_tasks, self.config.start.eval_include, self.config.start.eval_prompts]
+        scored = [self.config.start.eval_tasks, self.config.start.eval_prompts]
         same = json.dumps([settings, scored, self.fingerprint, start and start.name])
         processes.check_same_on_all_processes("the text, the configuration or the newest checkpoint", same)
 
@@ -229,12 +228,12 @@ class Run:
     def make_first_state(self, trainer: Starter) -> Any:
         """Returns the state of step 0: from the seed, or with the parameters of the base's best checkpoint.
 
-        With from_step, returns the state of that checkpoint of the base.
+        If base names a checkpoint, returns the state of that.
         """
         if not self.config.training.base:
             return trainer.init()
-        base = Run.open(self.config.training.base)
-        if step := self.config.training.from_step:
+        base = Run.open(self.config.training.base_run)
+        if step := self.config.training.base_step:
             known = checkpoint.list_steps(base.out)
             return base._read_on_all(lambda folder: _restore_state(folder, trainer), base.choose_step(step), known)
         _, params = base.restore_params(trainer.model, like=lora.remove_adapters(trainer.model.abstract))

@@ -186,7 +186,7 @@ def test_late_nan_loss_does_not_pass():
     assert np.isnan(verify.find_worst([np.float32(4), np.float32(3)], [np.float32(4), nan]))
 
 
-WEIGHTED = shared.tiny(mesh="2x2", layers=1, dropout=0.2, mask_documents=True, accum=2)
+WEIGHTED = shared.tiny(mesh="2x2", layers=1, dropout=0.2, documents="masked", accum=2)
 
 
 @pytest.fixture(scope="module")

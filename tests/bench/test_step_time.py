@@ -39,7 +39,7 @@ from tests import shared
         ({"lora_rank": 2}, "lora_rank=0"),
         ({"accum": 2}, "accum=1"),
         ({"dropout": 0.1, "positions": "t5"}, "dropout=0 positions=rotary"),
-        ({"embed_bias": True}, "embed_bias=false"),
+        ({"embed": "bias"}, "embed=plain"),
         ({"param_dtype": "bfloat16", "dtype": "bfloat16"}, "param_dtype=float32"),
         ({"moment_dtype": "bfloat16"}, "moment_dtype=float32"),
         ({"activation": "silu", "block": "parallel_two_norms"}, "activation=gelu block=parallel"),
@@ -52,9 +52,9 @@ def test_plain_step_rejects_settings_it_lacks(changes, fix):
 
 def test_plain_step_knows_every_key_of_the_model():
     """The reference would compute another model with a key that it does not know."""
-    implemented = {"norm", "norm_eps", "tied", "rotary_dims", "rotary_theta", "rotary_scaling", "init_std"}
+    implemented = {"norm_eps", "tied", "rotary_dims", "rotary_theta", "rotary_scaling", "init_std"}
     sizes = {"layers", "d_model", "heads", "d_ff", "seq", "vocab", "vocab_multiple"}
-    without_effect = {"window_pattern", "window_rotary_theta", "t5_buckets"}  # they need window= or positions=t5
+    without_effect = {"window_pattern", "window_rotary_theta"}  # they need window=
     keys = {field.name for field in dataclasses.fields(ModelKeys)}
     assert keys - reference.PLAIN.keys() - reference.IMPLEMENTED.keys() == implemented | sizes | without_effect
 

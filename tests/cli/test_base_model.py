@@ -129,7 +129,7 @@ def test_a_preset_tunes_a_hugging_face_folder(tmp_path):
              f"out={tmp_path / 'run'}"]  # fmt: skip
     assert runs.train("gptj_6b_finetune", *words) == 0
     tuned, preset = Run.open(tmp_path / "run").config, presets.preset("gptj_6b_finetune")
-    assert (tuned.model.layers, tuned.model.embed_bias, tuned.model.d_model) == (2, False, 64)
+    assert (tuned.model.layers, tuned.model.embed, tuned.model.d_model) == (2, "plain", 64)
     assert (tuned.optimizer.param_dtype, tuned.optimizer.lr, tuned.parallel.remat, tuned.training.batch) == (
         "bfloat16",
         preset.optimizer.lr,

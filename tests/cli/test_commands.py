@@ -134,7 +134,9 @@ def test_run_resumes_with_its_own_arguments(trained, tmp_path, monkeypatch):
     """A launcher repeats all arguments; some shells leave a ~ after an equals sign."""
     monkeypatch.setenv("HOME", str(tmp_path))
     shutil.copytree(trained, tmp_path / "run")
-    assert runs.train("--resume", "~/run", "out=~/run", "steps=5", "decay_steps=40", "text=text", "t5_buckets=32") == 0
+    assert (
+        runs.train("--resume", "~/run", "out=~/run", "steps=5", "decay_steps=40", "text=text", "pipeline_rounds=1") == 0
+    )
     assert (tmp_path / "run/step_00000005").is_dir()
 
 
@@ -146,7 +148,7 @@ def test_resume_accepts_an_unread_key_of_the_old_run(run):
 
 
 def test_unread_keys_may_repeat_their_defaults():
-    for word in ("rotary_theta=10000", "rotary_dims=auto", "t5_buckets=32", "pipeline_rounds=1", "text=text"):
+    for word in ("rotary_theta=10000", "rotary_dims=auto", "pipeline_rounds=1", "text=text"):
         assert command_arguments.parse_preset(["tiny", "mesh=2x1", "positions=none", word])
     assert command_arguments.parse_preset(["tiny", "mesh=2x1x2", "accum=2", "pipeline_rounds=1"])
     assert command_arguments.parse_preset(
@@ -158,7 +160,7 @@ def test_unread_keys_may_repeat_their_defaults():
 
 def test_keys_that_are_read_are_accepted():
     for words in (["data=x.jsonl", "text=body"], ["validation=x.jsonl", "text=body"], ["special_tokens=true"],
-                  ["special_tokens=true", "tokenizer=bpe:300"], ["positions=t5", "t5_buckets=64"],
+                  ["special_tokens=true", "tokenizer=bpe:300"],
                   ["rotary_theta=5e5"], ["pipeline_rounds=2"], ["optimizer=muon", "beta1=0.5", "lr=1"],
                   ["base=RUN", "positions=learned", "rotary_dims=2"]):  # fmt: skip
         assert command_arguments.parse_preset(["tiny", *words])

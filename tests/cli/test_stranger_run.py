@@ -31,11 +31,10 @@ KEYS = {
     "text": "the name of a field",
     "base": "a run that is read, by a resume before the first checkpoint and by convert; never its own base",
     "out": "replaced by the folder that the command names",
-    **dict.fromkeys(("mesh", "rotary_scaling", "window_pattern", "lr_rules"), NOTHING),
-    **dict.fromkeys(("lora_targets", "lora_rank_pattern", "lora_alpha_pattern"), NOTHING),
+    **dict.fromkeys(("mesh", "rotary_scaling", "window_pattern", "lr_rules", "lora_targets"), NOTHING),
 }
 # Keys that run code, copy a file, or write elsewhere: each start must name them.
-LAUNCHED = {"program_cache", "tracker", "eval_tasks", "eval_include", "eval_prompts"}
+LAUNCHED = {"program_cache", "tracker", "eval_tasks", "eval_prompts"}
 
 FILES = {
     r"config\.json": "parsed; KEYS has what its values cause",
@@ -95,7 +94,7 @@ def store(run: Path, **values) -> None:
 
 def attack(run: Path, folder: Path) -> None:
     (folder / "secret").write_text("the password")
-    store(run, eval_tasks="x", eval_include=str(folder), eval_prompts=str(folder / "secret"), tracker="lm_eval:x")
+    store(run, eval_tasks=str(folder / "x"), eval_prompts=str(folder / "secret"), tracker="lm_eval:x")
 
 
 def test_stored_tasks_and_prompts_are_ignored_on_resume(run, tmp_path, harness):
@@ -114,7 +113,7 @@ def test_stored_tasks_are_ignored_in_a_branch(run, tmp_path, harness, monkeypatc
         return changed if (folder.parent, name) == (run, "config.json") else read(folder, name)
 
     monkeypatch.setattr(checkpoint, "read_document", read_changed)
-    assert runs.train(f"base={run}", "from_step=4", "steps=5", f"out={tmp_path / 'branch'}") == 0
+    assert runs.train(f"base={run}/step_4", "steps=5", f"out={tmp_path / 'branch'}") == 0
     assert not harness.exists()
     assert not (tmp_path / "branch" / "texts.jsonl").exists()
 

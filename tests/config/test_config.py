@@ -66,13 +66,13 @@ def test_malformed_mesh(text):
         ({"lora_rank": 2, "lora_alpha": 0.0}, "lora_alpha=0 would switch the adapters off; try lora_alpha=16"),
         ({"ema": 1.0}, "ema is the decay of an average, in [0, 1), got 1.0"),
         ({"beta2": 1 - 1e-8}, "beta2=0.99999999 is too close to 1 for float32; give at most 0.999999"),
-        ({"lora_rank": 2, "lora_targets": "q,w"}, "lora_targets takes some of q,k,v,o,up,down, each once; got 'q,w'"),
-        ({"lora_rank": 2, "lora_targets": "q,q"}, "each once; got 'q,q'"),
+        ({"lora_rank": 2, "lora_targets": "q,w"}, "lora_targets takes some of q,k,v,o,up,down, got 'q,w'"),
+        ({"lora_rank": 2, "lora_targets": "q,q"}, "lora_targets takes each matrix once, got 'q,q'"),
         ({"lora_rank": 2, "lora_dropout": 1.0}, "lora_dropout is a probability below 1, got 1.0"),
-        ({"lora_rank": 2, "lora_rank_pattern": "q=1.5"}, "lora_rank_pattern takes MATRIX=NUMBER with whole numbers"),
-        ({"lora_rank": 2, "lora_alpha_pattern": "q:3"}, "separated by commas, such as q=4,down=16; got 'q:3'"),
-        ({"lora_rank": 2, "lora_alpha_pattern": "q=0"}, "numbers above 0, separated by commas"),
-        ({"lora_rank": 2, "lora_rank_pattern": "up=3"}, "lora_rank_pattern names up, which has no adapter"),
+        ({"lora_rank": 2, "lora_targets": "q:1.5"}, "lora_targets takes MATRIX, MATRIX:RANK or MATRIX:RANK:ALPHA with"),
+        ({"lora_rank": 2, "lora_targets": "v,q=3"}, "lora_targets takes some of q,k,v,o,up,down, got 'v,q=3'"),
+        ({"lora_rank": 2, "lora_targets": "v,q:3:0"}, "separated by commas, such as q,v:4,down:16:32; got 'q:3:0'"),
+        ({"lora_rank": 2, "lora_targets": "q:3:4:5"}, "separated by commas, such as q,v:4,down:16:32; got 'q:3:4:5'"),
         (
             {"layers": 2000, "scan": False},
             "scan=false compiles every layer by itself, at most 1,000 of them, got layers=2000; give scan=true",
@@ -99,8 +99,8 @@ def test_malformed_mesh(text):
         ({"block": "parallell"}, "did you mean 'parallel'?"),
         *(
             ({name: 0}, f"{name} must be at least 1, got 0")
-            for name in ("layers", "d_model", "heads", "seq", "vocab_multiple", "t5_buckets", "pipeline_rounds",
-                         "batch", "steps", "log_every", "eval_every", "keep", "start_timeout", "heartbeat")
+            for name in ("layers", "d_model", "heads", "seq", "vocab_multiple", "pipeline_rounds",
+                         "batch", "steps", "log_every", "eval_every", "keep", "start_timeout")
         ),
         *(
             ({name: -1}, f"{name} must not be negative, got -1")
@@ -149,9 +149,6 @@ def test_malformed_mesh(text):
         ({"head_dim": 5}, "rotary_dims=5 must be even and at most the head size 5; try rotary_dims=4"),
         ({"head_dim": 5000}, "the head size 5000 must be at most 4096; give a smaller head_dim, or more heads"),
         ({"lora_rank": 2, "lora_targets": "gate", "activation": "silu"}, "lora_targets takes some of q,k,v,o,up,down"),
-        ({"t5_buckets": 31}, "got 31; try t5_buckets=32"),
-        ({"t5_buckets": 512}, "t5_buckets must be even and below 256"),
-        ({"tied": True, "embed_split": "width"}, "tied=true needs embed_split=vocab"),
         *(
             (changes, "several processes take coordinator=HOST:PORT of process 0 (port 1 to 65535), processes=N")
             for changes in ({"processes": 2}, {"process_id": 1}, {"coordinator": "host:1"},
@@ -165,11 +162,10 @@ def test_malformed_mesh(text):
         ({"tokenizer": ""}, "tokenizer is empty; give chars, bytes, bpe:N, ids, auto or the path of a tokenizer.json"),
         ({"mesh": "2x4", "d_ff": 6}, "feed-forward width=6 does not divide over mp=4 (mesh=2x4); try mesh=2x2"),
         ({"mesh": "1x3", "heads": 3, "d_model": 96}, "set vocab_multiple=3"),
-        ({"order": "file", "pack": False}, "order=file reads rows as they are stored; give pack=true"),
+        ({"order": "file", "documents": "padded"}, "order=file reads rows as they are stored; give documents=p"),
         *(({"tokenizer": f"bpe:{size}"}, "tokenizer=bpe:N takes N from 257 (all bytes and one more) to")
           for size in ("256", "many", "-300", 10**9)),
         ({"batch": 2**20, "seq": 2**12}, "is 4294967296 tokens a step, which must be below 2**31; try batch=524287"),
-        ({"eval_tasks": "arc", "eval_every": 4, "score_every": 6}, "score_every=6 is not a multiple of eval_every=4"),
         ({"profile": "90:95", "steps": 80}, "profile=90:95 begins after the last step, steps=80"),
         ({"param_dtype": "bfloat16"}, "the type that they multiply in: give dtype=bfloat16; got dtype=float32"),
         ({"optimizer": "muon", "lora_rank": 2}, "lora_rank trains adapters; give optimizer=adamw"),
@@ -189,10 +185,7 @@ def test_malformed_mesh(text):
          "optimizer=lbfgs needs moment_dtype=float32; got moment_dtype=bfloat16"),
         ({"tracker": "module"}, "tracker takes module:function, got 'module'"),
         ({"decay": 0}, "decay must be at least 1, or auto, got 0"),
-        ({"score_every": 0}, "score_every must be at least 1, or auto, got 0"),
-        ({"eval_tokens": 0}, "eval_tokens must be at least 1, got 0"),
-        ({"skip_window": 7}, "skip_window must be at least 8, got 7"),
-        *(({name: -1}, f"{name} must not be negative, got -1") for name in ("eval_limit", "from_step", "skip_steps")),
+        *(({name: -1}, f"{name} must not be negative, got -1") for name in ("eval_limit", "skip_steps")),
     ],
 )  # fmt: skip
 def test_every_rule(changes, message):
@@ -205,7 +198,6 @@ def test_every_rule(changes, message):
     d_model=st.integers(1, 96), heads=st.integers(1, 12), d_ff=st.integers(1, 60), batch=st.integers(1, 24),
     dp=st.integers(1, 9), mp=st.integers(1, 9), vocab=st.integers(0, 70), vocab_multiple=st.integers(1, 9),
     rotary_dims=st.integers(1, 20), positions=st.sampled_from(CHOICES["positions"]),
-    embed_split=st.sampled_from(CHOICES["embed_split"]),
 )  # fmt: skip
 def test_following_the_advice_leads_to_a_valid_configuration(dp, mp, **changes):
     changes["mesh"] = f"{dp}x{mp}"
@@ -230,7 +222,7 @@ def test_json_round_trip(tmp_path):
 
 
 def test_launch_keys_are_not_written(tmp_path):
-    started = Config.of(vocab=60, coordinator="host:1234", processes=2, process_id=1, heartbeat=5, keep_every=100)
+    started = Config.of(vocab=60, coordinator="host:1234", processes=2, process_id=1, start_timeout=5, keep_every=100)
     (tmp_path / "config.json").write_text(started.to_json())
     assert checkpoint.read_config(tmp_path) == Config.of(vocab=60, keep_every=100)
 
@@ -280,20 +272,19 @@ def test_fixed_key_is_rejected_on_resume(key):
 
 def test_other_keys_may_change_on_resume():
     changes = {"mesh": "2x1", "steps": 9, "lr": 1.0, "dtype": "bfloat16", "scan": False, "remat": "full",
-               "dropout": 0.5, "embed_split": "width", "data": "moved.txt", "save_every": 3}  # fmt: skip
+               "dropout": 0.5, "data": "moved.txt", "save_every": 3}  # fmt: skip
     assert config.override_on_resume(Config(), changes) == Config.of(**changes)
 
 
 def test_model_batch_and_state_keys_are_fixed_on_resume():
     shapes = {"layers", "d_model", "heads", "kv_heads", "d_ff", "activation", "seq", "vocab", "vocab_multiple", "block",
               "norm", "norm_eps", "bias", "head_bias", "positions", "rotary_dims", "rotary_theta", "rotary_scaling",
-              "attention_scale", "attention_cap", "window", "window_pattern", "window_rotary_theta", "t5_buckets",
-              "embed_bias", "tied", "init_std", "head_dim", "qk_norm", "norm_plus_one",
-              "embed_norm", "embed_scale", "logits_cap"}  # fmt: skip
-    batches = {"tokenizer", "order", "pack", "mask_documents", "mask_prompt", "special_tokens", "bos", "batch",
-               "seed", "chat_template", "long_conversations"}  # fmt: skip
-    arrays = {"optimizer", "lr_rules", "accum_mode", "base", "from_step", "ema", "param_dtype",
-              "moment_dtype", "lora_rank", "lora_targets", "lora_alpha", "lora_rank_pattern", "lora_alpha_pattern",
+              "attention_scale", "attention_cap", "window", "window_pattern", "window_rotary_theta",
+              "embed", "tied", "init_std", "head_dim", "qk_norm", "logits_cap"}  # fmt: skip
+    batches = {"tokenizer", "order", "documents", "mask_prompt", "special_tokens", "bos", "batch",
+               "seed", "chat_template"}  # fmt: skip
+    arrays = {"optimizer", "lr_rules", "accum_mode", "base", "ema", "param_dtype",
+              "moment_dtype", "lora_rank", "lora_targets", "lora_alpha",
               "rslora"}  # fmt: skip
     assert set(key_names(ModelKeys)) == shapes
     assert set(config.FIXED_ON_RESUME) == shapes | batches | arrays
@@ -319,17 +310,13 @@ def test_zero_means_none_in_old_files_only(name):
     [
         ({"lora_alpha": 16.0}, "lora_alpha does nothing without lora_rank; give lora_rank as well"),
         ({"lora_dropout": 0.1}, "lora_dropout does nothing without lora_rank"),
-        ({"lora_rank_pattern": "q=1"}, "lora_rank_pattern does nothing without lora_rank"),
-        ({"lora_alpha_pattern": "q=1"}, "lora_alpha_pattern does nothing without lora_rank"),
         ({"rslora": True}, "rslora does nothing without lora_rank"),
         ({"rotary_dims": 4, "positions": "learned"}, "rotary_dims does nothing without positions=rotary; got rotary_"),
-        ({"t5_buckets": 8}, "t5_buckets does nothing without positions=t5"),
         ({"beta1": 0.5, "optimizer": "lbfgs", "clip": 0.0, "weight_decay": 0.0}, "beta1 does nothing with optimizer=l"),
         ({"pipeline_rounds": 2, "mesh": "2x2"}, "pipeline_rounds does nothing without pipeline stages"),
         ({"special_tokens": True, "tokenizer": "bytes"}, "special_tokens does nothing with a tokenizer that has none"),
         ({"text": "body"}, "text does nothing without data from .jsonl records"),
         ({"bad_rows": "skip"}, "bad_rows does nothing without data from .jsonl records"),
-        ({"json_as_text": True}, "json_as_text does nothing without data from .jsonl records"),
         *(
             ({name: value} | LBFGS, f"{name} does nothing with optimizer=lbfgs, whose line search finds the rate")
             for name, value in {"beta2": 0.5, "lr": 0.5, "schedule": "linear", "warmup": 3}.items()
@@ -342,22 +329,17 @@ def test_zero_means_none_in_old_files_only(name):
             {"bos": "true", "tokenizer": "bytes"},
             "bos does nothing with a tokenizer that has none; give a tokenizer.json or bpe:N",
         ),
-        *(
-            ({name: value}, f"{name} does nothing without data from .jsonl records; name them with data=")
-            for name, value in {"chat_template": "chatml", "long_conversations": "cut"}.items()
+        (
+            {"chat_template": "chatml"},
+            "chat_template does nothing without data from .jsonl records; name them with data=",
         ),
         ({"context_parallel": "ring"}, "context_parallel does nothing unless the mesh splits the context; give a mesh"),
         ({"decay": 5}, "decay does nothing without schedule=wsd"),
-        ({"eval_include": "tasks"}, "eval_include does nothing without eval_tasks; give eval_tasks as well"),
         ({"eval_limit": 2.0}, "eval_limit does nothing without eval_tasks; give eval_tasks as well"),
-        ({"eval_tokens": 8}, "eval_tokens does nothing without eval_prompts; give eval_prompts as well"),
-        ({"score_every": 20}, "score_every does nothing without eval_tasks or eval_prompts"),
-        ({"from_step": 4}, "from_step does nothing without base; give base as well"),
         ({"grad_dtype": "bfloat16"}, "grad_dtype does nothing without zero=3, or with cp > 1"),
         ({"lora_targets": "q"}, "lora_targets does nothing without lora_rank; give lora_rank as well"),
         ({"rotary_theta": 5.0, "positions": "none"}, "rotary_theta does nothing without positions=rotary"),
         ({"rotary_scaling": "linear:2", "positions": "none"}, "rotary_scaling does nothing without positions=rotary"),
-        ({"skip_window": 64}, "skip_window does nothing without skip_steps; give skip_steps as well"),
         ({"window_pattern": "wf"}, "window_pattern does nothing without window; give window as well"),
         ({"window_rotary_theta": 500.0}, "window_rotary_theta does nothing without window"),
         (
@@ -396,7 +378,7 @@ def test_invalid_window_is_rejected(values, message):
 
 
 def test_key_with_its_default_may_be_given_anywhere():
-    assert preset("tiny", t5_buckets=32).model.t5_buckets == 32
+    assert preset("tiny", pipeline_rounds=1).parallel.pipeline_rounds == 1
 
 
 def test_padding_depends_on_the_vocabulary_alone():

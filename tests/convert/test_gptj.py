@@ -150,7 +150,7 @@ def some_state(config, with_moments: bool) -> State:
             leaf = random.standard_normal(shape).astype(np.float32)
             leaf[..., 0], leaf[..., 1] = -0.0, 1.4e-45
             made[name] = np.abs(leaf) if positive else leaf
-        if not config.model.embed_bias:
+        if config.model.embed == "plain":
             del made[gptj.TABLE_BIAS]
         made[gptj.HEAD_BIAS][config.model.vocab :] = 0
         return made
@@ -168,7 +168,7 @@ def bits(state: State):
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 @pytest.mark.parametrize("positions", ["rotary", "learned", "t5", "none"])
 def test_there_and_back_is_bitwise(tmp_path, positions, count, with_moments):
-    config = shared.tiny(positions=positions, embed_bias=positions == "rotary")
+    config = shared.tiny(positions=positions, embed="bias" if positions == "rotary" else "plain")
     before = some_state(config, with_moments)
     gptj_state.write_state(tmp_path, config, before, count, np.float32)
     assert bits(gptj_state.open_state(tmp_path, config)) == bits(before)
@@ -267,7 +267,7 @@ def test_files_written_are_those_of_gptj(recorded, tmp_path, case):
 
 def test_every_key_of_the_model_is_written_or_checked():
     """A key without a mapping would be lost in the conversion to GPT-J."""
-    written = {"layers", "d_model", "heads", "seq", "vocab", "vocab_multiple", "positions", "rotary_dims", "embed_bias"}
+    written = {"layers", "d_model", "heads", "seq", "vocab", "vocab_multiple", "positions", "rotary_dims", "embed"}
     compared_with_heads_and_width = {"kv_heads", "d_ff"}
     without_effect = {"init_std", "window_pattern", "window_rotary_theta"}  # the last two need window=
     keys = {field.name for field in dataclasses.fields(ModelKeys)}
@@ -283,7 +283,6 @@ def test_every_key_of_the_model_is_written_or_checked():
         {"bias": "all"},
         {"tied": True},
         {"d_ff": 64},
-        {"t5_buckets": 16},
         {"head_bias": False},
         {"activation": "relu"},
         {"kv_heads": 4},
@@ -292,6 +291,7 @@ def test_every_key_of_the_model_is_written_or_checked():
         {"rotary_theta": 500.0},
         {"rotary_scaling": "linear:2"},
         {"positions": "alibi"},
+        {"embed": "norm"},
     ],
 )
 def test_what_gptj_cannot_compute_is_refused_by_name(override):

@@ -99,18 +99,18 @@ WRONG_KEYS = {
     "phi3": {"window": 6},
     "ministral": {"window": 6, "window_pattern": "fw", "rotary_theta": 9000.0},
     "starcoder2": {"window": 6, "rotary_scaling": "", "activation": "gelu_exact", "norm_eps": 1e-2},
-    "gemma": {"embed_scale": False, "norm_plus_one": False, "activation": "swiglu", "rotary_scaling": ""},
+    "gemma": {"embed": "plain", "norm": "rmsnorm", "activation": "swiglu", "rotary_scaling": ""},
     "opt": {"activation": "gelu", "norm_eps": 1e-2},
-    "bloom": {"activation": "gelu_exact", "positions": "none", "embed_norm": False, "norm_eps": 1e-2},
+    "bloom": {"activation": "gelu_exact", "positions": "none", "embed": "plain", "norm_eps": 1e-2},
     "mistral": {"window": 6, "window_pattern": "wf", "rotary_scaling": ""},
     "gemma2": {
         "window": 6,
         "window_pattern": "fw",
         "attention_cap": None,
         "logits_cap": None,
-        "norm_plus_one": False,
+        "norm": "rmsnorm",
         "attention_scale": None,
-        "embed_scale": False,
+        "embed": "plain",
     },
     "gemma3": {"window": 6, "window_rotary_theta": 1000.0, "rotary_scaling": "", "attention_scale": None},
 }
@@ -369,10 +369,10 @@ def test_values_that_are_not_computed_are_named(name, message, changes, tmp_path
     [
         ({"block": "parallel", "positions": "t5", "bias": "ff"}, "positions=t5"),
         ({"norm": "rmsnorm", "bias": "ff", "positions": "rotary"}, "norm=rmsnorm"),
-        ({"embed_bias": True, "tied": True}, "embed_bias=true"),
+        ({"embed": "bias", "tied": True}, "embed=bias"),
         ({"activation": "swiglu"}, "activation=swiglu"),
         ({"head_dim": 6, "activation": "gelu"}, "head_dim=6"),
-        ({"norm_plus_one": True, "block": "sequential_post_norms"}, "norm_plus_one=true"),
+        ({"norm": "rmsnorm_plus_one", "block": "sequential_post_norms"}, "norm=rmsnorm_plus_one"),
     ],
 )
 def test_a_run_that_no_family_computes_is_refused_by_key(changes, named):
@@ -396,12 +396,11 @@ def test_a_mistral_without_windows_stays_one(tmp_path):
     assert hf_settings.choose_family(Run.open(tmp_path / "run").config) == "llama"
 
 
-def test_a_bias_after_scaled_embeddings_has_no_family():
-    """Other models' bias is added to the token table; here it would be scaled with the table."""
+def test_a_bias_in_place_of_scaled_embeddings_has_no_family():
     config = hf_settings.read_config(FOLDER / "gemma2")[1].replace(tied=False)
     assert hf_settings.choose_family(config) == "gemma2"
-    with pytest.raises(UsageError, match="no Hugging Face family has embed_bias=true"):
-        hf_settings.choose_family(config.replace(embed_bias=True))
+    with pytest.raises(UsageError, match="no Hugging Face family has embed=bias"):
+        hf_settings.choose_family(config.replace(embed="bias"))
 
 
 def test_a_missing_array_of_the_layout_shows(monkeypatch):

@@ -243,10 +243,10 @@ def test_a_run_without_special_tokens_writes_null(tmp_path):
 def test_gptj_shards_go_to_hugging_face(case, recorded, tmp_path):
     """The bias of GPT-J's embedding becomes part of the token table; the logits are those of GPT-J's code."""
     assert main(["convert", str(recorded / case), str(tmp_path / "run")]) == 0
-    assert Run.open(tmp_path / "run").config.model.embed_bias
+    assert Run.open(tmp_path / "run").config.model.embed == "bias"
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "format=hf"]) == 0
     family, config = hf_settings.read_config(tmp_path / "hf")
-    assert (family, config.model.embed_bias) == ("gptj", False)
+    assert (family, config.model.embed) == ("gptj", "plain")
     golden, ours = np.load(recorded / case / "golden.npz"), model_of(config)
     logits = Decoder(ours).logits(
         on_devices(ours, params_of(tmp_path / "hf")), golden["tokens"][:, :-1].astype(np.int32)

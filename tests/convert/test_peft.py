@@ -195,7 +195,7 @@ def test_adapters_of_their_own_for_q_and_v_join_in_one_matrix(name, bases, tmp_p
     again, split = peft.split_factors(
         tmp_path / "peft", family, base, peft.read_settings(tmp_path / "peft" / peft.CONFIG)
     )
-    assert again.lora.lora_targets == "q,k,v,down"
+    assert again.lora.lora_names == ("q", "k", "v", "down")
     assert again.lora.lora_alpha / again.lora.lora_rank == 4
     for matrix in ("q", "k", "v", "down"):
         at = "transformer/layers/" + matrix
@@ -242,7 +242,7 @@ def test_ranks_and_scales_of_single_matrices(rslora, bases, tmp_path):
         rslora,
         0.1,
     )
-    assert (config.lora.lora_rank_pattern, config.lora.lora_alpha_pattern) == ("q=2", "v=24")
+    assert config.lora.lora_targets == f"q:2,v:{RANK}:24,o"
     for name, module, rank, alpha in (("q", "attn.q_proj", 2, ALPHA), ("v", "attn.v_proj", RANK, 24.0)):
         a, b = (found[f"base_model.model.transformer.h.1.{module}.lora_{it}.weight"] for it in "AB")
         factors = [split[f"transformer/layers/{name}_lora_{it}"][1] for it in ("in", "out")]

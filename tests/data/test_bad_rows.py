@@ -25,7 +25,7 @@ def cache(tmp_path, monkeypatch):
 
 def load(path, say=lambda _: None, **options):
     settings = {"data": str(path), "tokenizer": "bytes", "chat_template": "plain", "seq": 128, "vocab": 257}
-    return load_corpus(shared.tiny(**settings | {"mask_documents": True} | options), say)
+    return load_corpus(shared.tiny(**settings | {"documents": "masked"} | options), say)
 
 
 def test_all_causes_come_at_once(tmp_path):

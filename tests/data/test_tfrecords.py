@@ -88,7 +88,7 @@ def test_a_run_reads_them(index):
     halves = next(corpus.train_batches(config.replace(seq=8, order="file")))
     assert np.array_equal(halves["targets"][0, -1:], halves["tokens"][1, :1])
     with pytest.raises(UsageError, match="TFRecords hold no documents"):
-        corpus.train_batches(config.replace(pack=False))
+        corpus.train_batches(config.replace(documents="padded"))
 
 
 def file_order(index, batch, steps):

@@ -23,7 +23,7 @@ def records(tmp_path_factory):
 @pytest.mark.slow
 def test_a_run_on_documents_stops_resumes_and_is_judged_by_bytes(records, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SHARDFORMER_CACHE", str(tmp_path / "cache"))
-    words = ["tiny", "mesh=2x1", f"data={records}", "tokenizer=bpe:300", "mask_documents=true", "mask_prompt=true",
+    words = ["tiny", "mesh=2x1", f"data={records}", "tokenizer=bpe:300", "documents=masked", "mask_prompt=true",
              "steps=6", "eval_every=3", "eval_batches=2"]  # fmt: skip
     assert runs.train(*words, f"out={tmp_path}/whole") == 0
     assert "tokenised" in capsys.readouterr().out

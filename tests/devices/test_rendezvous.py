@@ -260,7 +260,7 @@ def watched(monkeypatch):
 
     monkeypatch.setattr(rendezvous, "end_process", end)
     pairs = [connect_pair() for _ in range(2)]
-    watch = rendezvous.Watch({i: rendezvous.Link(own) for i, (own, _) in enumerate(pairs, start=1)}, 3, heartbeat=2)
+    watch = rendezvous.Watch({i: rendezvous.Link(own) for i, (own, _) in enumerate(pairs, start=1)}, 3, silence=2)
     yield watch, [rendezvous.Link(other) for _, other in pairs], lambda: reasons.get(timeout=10)
     for own, other in pairs:
         own.close()
@@ -283,7 +283,7 @@ def test_silence_ends_a_process_and_a_sign_of_life_prevents_it(watched):
     for _ in range(8):
         alive.send(rendezvous.ALIVE)
         time.sleep(0.5)
-    assert told().startswith("process 1 of 3 has given no sign of life for 2 s (heartbeat)")
+    assert told().startswith("process 1 of 3 has given no sign of life for 2 s (start_timeout / 5)")
     silent.connection.close()
 
 
@@ -323,7 +323,7 @@ def test_a_long_wait_for_the_last_process_is_no_silence(monkeypatch):
     others = [rendezvous.Link(other) for _, other in pairs]
     links[1].heard -= 100  # it said hello long before process 2
     others[1].send(rendezvous.ALIVE)  # which is heard first
-    watch = rendezvous.Watch(links, 3, heartbeat=60)
+    watch = rendezvous.Watch(links, 3, silence=60)
     with pytest.raises(queue.Empty):
         reasons.get(timeout=0.5)
     for other in others:

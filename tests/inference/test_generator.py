@@ -28,13 +28,13 @@ ROWS = {
     "windows, unrolled": (WINDOWS | {"window_pattern": "wf", "window_rotary_theta": 50.0, "scan": False}, 6, 1),
     "windows, scanned": (WINDOWS | {"window_pattern": "fw", "kv_heads": 2}, 1, 3),
     "t5 with windows": (WINDOWS | {"window_pattern": "fw", "positions": "t5"}, 5, 2),
-    "learned by width": ({"positions": "learned", "embed_split": "width"}, 20, 2),
+    "learned, parallel, scanned": ({"positions": "learned"}, 20, 2),
 }
 
 
 @functools.cache
 def model(name="1x1", **overrides):
-    config = shared.tiny(**{"mesh": name, "seq": SEQ, "heads": 4, "batch": 8, "t5_buckets": 4} | overrides)
+    config = shared.tiny(**{"mesh": name, "seq": SEQ, "heads": 4, "batch": 8} | overrides)
     return Model.on(config, mesh.make(config))
 
 

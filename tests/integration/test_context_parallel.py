@@ -23,7 +23,7 @@ from tests import asserts, shared
 STEPS = 20
 LOSS, GRADIENT, TRAINING = 1e-6, 1e-5, 1e-4
 # Rows carry documents, whose positions restart, and weights; masks are drawn by position; heads share keys.
-FEATURES = {"positions": "learned", "mask_documents": True, "dropout": 0.1, "kv_heads": 4, "layers": 2}
+FEATURES = {"positions": "learned", "documents": "masked", "dropout": 0.1, "kv_heads": 4, "layers": 2}
 # Each way with dp, mp, pp, ZeRO, sequence_parallel, remat and accum; cp of 2, 4 and 8.
 MESHES = (
     ("dp2.cp2.mp2", {"context_parallel": "gather", "zero": 3, "sequence_parallel": True, "remat": "dots"}),

@@ -38,7 +38,7 @@ def test_a_seed_is_bitwise_one_model_on_every_mesh(overrides, meshes):
 @pytest.mark.slow
 def test_the_model_does_not_depend_on_how_it_is_computed():
     params = numpy(shared.trainer(mesh="1x1").model.init(7))
-    for overrides in ({"scan": False, "remat": "full"}, {"embed_split": "width", "dtype": "bfloat16"}):
+    for overrides in ({"scan": False, "remat": "full"}, {"sequence_parallel": True, "dtype": "bfloat16"}):
         assert asserts.is_bitwise_equal(params, numpy(shared.trainer(mesh="2x4", **overrides).model.init(7)))
     assert not asserts.is_bitwise_equal(params, numpy(shared.trainer(mesh="1x1", init_std=0.03).model.init(7)))
 

@@ -18,8 +18,8 @@ BF16 = {"loss": 1e-4, "gradient": 5e-2, "after 20 steps": 1e-2}  # rounding of 8
 # Of each pair a row has the one or the other; what neither is (rotary positions, an untied table, ...) is the default.
 # The loss in chunks comes with the learned positions; its chunks do not divide a batch.
 FEATURES = (
-    {"t5": {"positions": "t5", "embed_bias": True}, "learned": {"positions": "learned", "loss_chunk": 5}},
-    {"tied": {"tied": True}, "width": {"embed_split": "width"}},
+    {"t5": {"positions": "t5", "embed": "bias"}, "learned": {"positions": "learned", "loss_chunk": 5}},
+    {"tied": {"tied": True}, "untied": {}},
     {"biases": {"bias": "all"}, "no-bias": {"bias": "none"}},
     {"parallel": {}, "sequential": {"block": "sequential"}},
     {"layernorm": {}, "rmsnorm": {"norm": "rmsnorm", "z_loss": 1e-2}},
@@ -28,17 +28,17 @@ FEATURES = (
     {"kept": {}, "remat": {"remat": "full"}},
 )
 DEFAULTS = "parallel layernorm certain scanned kept"  # said by name; what a run has that gives no key
-EVERYTHING = "learned width no-bias sequential rmsnorm dropout unrolled remat"
+EVERYTHING = "learned untied no-bias sequential rmsnorm dropout unrolled remat"
 # Two sets of features on all meshes. With the rows below them, every pair of features and every feature on every mesh
 # is in a row; dropout and unrolled layers, which take longest to compile, are in no more of them than need be.
 WHOLE = tuple((mesh, words) for words in (DEFAULTS, EVERYTHING) for mesh in shared.MESHES)
 PAIRWISE = (
     ("8x1", "t5 tied biases sequential rmsnorm certain scanned remat"),
     ("4x2", "t5 tied biases parallel layernorm dropout scanned kept"),
-    ("2x4", "t5 width biases parallel layernorm certain unrolled remat"),
+    ("2x4", "t5 untied biases parallel layernorm certain unrolled remat"),
     ("2x4", "learned tied no-bias parallel rmsnorm certain scanned kept"),
     ("1x8", "t5 tied no-bias sequential layernorm certain unrolled kept"),
-    ("1x8", "learned width biases sequential layernorm certain scanned kept"),
+    ("1x8", "learned untied biases sequential layernorm certain scanned kept"),
 )
 BFLOAT16 = (("4x2", "bfloat16"), ("2x4", "bfloat16 sequential learned dropout"))
 MATRIX = WHOLE + PAIRWISE

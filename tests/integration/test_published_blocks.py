@@ -15,15 +15,15 @@ BLOCKS = {
         "activation": "swiglu",
     },
     "gemma": {
-        "block": "sequential_four_norms", "norm": "rmsnorm", "bias": "none", "qk_norm": "head", "head_dim": 6,
-        "norm_plus_one": True, "activation": "geglu", "embed_scale": True, "logits_cap": 0.1, "tied": True,
+        "block": "sequential_four_norms", "norm": "rmsnorm_plus_one", "bias": "none", "qk_norm": "head", "head_dim": 6,
+        "activation": "geglu", "embed": "scale", "logits_cap": 0.1, "tied": True,
     },
     "olmo": {
         "block": "sequential_post_norms", "norm": "rmsnorm", "bias": "none", "qk_norm": "all", "activation": "swiglu",
         "z_loss": 1e-2, "rotary_theta": 100.0, "rotary_scaling": "yarn:4,0.5,3,12,1.5",
     },
     "stablelm": {"block": "parallel", "bias": "qkv_norm", "activation": "swiglu", "rotary_dims": 2},
-    "bloom": {"block": "sequential", "bias": "all", "positions": "alibi", "embed_norm": True, "tied": True},
+    "bloom": {"block": "sequential", "bias": "all", "positions": "alibi", "embed": "norm", "tied": True},
 }  # fmt: skip
 # With q among the targets, dp=8 and mp=1 already differ from one device by 1.6e-5: gradients of q nearly cancel.
 ADAPTERS = {"lora_rank": 2, "lora_targets": "k,v,gate"}
@@ -98,9 +98,9 @@ def compute_plainly(name, config):
 
 
 WRONG = [
-    ("qwen", {"qk_norm": "none"}), ("gemma", {"logits_cap": None}), ("gemma", {"embed_scale": False}),
-    ("gemma", {"norm_plus_one": False}), ("gemma", {"activation": "swiglu"}), ("gemma", {"qk_norm": "none"}),
-    ("olmo", {"qk_norm": "none"}), ("bloom", {"positions": "none"}), ("bloom", {"embed_norm": False}),
+    ("qwen", {"qk_norm": "none"}), ("gemma", {"logits_cap": None}), ("gemma", {"embed": "plain"}),
+    ("gemma", {"norm": "rmsnorm"}), ("gemma", {"activation": "swiglu"}), ("gemma", {"qk_norm": "none"}),
+    ("olmo", {"qk_norm": "none"}), ("bloom", {"positions": "none"}), ("bloom", {"embed": "plain"}),
 ]  # fmt: skip
 
 

@@ -21,9 +21,9 @@ def losses(out: Path) -> list[float]:
     return [float(row["loss"]) for row in runs.rows(out)]
 
 
-def processes(*commands, send: signal.Signals | None = None, to: int = 0, heartbeat: int = 120, program=QUICK):
+def processes(*commands, send: signal.Signals | None = None, to: int = 0, start_timeout: int = 600, program=QUICK):
     """(status, output, error) of processes that start together; one may be signalled once they train."""
-    keys = (f"coordinator=localhost:{free_port()}", f"processes={len(commands)}", f"heartbeat={heartbeat}")
+    keys = (f"coordinator=localhost:{free_port()}", f"processes={len(commands)}", f"start_timeout={start_timeout}")
     running = [Forked(*words, *keys, f"process_id={i}", program=program) for i, words in enumerate(commands)]
     try:
         if send:
@@ -243,7 +243,7 @@ def test_when_one_process_is_killed_the_other_ends_and_says_so(tmp_path, text, v
     words = ("train", "tiny", "layers=1", "mesh=2x1", "steps=100000", "decay_steps=8", "eval_every=100000",
              "save_every=20", f"data={text}")  # fmt: skip
     start = time.monotonic()
-    results = processes(*[(*words, f"out={tmp_path}/run")] * 2, send=signal.SIGKILL, to=victim, heartbeat=10)
+    results = processes(*[(*words, f"out={tmp_path}/run")] * 2, send=signal.SIGKILL, to=victim, start_timeout=50)
     assert results[victim][0] == -signal.SIGKILL
     status, _, error = results[1 - victim]
     assert status not in (0, None)

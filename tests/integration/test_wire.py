@@ -160,15 +160,6 @@ def test_forward_pass_sends_only_its_sums(block):
     assert count(by_axis["dp"], in_loop=False) == {(): 3}
 
 
-def test_width_split_gathers_forward_and_sends_nothing_backward():
-    t = new_trainer(mesh="4x2", embed_split="width", positions="learned")
-    by_axis = sent_by_step(t)
-    assert Counter((c.operation, c.shape) for c in by_axis["mp"] if not c.in_loop and c.shape == activation(t)) == {
-        ("all-gather", activation(t)): 1,  # the embedding
-        ("all-reduce", activation(t)): 1,  # the head's backward
-    }
-
-
 # ZeRO-3.
 
 

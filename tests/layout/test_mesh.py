@@ -130,10 +130,10 @@ def test_keys_name_the_processes_and_come_before_the_environment(monkeypatch):
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "elsewhere:1")
     for name in clusters.SLURM:
         monkeypatch.setenv(name, "2")
-    mesh.start(Config.of(mesh="2x1", coordinator="here:2", processes=2, process_id=1, heartbeat=7))
-    options = {"initialization_timeout": 300, "heartbeat_timeout_seconds": 7 + processes.JAX_HEARTBEAT_DELAY}
+    mesh.start(Config.of(mesh="2x1", coordinator="here:2", processes=2, process_id=1, start_timeout=33))
+    options = {"initialization_timeout": 33, "heartbeat_timeout_seconds": 7 + processes.JAX_HEARTBEAT_DELAY}
     options["cluster_detection_method"] = "deactivate"
-    assert calls == [("here:2", 2, 1, 300), ({}, 2, 7), (("here:2", 2, 1, None), options)]
+    assert calls == [("here:2", 2, 1, 33), ({}, 2, 6.6), (("here:2", 2, 1, None), options)]
     monkeypatch.setattr(processes, "_watch", None)
 
 

@@ -15,9 +15,9 @@ from shardformer.model import Model
 OPTIONS = [
     {}, {"block": "sequential"}, {"norm": "rmsnorm"}, {"positions": "learned"}, {"positions": "t5"},
     {"positions": "none"}, {"bias": "none"}, {"bias": "all"}, {"scan": False}, {"remat": "full"},
-    {"tied": True, "embed_split": "vocab"}, {"tied": False, "embed_split": "width"},
+    {"tied": True},
     {"block": "sequential", "positions": "learned", "bias": "all", "norm": "rmsnorm"},
-    {"embed_bias": True}, {"embed_norm": True, "positions": "alibi"},
+    {"embed": "bias"}, {"embed": "norm", "positions": "alibi"},
     {"lora_rank": 2, "lora_targets": "q,k,v,o,up,down"},
     {"qk_norm": "head"}, {"qk_norm": "all"}, {"block": "sequential_four_norms"}, {"block": "sequential_post_norms"},
     {"activation": "swiglu", "lora_rank": 2, "lora_targets": "gate"},
@@ -36,7 +36,7 @@ def parameters(preset, **overrides):
 
 
 def rules_for(name):
-    return [pattern for pattern, _ in (*specs.RULES, ("*/embed/tokens", None)) if fnmatch.fnmatchcase(name, pattern)]
+    return [pattern for pattern, _ in specs.RULES if fnmatch.fnmatchcase(name, pattern)]
 
 
 def every_name():
@@ -75,12 +75,6 @@ def test_a_spec_depends_on_the_name_and_not_on_the_shape():
     assert leaves[q].shape == leaves[o].shape
     assert specs.parameter_spec(q, settings) != specs.parameter_spec(o, settings)
     assert parameters("tiny", d_model=64)[1]["transformer/embed/tokens"].shape == (64, 64)
-
-
-def test_the_layout_of_the_embedding_moves_its_split():
-    tokens = "transformer/embed/tokens"
-    assert specs.parameter_spec(tokens, presets.preset("tiny")) == P("mp", None)
-    assert specs.parameter_spec(tokens, presets.preset("tiny").replace(embed_split="width")) == P(None, "mp")
 
 
 def test_count():

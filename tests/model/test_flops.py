@@ -34,7 +34,7 @@ def test_tied_head_multiplies_by_the_table():
 @pytest.mark.parametrize("tied", [False, True])
 def test_frozen_weights_have_no_gradient_of_their_own(tied):
     """2 forward, 2 for the gradient of what they multiply; adapters have 2 more."""
-    config = shared.tiny(mesh="1x1", tied=tied, embed_bias=tied)
+    config = shared.tiny(mesh="1x1", tied=tied, embed="bias" if tied else "plain")
     lora = config.replace(lora_rank=4, lora_targets="q,down")
     attention = 6 * config.model.layers * config.model.seq * 32
     frozen = (flops.flops_per_token(config) - attention) // 6

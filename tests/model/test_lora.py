@@ -150,7 +150,7 @@ def test_new_adapters_have_the_scale_of_their_inputs():
         assert not found[f"{name}_lora_out"].any()
 
 
-EVERY = {"lora_rank": 2, "lora_targets": "q,o,down", "lora_dropout": 0.4, "lora_rank_pattern": "o=3,down=1"}
+EVERY = {"lora_rank": 2, "lora_targets": "q,o:3,down:1", "lora_dropout": 0.4}
 
 
 @pytest.mark.slow

@@ -23,8 +23,8 @@ OPTIONS = {
     "a feed-forward width": {"d_ff": 48},
     "every bias": {"bias": "all", "block": "sequential", "positions": "none"},
     "no bias, tied": {"bias": "none", "tied": True, "scan": False},
-    "T5 with few buckets": {"positions": "t5", "t5_buckets": 4, "norm": "rmsnorm"},
-    "learned, width split": {"positions": "learned", "embed_split": "width"},
+    "T5": {"positions": "t5", "norm": "rmsnorm"},
+    "learned": {"positions": "learned"},
 }
 
 

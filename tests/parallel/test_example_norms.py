@@ -16,7 +16,7 @@ from tests import asserts, shared
 
 KEY = np.asarray(jax.random.key_data(jax.random.key(5)))
 EVERYTHING = {
-    "block": "sequential", "positions": "learned", "embed_split": "width", "bias": "all", "norm": "rmsnorm",
+    "block": "sequential", "positions": "learned", "bias": "all", "norm": "rmsnorm",
     "dropout": 0.2, "z_loss": 1e-2, "remat": "full", "loss_chunk": 5,
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The embedding's two layouts against a plain lookup, values and gradients."""
+"""The embedding against a plain lookup, values and gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -26,18 +26,16 @@ def parameters(config):
 
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
-@pytest.mark.parametrize("layout", ["vocab", "width"])
-def test_both_layouts_equal_a_plain_lookup(layout, positions):
-    config = settings(embed_split=layout, positions=positions)
+def test_lookup_equals_a_plain_one(positions):
+    config = settings(positions=positions)
     got = sharded.apply(
         lambda tokens, at: EmbeddingShard(config)(tokens, at), config, parameters(config), TOKENS, FROM_1
     )
     np.testing.assert_array_equal(got, TABLE[TOKENS] + (POSITIONS[1:] if positions == "learned" else np.float32(0)))
 
 
-@pytest.mark.parametrize("layout", ["vocab", "width"])
-def test_each_shard_looks_up_its_own_part_of_split_tokens(layout):
-    config = settings(embed_split=layout, positions="learned").replace(mesh="1x2", sequence_parallel=True)
+def test_each_shard_looks_up_its_part_of_split_tokens():
+    config = settings(positions="learned").replace(mesh="1x2", sequence_parallel=True)
     got = sharded.apply(
         lambda tokens, at: EmbeddingShard(config)(tokens, at),
         config, parameters(config), TOKENS[:, :4], FROM_1[:, :4], mp=2, out_specs=P(None, "mp"),
@@ -45,9 +43,8 @@ def test_each_shard_looks_up_its_own_part_of_split_tokens(layout):
     np.testing.assert_array_equal(got, TABLE[TOKENS[:, :4]] + POSITIONS[1:5])
 
 
-@pytest.mark.parametrize("layout", ["vocab", "width"])
-def test_gradient_goes_to_the_rows_looked_up(layout):
-    config = settings(embed_split=layout, positions="learned")
+def test_gradient_goes_to_the_rows_looked_up():
+    config = settings(positions="learned")
 
     def weighted(tokens, at):
         return (EmbeddingShard(config)(tokens, at) * WEIGHT).sum()
@@ -60,9 +57,8 @@ def test_gradient_goes_to_the_rows_looked_up(layout):
     np.testing.assert_array_equal(grads["positions"][0], 0)
 
 
-@pytest.mark.parametrize("layout", ["vocab", "width"])
-def test_embed_scale_multiplies_tokens_only(layout):
-    config = settings(embed_split=layout, positions="learned", embed_scale=True)
+def test_embed_scale_multiplies_tokens_only():
+    config = settings(positions="learned", embed="scale")
     got = sharded.apply(
         lambda tokens, at: EmbeddingShard(config)(tokens, at), config, parameters(config), TOKENS, FROM_1
     )
@@ -71,7 +67,7 @@ def test_embed_scale_multiplies_tokens_only(layout):
 
 def test_embed_scale_is_rounded_to_the_compute_dtype():
     """As in transformers' Gemma: sqrt(8) is 2.828125 in bfloat16, and the product is rounded once more."""
-    config = settings(positions="rotary", dtype="bfloat16", embed_scale=True)
+    config = settings(positions="rotary", dtype="bfloat16", embed="scale")
     got = sharded.apply(
         lambda tokens, at: EmbeddingShard(config)(tokens, at), config, parameters(config), TOKENS, FROM_1
     )

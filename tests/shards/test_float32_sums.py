@@ -18,9 +18,9 @@ from tests import asserts, shared
 ROWS, SEQ = 1024, 64  # 65,536 tokens
 SMALL = {"d_model": 16, "heads": 2, "layers": 1, "seq": SEQ, "batch": ROWS, "dtype": "bfloat16"}
 CASES = {
-    "all biases, learned": {"bias": "all", "embed_bias": True, "positions": "learned", "block": "sequential"},
+    "all biases, learned": {"bias": "all", "embed": "bias", "positions": "learned", "block": "sequential"},
     "T5, tied, blocks, chunks": {"positions": "t5", "tied": True, "attention": "blocks", "loss_chunk": 8192},
-    "grouped, width": {"bias": "all", "kv_heads": 1, "embed_split": "width", "positions": "learned"},
+    "grouped": {"bias": "all", "kv_heads": 1, "positions": "learned"},
 }
 
 
@@ -111,8 +111,8 @@ def test_bfloat16_gradients_do_not_depend_on_the_split(overrides):
 
 TRACED_SEQ = 24  # no dimension of a parameter is as large, or half as large
 FEATURES = {
-    "biases": {"mesh": "2x2", "bias": "all", "embed_bias": True, "positions": "learned", "block": "sequential"},
-    "width": {"mesh": "2x2", "positions": "learned", "embed_split": "width"},
+    "biases": {"mesh": "2x2", "bias": "all", "embed": "bias", "positions": "learned", "block": "sequential"},
+    "learned": {"mesh": "2x2", "positions": "learned"},
     "blocks": {"mesh": "2x2", "kv_heads": 2, "positions": "t5", "attention": "blocks", "loss_chunk": 16},
     "tokens split": {"mesh": "2x2", "sequence_parallel": True, "bias": "all", "positions": "learned"},
     "adapters": {"mesh": "2x2", "zero": 3, "activation": "swiglu", "lora_rank": 2, "lora_targets": "q,o"},

@@ -31,17 +31,20 @@ CASES = {
         "qk_norm": "head",
         "kv_heads": 4,
         "bias": "none",
-        "norm_plus_one": True,
+        "norm": "rmsnorm_plus_one",
     },
     "norm over heads": {"qk_norm": "all", "block": "sequential_post_norms", "norm": "rmsnorm", "kv_heads": 4},
-    "four norms": {"block": "sequential_four_norms", "activation": "geglu", "bias": "qkv_norm", "norm_plus_one": True},
+    "four norms": {
+        "block": "sequential_four_norms",
+        "activation": "geglu",
+        "bias": "qkv_norm",
+        "norm": "rmsnorm_plus_one",
+    },
     "adapters": {"lora_rank": 3, "lora_targets": "q,v,o,up,down", "lora_alpha": 2.0},
     "patterns": {
         "lora_rank": 3,
-        "lora_targets": "q,v,down",
+        "lora_targets": "q:4,v:3:5,down:2:4",
         "lora_alpha": 2.0,
-        "lora_rank_pattern": "q=4,down=2",
-        "lora_alpha_pattern": "v=5,down=4",
         "rslora": True,
     },
 }
@@ -71,7 +74,7 @@ def draw_parameters(case):
 def apply_norm(c, p, x):
     if c.model.norm == "layernorm":
         x = x - x.mean(-1, keepdims=True)
-    return divide_by_root(c, x) * (p["scale"] + c.model.norm_plus_one) + p.get("offset", 0.0)
+    return divide_by_root(c, x) * (p["scale"] + (c.model.norm == "rmsnorm_plus_one")) + p.get("offset", 0.0)
 
 
 def divide_by_root(c, x):
@@ -82,10 +85,10 @@ def split_heads(c, p, name, x):
     """Returns queries, keys or values [B, T, heads, K], with the norms of qk_norm."""
     x = multiply_in_numpy(c, p, name, x)
     if c.model.qk_norm == "all" and name != "v":
-        x = divide_by_root(c, x) * (p[f"{name}_scale"] + c.model.norm_plus_one)
+        x = divide_by_root(c, x) * (p[f"{name}_scale"] + (c.model.norm == "rmsnorm_plus_one"))
     x = x.reshape(B, T, -1, c.model.head_dim or D // H)
     if c.model.qk_norm == "head" and name != "v":
-        x = divide_by_root(c, x) * (p[f"{name}_head_scale"] + c.model.norm_plus_one)
+        x = divide_by_root(c, x) * (p[f"{name}_head_scale"] + (c.model.norm == "rmsnorm_plus_one"))
     return x
 
 

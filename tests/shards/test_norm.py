@@ -32,10 +32,10 @@ def test_norm_equals_its_closed_form(norm):
     assert asserts.relative(expected(X, "rmsnorm"), expected(X, "layernorm")) > 0.1
 
 
-def test_norm_plus_one_multiplies_by_one_plus_scale():
-    got = apply(X, norm="rmsnorm", bias="none", norm_plus_one=True)
+def test_rmsnorm_plus_one_multiplies_by_one_plus_scale():
+    got = apply(X, norm="rmsnorm_plus_one", bias="none")
     np.testing.assert_allclose(got, expected(X, "rmsnorm") / SCALE * (1 + np.float64(SCALE)), rtol=1e-5, atol=1e-6)
-    initial = hk.transform(lambda x: Norm(shared.tiny(norm_plus_one=True, bias="none"))(x)).init(None, X)
+    initial = hk.transform(lambda x: Norm(shared.tiny(norm="rmsnorm_plus_one", bias="none"))(x)).init(None, X)
     assert not initial["norm"]["scale"].any()
 
 

@@ -7,6 +7,7 @@ from unittest import mock
 import numpy as np
 
 from shardformer.data import Corpus
+from shardformer.training.rolling_guard import RollingGuard
 
 SPIKE, NAN = "spike", "nan"
 
@@ -32,11 +33,11 @@ class _BadBatches:
 
 @contextlib.contextmanager
 def bad_batches(bad: dict[int, str]) -> Iterator[None]:
-    """Spoils the batches of these steps within the block."""
+    """Spoils the batches of these steps within the block, in which skip_steps compares with the last 16 steps only."""
     make = Corpus.train_batches
 
     def make_bad(corpus, config, first_step, rows):
         return _BadBatches(make(corpus, config, first_step, rows), bad, first_step)
 
-    with mock.patch.object(Corpus, "train_batches", make_bad):
+    with mock.patch.object(Corpus, "train_batches", make_bad), mock.patch.object(RollingGuard, "window", 16):
         yield

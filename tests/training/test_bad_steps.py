@@ -19,7 +19,7 @@ BAD = {21: NAN, 24: SPIKE, 25: NAN, 31: SPIKE, 32: NAN, 33: SPIKE, 34: NAN, 35: 
 def guarded_words(text, out, steps: int = STEPS, lr: float = 1e-2, every: int = 20):
     return ("tiny", "mesh=2x1", f"data={text}", f"out={out}", f"steps={steps}", f"decay_steps={steps}",
             f"eval_every={every}", "eval_batches=2", f"save_every={every // 2}", f"lr={lr}", "warmup=4",
-            "skip_steps=6", "skip_window=16")  # fmt: skip
+            "skip_steps=6")  # fmt: skip
 
 
 def skipped(out) -> list[dict]:

@@ -1,4 +1,4 @@
-"""`train base=RUN from_step=N`: a new run that continues a checkpoint of another run."""
+"""`train base=RUN/step_N`: a new run that continues a checkpoint of another run."""
 
 import re
 
@@ -40,7 +40,7 @@ def source(tmp_path_factory, text):
 def branch(source, out, *words, **how) -> int:
     keys = {"steps": FULL, "decay_steps": FULL, "decay": 6} | dict(word.split("=") for word in words)
     given = (f"{name}={value}" for name, value in keys.items())
-    return runs.train(f"base={source}", f"from_step={FORK}", f"out={out}", *given, **how)
+    return runs.train(f"base={source}/step_{FORK}", f"out={out}", *given, **how)
 
 
 @pytest.mark.slow
@@ -83,14 +83,13 @@ def test_stopped_branch_resumes_bitwise(tmp_path, source, uninterrupted, saved):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["base={run}", "from_step=5", "out={new}"], "has no checkpoint of step 5; there are 12, 16, 20, 21"),
-        (["base={run}", "from_step=12"], "give both folders: base=RUN out=NEW"),
-        (["from_step=12", "out={new}"], "give both folders: base=RUN out=NEW"),
-        (["tiny", "base={run}", "from_step=12", "out={new}"], "has the keys of its base, got the preset tiny"),
-        (["base={run}", "from_step=12", "out={new}", "seed=1"], "seed cannot change on resume"),
-        (["base={run}", "from_step=12", "out={new}", "steps=12"], "from_step=12 leaves no step to train"),
-        (["base={run}", "from_step=12", "out={run}"], "already holds a run"),
-        (["base={run}", "from_step=12", "out={new}", "data=builtin"], "is not what .* was trained on"),
+        (["base={run}/step_5", "out={new}"], "has no checkpoint of step 5; there are 12, 16, 20, 21"),
+        (["base={run}/step_00000012"], "starts a new run from a checkpoint of another; give its folder: out=NEW"),
+        (["tiny", "base={run}/step_12", "out={new}"], "has the keys of its base, got the preset tiny"),
+        (["base={run}/step_12", "out={new}", "seed=1"], "seed cannot change on resume"),
+        (["base={run}/step_12", "out={new}", "steps=12"], "step_00000012 leaves no step to train"),
+        (["base={run}/step_12", "out={run}"], "already holds a run"),
+        (["base={run}/step_12", "out={new}", "data=builtin"], "is not what .* was trained on"),
     ],
 )
 def test_wrong_branches_are_rejected(tmp_path, source, capsys, words, message):

@@ -16,9 +16,8 @@ from tests import runs, shared
 from tests.launch import QUICK_COMPILATION, Forked, finished, free_port
 
 PROMPTS = ("the cat", "To be, or")
-WORDS = ("tiny", "mesh=2x1", "steps=6", "eval_every=2", "eval_batches=1", "keep_every=2", "ema=0.5", "lr=1e-2",
-         "warmup=1", "log_every=1", "score_every=4", "eval_tokens=5")  # fmt: skip
-ASKED_AGAIN = WORDS[-2:]  # as eval_prompts, for one start
+WORDS = ("tiny", "mesh=2x1", "steps=6", "eval_every=4", "eval_batches=1", "keep_every=2", "ema=0.5", "lr=1e-2",
+         "warmup=1", "log_every=1")  # fmt: skip
 TRAIN_STEP = "jit(train_step)"
 COMPILED = re.compile(r"Finished XLA compilation of (.*) in ")
 TASK = """task: choose
@@ -58,7 +57,7 @@ def test_texts_equal_those_of_generate(observed, prompts, capsys):
     ]  # fmt: skip
     capsys.readouterr()
     for weights, ema in (("last", "false"), ("average", "true")):
-        words = ["generate", str(observed), f"prompts={prompts}", "step=4", f"ema={ema}", "tokens=5", "temperature=0"]
+        words = ["generate", str(observed), f"prompts={prompts}", "step=4", f"ema={ema}", "tokens=64", "temperature=0"]
         assert main([*words, "mesh=2x1"]) == 0
         expected = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
         assert [line["text"] for line in found if line["step"] == 4 and line["weights"] == weights] == expected
@@ -70,7 +69,7 @@ def test_texts_follow_a_resume(tmp_path, text, prompts, observed):
     out = tmp_path / "run"
     words = (*WORDS, f"data={text}", f"eval_prompts={prompts}", f"out={out}")
     assert runs.train(*words, stop_after=5) == 0
-    assert runs.train("--resume", out, f"eval_prompts={prompts}", *ASKED_AGAIN) == 0
+    assert runs.train("--resume", out, f"eval_prompts={prompts}") == 0
     assert read(out / "texts.jsonl") == read(observed / "texts.jsonl")
     assert runs.rows(out) == runs.rows(observed)
 
@@ -89,7 +88,7 @@ def test_texts_of_two_processes_are_those_of_one(tmp_path, text, prompts, capsys
     out = tmp_path / "run"
     train_in_two_processes(1, *WORDS, f"data={text}", f"eval_prompts={prompts}", f"out={out}")
     capsys.readouterr()
-    words = ["generate", str(out), f"prompts={prompts}", "step=4", "tokens=5", "temperature=0", "mesh=2x1"]
+    words = ["generate", str(out), f"prompts={prompts}", "step=4", "tokens=64", "temperature=0", "mesh=2x1"]
     assert main(words) == 0
     expected = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
     found = read(out / "texts.jsonl")
@@ -134,8 +133,7 @@ def test_second_compilation_of_the_step_is_noticed(tmp_path, text, monkeypatch, 
 
 @pytest.mark.slow
 def test_scores_change_no_step(tmp_path, text, observed):
-    words = [word for word in WORDS if not word.startswith(("score", "eval_tok"))]
-    assert runs.train(*words, f"data={text}", f"out={tmp_path / 'run'}") == 0
+    assert runs.train(*WORDS, f"data={text}", f"out={tmp_path / 'run'}") == 0
     assert runs.rows(tmp_path / "run") == runs.rows(observed)
     assert not (tmp_path / "run" / "texts.jsonl").exists()
 
@@ -147,8 +145,7 @@ def scored_words(folder) -> list[str]:
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "tasks").mkdir()
     (folder / "tasks" / "choose.yaml").write_text(TASK.format(data=data))
-    words = [word for word in WORDS if not word.startswith("eval_tok")]
-    return [*words, "eval_tasks=choose", f"eval_include={folder / 'tasks'}"]
+    return [*WORDS, f"eval_tasks={folder / 'tasks' / 'choose'}"]
 
 
 @pytest.mark.multiprocess
@@ -190,22 +187,20 @@ def test_scores_equal_those_of_harness(tmp_path, text):
 def test_tasks_need_the_harness(tmp_path, text, monkeypatch, capsys):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == "lm_eval" else find(name))
-    words = [word for word in WORDS if not word.startswith("eval_tok")]
-    assert runs.train(*words, "eval_tasks=x", f"data={text}", f"out={tmp_path / 'run'}") == runs.USAGE
+    assert runs.train(*WORDS, "eval_tasks=x", f"data={text}", f"out={tmp_path / 'run'}") == runs.USAGE
     assert "eval_tasks needs lm-evaluation-harness: pip install" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("score_every=3", "score_every=3 is not a multiple of eval_every=2"),
         ("eval_limit=2", "eval_limit does nothing without eval_tasks"),
         ("eval_prompts=nowhere.txt", "prompts=nowhere.txt cannot be read"),
     ],
 )
 def test_wrong_keys_are_rejected(tmp_path, text, capsys, word, message):
     words = [*WORDS[:3], "eval_every=2", f"data={text}", f"out={tmp_path / 'run'}", word]
-    assert main(["train", *words, *(["eval_prompts=x"] if "score" in word else [])]) == runs.USAGE
+    assert main(["train", *words]) == runs.USAGE
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 

@@ -31,7 +31,7 @@ HIDDEN_NAMES = {
     "layers": "num_hidden_layers", "d_model": "hidden_size", "heads": "num_attention_heads",
     "seq": "max_position_embeddings", "d_ff": "intermediate_size", "vocab": "vocab_size", "tied": "tie_word_embeddings",
 }  # fmt: skip
-LAYERNORM = {"norm": "layernorm", "embed_bias": False}
+LAYERNORM = {"norm": "layernorm", "embed": "plain"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,7 +46,7 @@ BLOOM = Family(
     defaults=DEFAULTS,
     fixed={"apply_residual_connection_post_layernorm": (False,)},
     ours=LAYERNORM
-    | {"block": "sequential", "bias": "all", "positions": "alibi", "embed_norm": True, "activation": "gelu"}
+    | {"block": "sequential", "bias": "all", "positions": "alibi", "embed": "norm", "activation": "gelu"}
     | {"head_bias": False},
     read=_read,
     write=_write,

@@ -15,9 +15,9 @@ from shardformer.data.text_files import Piece
 from shardformer.errors import UsageError
 
 
-def are_chat_files(paths: list[Path], field: str, json_as_text: bool = False) -> bool:
+def are_chat_files(paths: list[Path], field: str) -> bool:
     """Returns whether files hold conversations, by their first record; raises UsageError for a mixture."""
-    with_records = [path for path in paths if text_files.contains_records(path, json_as_text)]
+    with_records = [path for path in paths if text_files.contains_records(path)]
     records = dict.fromkeys(paths) | {path: text_files.peek_record(path) for path in with_records}
     chats = [path for path, record in records.items() if is_chat_record(record, field)]
     if chats and len(chats) < len(paths):

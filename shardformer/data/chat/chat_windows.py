@@ -44,19 +44,22 @@ class Fit:
     starts: np.ndarray  # of the conversations that remain
     lengths: np.ndarray
     cut: int  # that end before a turn that does not fit
-    too_long: int  # that are left out
+    too_long: int  # that are left out, as their first turn does not fit
     without_loss: int  # that are left out, as no token of them has a loss
 
 
-def fit_conversations(split: ChatSplit, capacity: int, cuts: bool) -> Fit:
-    """Leaves out or cuts the conversations of more than `capacity` tokens; a cut is behind an assistant's turn."""
+def fit_conversations(split: ChatSplit, capacity: int) -> Fit:
+    """Cuts the conversations of more than `capacity` tokens behind the last turn of an assistant that fits.
+
+    Those whose first turn does not fit are left out.
+    """
     ends = np.asarray(split.ends, np.int64)
     starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
     last = np.searchsorted(split.trained_ends, ends, side="right")  # turns that end by then
     first = np.searchsorted(split.trained_ends, starts, side="right")
     has_loss, is_long = last > first, ends - starts > capacity
     fitting = np.searchsorted(split.trained_ends, np.minimum(ends, starts + capacity), side="right")
-    can_be_cut = has_loss & is_long & (fitting > first) & cuts
+    can_be_cut = has_loss & is_long & (fitting > first)
     borders = split.trained_ends[np.maximum(fitting - 1, 0)] if len(split.trained_ends) else ends
     retained = has_loss & (~is_long | can_be_cut)
     lengths = np.where(can_be_cut, borders, ends) - starts
@@ -76,9 +79,9 @@ class ChatWindows(Windows):
         if layout.mask_prompt:
             raise UsageError("mask_prompt=true is for records with prompt and completion; leave it out for chat data")
         if layout.pack and not layout.mask_documents:
-            raise UsageError("chat data in packed rows needs mask_documents=true, or pack=false; Corpus.adapt gives it")
+            raise UsageError("chat data in packed rows needs documents=masked or padded; Corpus.adapt gives it")
         self.split, self.layout, self.capacity = split, layout, layout.seq + 1
-        self.fit = fit_conversations(split, self.capacity, layout.cut_conversations)
+        self.fit = fit_conversations(split, self.capacity)
         if layout.pack:
             rows = pack_best_fit(self.fit.lengths, self.capacity)
         else:
@@ -87,7 +90,7 @@ class ChatWindows(Windows):
         self._borders = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
         self.count = self.covering = len(rows)
         if not rows:
-            raise UsageError(f"{describe_rows(split.tokens.name, self)}; give a larger seq, or long_conversations=cut")
+            raise UsageError(f"{describe_rows(split.tokens.name, self)}; give a larger seq")
 
     @property
     def efficiency(self) -> float:
@@ -127,9 +130,8 @@ def describe_rows(name: str, windows: ChatWindows) -> str:
     """Returns a line with what is included, left out and cut, and how full the rows are."""
     fit, seq = windows.fit, windows.layout.seq
     total = len(fit.lengths) + fit.too_long + fit.without_loss
-    way_out = "" if windows.layout.cut_conversations else "; long_conversations=cut keeps the turns that fit"
     changed = {
-        f"are left out: longer than {windows.capacity:,} tokens (seq={seq}{way_out})": fit.too_long,
+        f"are left out: their first turn does not fit in seq={seq}": fit.too_long,
         f"are cut behind the last turn that fits in seq={seq}": fit.cut,
         "are left out: no assistant writes in them": fit.without_loss,
     }

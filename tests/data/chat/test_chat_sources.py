@@ -27,7 +27,7 @@ def files(tmp_path, monkeypatch):
 
 def load(files, data: str, **options):
     names = ",".join(f"{files / name}=1" for name in data.split(",")) if "," in data else str(files / data)
-    settings = {"data": names, "tokenizer": "bytes", "chat_template": "plain", "seq": 128, "mask_documents": True}
+    settings = {"data": names, "tokenizer": "bytes", "chat_template": "plain", "seq": 128, "documents": "masked"}
     config = shared.tiny(vocab=257, **settings | options)
     return load_corpus(config, lambda _: None), config
 
@@ -74,10 +74,10 @@ def test_a_shared_system_message_does_not_choose_the_split():
 
 
 def test_corpus_adapts_a_configuration_to_conversations(files):
-    corpus, config = load(files, "chat.jsonl", mask_documents=False)
-    with pytest.raises(UsageError, match=r"needs mask_documents=true, or pack=false; Corpus\.adapt gives it"):
+    corpus, config = load(files, "chat.jsonl", documents="packed")
+    with pytest.raises(UsageError, match=r"needs documents=masked or padded; Corpus\.adapt gives it"):
         next(iter(corpus.train_batches(config)))
     batches = corpus.train_batches(corpus.adapt(config))
     assert next(iter(batches))["documents"].max() > 0
     batches.close()
-    assert not corpus.adapt(config.replace(pack=False)).data.mask_documents
+    assert corpus.adapt(config.replace(documents="padded")).data.documents == "padded"

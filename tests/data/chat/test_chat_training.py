@@ -12,7 +12,7 @@ from shardformer.errors import RunError
 from tests import runs, shared
 from tests.data.chat.chats import records, write_lines
 
-WORDS = ["tiny", "mesh=2x1", "tokenizer=bytes", "chat_template=plain", "seq=64", "long_conversations=cut", "steps=4",
+WORDS = ["tiny", "mesh=2x1", "tokenizer=bytes", "chat_template=plain", "seq=64", "steps=4",
          "eval_every=4"]  # fmt: skip
 
 
@@ -35,7 +35,7 @@ def test_a_run_on_conversations_stops_and_resumes(chat, tmp_path, capsys):
 def test_prepared_conversations_are_the_same_data(chat, tmp_path):
     prepare = ["data", "prepare", str(chat), f"out={tmp_path}/tokens", "tokenizer=bytes", "chat_template=plain"]
     assert main(prepare) == 0
-    config = shared.tiny(seq=128, mask_documents=True, vocab=257, tokenizer="bytes")
+    config = shared.tiny(seq=128, documents="masked", vocab=257, tokenizer="bytes")
     found = [
         load_corpus(config.replace(data=str(chat), chat_template="plain")),
         load_corpus(config.replace(data=f"{tmp_path}/tokens", tokenizer="auto")),
@@ -54,12 +54,12 @@ def make_windows(split, config):
 
 @pytest.mark.slow
 def test_packed_rows_give_the_loss_and_gradients_of_single_ones(chat):
-    settings = {"seq": 128, "vocab": 257, "mesh": "1x1", "batch": 64, "tokenizer": "bytes", "mask_documents": True}
+    settings = {"seq": 128, "vocab": 257, "mesh": "1x1", "batch": 64, "tokenizer": "bytes", "documents": "masked"}
     config = shared.tiny(**settings)
     corpus = load_corpus(config.replace(data=str(chat), chat_template="plain"), print)
     [split] = corpus.splits("train")
-    packed, single = (make_windows(split, config.replace(pack=pack)) for pack in (True, False))
-    assert packed.count < 0.8 * single.count <= 64
+    packed, single = (make_windows(split, config.replace(documents=each)) for each in ("masked", "padded"))
+    assert packed.count < single.count <= 64
     run, state = shared.update_and_grads(**settings), shared.initial_state(**settings)
     found = [run(state, windows.gather(np.arange(64)), 0)[1:] for windows in (packed, single)]
     assert_same(*found)

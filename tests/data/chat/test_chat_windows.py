@@ -59,12 +59,12 @@ def test_a_long_conversation_is_left_out_and_counted():
     assert (windows.count, windows.fit.too_long, windows.fit.without_loss, windows.fit.cut) == (1, 1, 1, 0)
     said = describe_rows("chat", windows)
     assert "1 of 3 conversations" in said
-    assert "1 are left out: longer than 8 tokens" in said
+    assert "1 are left out: their first turn does not fit in seq=7" in said
     assert "1 are left out: no assistant" in said
 
 
 def test_a_long_conversation_is_cut_behind_a_turn():
-    windows = make_windows(TWO_TURNS, LONG_TURN, seq=5, cut_conversations=True)
+    windows = make_windows(TWO_TURNS, LONG_TURN, seq=5)
     assert (windows.fit.cut, windows.fit.too_long) == (1, 1)
     batch = windows.gather(np.arange(1))
     np.testing.assert_array_equal(batch["tokens"], [[1, 2, 3, 4, 0]])
@@ -79,7 +79,7 @@ def test_without_packing_a_row_has_one_conversation():
 
 
 def test_packed_rows_need_masked_documents():
-    with pytest.raises(UsageError, match="mask_documents=true"):
+    with pytest.raises(UsageError, match="documents=masked"):
         make_windows(ONE_TURN, mask_documents=False)
 
 
