@@ -108,17 +108,11 @@ class Monitor:
         names = [name for name, used in (("scores", self._tasks), ("texts", self._writer)) if used]
         return {name: JsonLines(self._run.records / f"{name}.jsonl", first_step) for name in names}
 
-    def _is_due(self, step: int) -> bool:
-        c = self._config
-        return step % c.run.eval_every == 0 or step == c.training.steps
-
     def observe(self, state, step: int, say: Callable[[str], None], try_to_write: Write = write_or_raise) -> None:
-        """Scores the weights of a state and their average if that is due; a stop leaves out the rest.
+        """Scores the weights of an evaluated state and their average; a stop leaves out the rest.
 
         `try_to_write` calls a function that writes a record, and decides what its failure does to the run.
         """
-        if not self._is_due(step):
-            return
         self._try_to_write = try_to_write
         try:
             for name, params in self._select_weights(state, step):
