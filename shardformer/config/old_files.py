@@ -53,6 +53,8 @@ def update_keys(stored: dict, path) -> dict:
     keys = {RENAMED.get(name, name): value for name, value in dict(stored).items()}
     keys.setdefault("order", "random")  # runs from before the key existed read random windows
     keys |= {name: None for name in ZERO_FOR_NONE if keys.get(name) == 0 and not isinstance(keys[name], bool)}
+    if isinstance(keys.get("embed_scale"), bool):  # before it was a factor
+        keys["embed_scale"] = None if keys["embed_scale"] else 1.0
     if "remat" in keys:
         keys["remat"] = REMAT.get(keys["remat"], keys["remat"])
     return drop_removed(keys, path)

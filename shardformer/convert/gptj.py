@@ -28,7 +28,8 @@ FIXED = {
     "block": "parallel", "norm": "layernorm", "norm_eps": 1e-5, "bias": "ff", "head_bias": True, "tied": False,
     "activation": "gelu", "attention_scale": None, "rotary_theta": 10_000.0, "rotary_scaling": "", "t5_buckets": 32,
     "lora_rank": 0, "window": None, "attention_cap": None, "head_dim": None, "qk_norm": "none", "norm_plus_one": False,
-    "embed_scale": False, "embed_norm": False, "logits_cap": None,
+    "embed_scale": 1.0, "embed_norm": False, "logits_cap": None, "residual_scale": 1.0, "logits_scale": 1.0,
+    "window_pattern": "",
 }  # fmt: skip
 
 Array = np.ndarray | Filled | Readable

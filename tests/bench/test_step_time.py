@@ -52,9 +52,9 @@ def test_plain_step_rejects_settings_it_lacks(changes, fix):
 
 def test_plain_step_knows_every_key_of_the_model():
     """The reference would compute another model with a key that it does not know."""
-    implemented = {"norm", "norm_eps", "tied", "rotary_dims", "rotary_theta", "rotary_scaling", "init_std"}
+    implemented = {"norm_eps", "tied", "rotary_dims", "rotary_theta", "rotary_scaling", "init_std"}
     sizes = {"layers", "d_model", "heads", "d_ff", "seq", "vocab", "vocab_multiple"}
-    without_effect = {"window_pattern", "window_rotary_theta", "t5_buckets"}  # they need window= or positions=t5
+    without_effect = {"window_rotary_theta", "t5_buckets"}  # they need window= or positions=t5
     keys = {field.name for field in dataclasses.fields(ModelKeys)}
     assert keys - reference.PLAIN.keys() - reference.IMPLEMENTED.keys() == implemented | sizes | without_effect
 

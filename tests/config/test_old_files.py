@@ -44,6 +44,11 @@ def test_old_values_of_remat_keep_their_meaning(old, new):
     assert parse_config(text_with(RUN, remat=old), "config.json") == RUN.replace(remat=new)
 
 
+@pytest.mark.parametrize(("old", "new"), [(True, None), (False, 1.0)])
+def test_old_values_of_embed_scale_keep_their_meaning(old, new):
+    assert parse_config(text_with(RUN, embed_scale=old), "config.json") == RUN.replace(embed_scale=new)
+
+
 def test_old_name_of_the_order_is_read():
     stored = json.loads(RUN.to_json())
     stored["windows"] = stored.pop("order")

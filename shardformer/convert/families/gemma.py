@@ -17,7 +17,7 @@ DEFAULTS = {
 }  # fmt: skip
 FIXED: dict[str, tuple] = {"attention_bias": (False,), "use_bidirectional_attention": (False, None)}
 OURS = {
-    "norm": "rmsnorm", "norm_plus_one": True, "embed_bias": False, "embed_scale": True,
+    "norm": "rmsnorm", "norm_plus_one": True, "embed_bias": False, "embed_scale": None,
     "block": "sequential_four_norms", "bias": "none", "positions": "rotary",
 }  # fmt: skip
 ALSO = (
