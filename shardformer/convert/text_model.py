@@ -39,7 +39,7 @@ def find_text_config(theirs: dict[str, Any]) -> dict[str, Any]:
 
 
 def select_text_arrays(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the arrays of the text model under the names of a model of text; others, if there is no wrapper."""
+    """Returns the arrays of the text model under the names of a model of text, or all arrays without a wrapper."""
     result, is_wrapped = {}, any(name.startswith(tuple(PREFIXES)) for name in tensors)
     for name, tensor in tensors.items():
         prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")

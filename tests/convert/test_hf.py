@@ -381,7 +381,7 @@ def test_hostile_or_damaged_folders_are_refused_in_one_line(status, message, har
         ("mpt", "attn_config: clip_qkv=8 is not computed here", {"attn_config": {"clip_qkv": 8}}),
         ("mpt", "attn_config: rope=True is not known here", {"attn_config": {"rope": True}}),
         ("mpt", "expansion_ratio=2 is not computed here", {"expansion_ratio": 2}),
-        ("mpt", "n_heads=6 is no power of 2", {"n_heads": 6}),
+        ("mpt", "n_heads=6 is not computed here; expected a power of 2", {"n_heads": 6}),
         ("cohere", "use_qk_norm=True is not computed here", {"use_qk_norm": True}),
         ("cohere", "logit_scale=None is not computed here", {"logit_scale": None}),
         ("cohere2", "sliding_window=None cannot be a window", {"sliding_window": None}),
@@ -413,6 +413,11 @@ def test_values_that_are_not_computed_are_named(name, message, changes, tmp_path
         ({"activation": "swiglu"}, "activation=swiglu"),
         ({"head_dim": 6, "activation": "gelu"}, "head_dim=6"),
         ({"norm_plus_one": True, "block": "sequential_post_norms"}, "norm_plus_one=true"),
+        (
+            {"positions": "alibi", "bias": "none", "block": "sequential", "heads": 12, "d_model": 48, "tied": True},
+            "positions=alibi",
+        ),
+        ({"logits_scale": 2.0, "positions": "learned"}, "logits_scale=2.0"),
     ],
 )
 def test_a_run_that_no_family_computes_is_refused_by_key(changes, named):

@@ -126,7 +126,7 @@ FALCON = Family(
              "n_head_kv": "num_kv_heads"},
     variants=lambda c: {
         "block": ("parallel", "parallel_two_norms", "sequential"),
-        "kv_heads": None if _is_grouped(c) or c.model.block == "parallel" else (1, None, c.model.heads),
+        "kv_heads": (1, None, c.model.heads) if c.model.block == "sequential" else None,
         "rotary_dims": (None, c.model.head_size),
         "rotary_scaling": None,
         "rotary_theta": None,

@@ -30,7 +30,9 @@ def _read(theirs: dict) -> dict:
         raise UsageError(f"expansion_ratio={theirs['expansion_ratio']!r:.80} is not computed here; expected 4")
     heads = theirs["n_heads"]
     if type(heads) is int and heads > 0 and not math.log2(heads).is_integer():
-        raise UsageError(f"n_heads={heads} is no power of 2: MPT gives its slopes of ALiBi to other heads than ours")
+        raise UsageError(
+            f"n_heads={heads} is not computed here; expected a power of 2, as MPT orders other slopes of ALiBi"
+        )
     return {"d_ff": None}
 
 
