@@ -21,7 +21,15 @@ ACTIVATIONS: dict[str, Callable] = {
     "silu": lambda u: u * jax.nn.sigmoid(u),
 }
 GATES = {"swiglu": "silu", "geglu": "gelu"}  # the activation of the gate
-NORMS = ("norm", "attention_norm", "feed_forward_norm", "post_attention_norm", "post_feed_forward_norm")
+NORMS = {
+    "parallel": ("norm",),
+    "parallel_two_norms": ("attention_norm", "feed_forward_norm"),
+    "sequential": ("attention_norm", "feed_forward_norm"),
+    "sequential_four_norms": (
+        "attention_norm", "post_attention_norm", "feed_forward_norm", "post_feed_forward_norm",
+    ),
+    "sequential_post_norms": ("post_attention_norm", "post_feed_forward_norm"),
+}  # fmt: skip
 
 
 def logits(config, params: Params, tokens, masks: "Masks | None" = None, documents=None):
@@ -31,29 +39,29 @@ def logits(config, params: Params, tokens, masks: "Masks | None" = None, documen
     adapter_masks = masks if c.lora.lora_dropout else None
     if not adapter_masks:
         layers = _merge_adapters(c, layers)
-    x = embed["tokens"][tokens] * (math.sqrt(c.model.d_model) if c.model.embed == "scale" else 1.0)
+    x = embed["tokens"][tokens] * (math.sqrt(c.model.d_model) if c.model.embed_scale is None else c.model.embed_scale)
     x = x + embed.get("bias", jnp.zeros(c.model.d_model))[None, None]
     if c.model.positions == "learned":
         x = x + embed["positions"][_positions(tokens, documents)]
     if c.model.embed == "norm":
-        x = _norm(c, params["transformer/embed/norm"], x)
+        x = _norm(c, params.get("transformer/embed/norm", {}), x)
     if masks:
         x = masks.drop(x, 0)
     for i in range(c.model.layers):
         norms = {
-            kind: {name: leaf[i] for name, leaf in params[f"transformer/layers/{kind}"].items()}
-            for kind in NORMS
-            if f"transformer/layers/{kind}" in params
+            kind: {name: leaf[i] for name, leaf in params.get(f"transformer/layers/{kind}", {}).items()}
+            for kind in NORMS[c.model.block]
         }
         layer = {name: leaf[i] for name, leaf in layers.items()}
         if adapter_masks:
             layer = _drop_inputs_of_adapters(c, layer, adapter_masks.of_layer(i))
         x = _layer(_resolve_window(c, i), params, layer, norms, x, masks and masks.of_layer(i), documents)
-    x = _norm(c, params["transformer/head/norm"], x)
+    x = _norm(c, params.get("transformer/head/norm", {}), x)
     head = params.get("transformer/head", {})
     out = x @ (embed["tokens"].T if c.model.tied else head["w"])
     if "bias" in head:
         out = out + head["bias"][None, None]
+    out = out * c.model.logits_scale
     if c.model.logits_cap:
         out = c.model.logits_cap * jnp.tanh(out / c.model.logits_cap)
     return out[..., : c.model.vocab]
@@ -151,8 +159,10 @@ def make_masks(config, dropout_key, examples) -> Masks | None:
 
 def _resolve_window(c, i: int):
     """Returns the config of a model whose layers are all as layer i is."""
-    windowed = c.model.window and (c.model.window_pattern or "w")[i % len(c.model.window_pattern or "w")] == "w"
-    if not windowed:
+    kind = (c.model.window_pattern or "w")[i % len(c.model.window_pattern or "w")]
+    if kind == "n":
+        return c.replace(window=None, window_pattern="", window_rotary_theta=None, positions="none")
+    if not (c.model.window and kind == "w"):
         return c.replace(window=None, window_pattern="", window_rotary_theta=None)
     local = {"rotary_theta": c.model.window_rotary_theta, "rotary_scaling": ""} if c.model.window_rotary_theta else {}
     return c.replace(window_pattern="", window_rotary_theta=None, **local)
@@ -164,13 +174,13 @@ def _layer(c, params, layer, norms, x, masks, documents):
 
     if c.model.block.startswith("sequential"):
         y = _attention(c, params, layer, normed("attention_norm", x), masks, documents)
-        x = x + _drop(masks, normed("post_attention_norm", y), 1)
+        x = x + _drop(masks, normed("post_attention_norm", y) * c.model.residual_scale, 1)
         y = _feed_forward(layer, normed("feed_forward_norm", x), c.model.activation)
-        return x + _drop(masks, normed("post_feed_forward_norm", y), 2)
+        return x + _drop(masks, normed("post_feed_forward_norm", y) * c.model.residual_scale, 2)
     first = _norm(c, norms["norm" if c.model.block == "parallel" else "attention_norm"], x)
     second = first if c.model.block == "parallel" else _norm(c, norms["feed_forward_norm"], x)
     branch = _attention(c, params, layer, first, masks, documents) + _feed_forward(layer, second, c.model.activation)
-    return x + _drop(masks, branch, 1)
+    return x + _drop(masks, branch * c.model.residual_scale, 1)
 
 
 def _drop(masks, x, site):
@@ -209,9 +219,11 @@ def _drop_inputs_of_adapters(c, layer, masks: Masks):
 
 
 def _norm(c, p, x):
-    if c.model.norm == "layernorm":
+    if c.model.norm in ("layernorm", "plain_layernorm"):
         x = x - x.mean(-1, keepdims=True)
-    x = _divide_by_root_mean_square(c, x) * (p["scale"] + float(c.model.norm == "rmsnorm_plus_one"))[None, None]
+    x = _divide_by_root_mean_square(c, x)
+    if "scale" in p:
+        x = x * (p["scale"] + float(c.model.norm == "rmsnorm_plus_one"))[None, None]
     return x + p["offset"][None, None] if "offset" in p else x
 
 
@@ -276,20 +288,29 @@ def _positions(tokens, documents):
 def _rotate(c, x):
     """Turns pair (2i, 2i + 1) of each head by t * frequency_i, as a complex multiplication."""
     dims = c.model.rotary_dims or x.shape[-1]
-    rotation = np.exp(1j * np.arange(x.shape[1])[:, None] * _frequencies(c, dims))[None, :, None]
+    rotation = np.exp(1j * np.arange(x.shape[1])[:, None] * _frequencies(c, dims, x.shape[1]))[None, :, None]
     pairs = jax.lax.complex(x[..., 0:dims:2], x[..., 1:dims:2])
     kind, _, values = c.model.rotary_scaling.partition(":")
-    turned = pairs * jnp.asarray(rotation * (float(values.split(",")[4]) if kind == "yarn" else 1.0), pairs.dtype)
+    factor = float(values.split(",")[{"yarn": 4, "longrope": 1}[kind]]) if kind in ("yarn", "longrope") else 1.0
+    turned = pairs * jnp.asarray(rotation * factor, pairs.dtype)
     pairs = jnp.stack([turned.real, turned.imag], axis=-1).reshape(*x.shape[:-1], dims)
     return jnp.concatenate([pairs, x[..., dims:]], axis=-1)
 
 
-def _frequencies(c, dims: int) -> np.ndarray:
-    """Returns theta^(-2i / dims), scaled as `rotary_scaling` says: KIND:FACTOR,LOW,HIGH,OLD_SEQ,ATTENTION."""
+def _frequencies(c, dims: int, tokens: int) -> np.ndarray:
+    """Returns theta^(-2i / dims), scaled as `rotary_scaling` says: KIND:FACTOR,LOW,HIGH,OLD_SEQ,ATTENTION.
+
+    Longrope's are OLD_SEQ,ATTENTION, and two numbers for each pair: one for rows of at most OLD_SEQ tokens, one for
+    longer rows.
+    """
     frequencies = c.model.rotary_theta ** (-np.arange(0, dims, 2) / dims)
     kind, _, values = c.model.rotary_scaling.partition(":")
     if not kind:
         return frequencies
+    if kind == "longrope":
+        old_seq, _, *numbers = map(float, values.split(","))
+        half = len(numbers) // 2
+        return frequencies / np.array(numbers[:half] if tokens <= old_seq else numbers[half:])
     factor, *bounds = map(float, values.split(","))
     if kind == "linear":
         return frequencies / factor

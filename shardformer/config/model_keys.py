@@ -52,8 +52,10 @@ class ModelKeys(KeyGroup):
             "sequential_post_norms: OLMo 2's, norms only after branches",
         )
     )
-    norm: Literal["layernorm", "rmsnorm", "rmsnorm_plus_one"] = key(
-        "layernorm", "type of norm; rmsnorm_plus_one: multiplies by 1 + scale, as Gemma's; scales start at 0"
+    norm: Literal["layernorm", "rmsnorm", "rmsnorm_plus_one", "plain_layernorm"] = key(
+        "layernorm",
+        "type of norm; rmsnorm_plus_one: multiplies by 1 + scale, as Gemma's, scales start at 0; plain_layernorm: "
+        "without scale and offset, as OLMo 1's",
     )
     norm_eps: float = key(1e-5, "number added to the variance in every norm")
     qk_norm: Literal["none", "head", "all"] = key(
@@ -90,8 +92,11 @@ class ModelKeys(KeyGroup):
     )
     window_pattern: str = key(
         "",
-        "kinds of the layers, repeated; w: windowed, f: full, such as wwwwwf for Gemma 3; empty: all windowed",
-        needs="window",
+        "kinds of the layers, repeated; w: windowed, f: full, n: full without rotary positions, such as wwwwwf for "
+        "Gemma 3 and fffn for SmolLM3; empty: all windowed",
+        used_if=UsedIf(
+            lambda model: model.window or "n" in model.window_pattern, "without window; give window as well"
+        ),
     )
     window_rotary_theta: float | None = key(
         None,
@@ -99,11 +104,21 @@ class ModelKeys(KeyGroup):
         used_if=WITH_ROTARY,
         needs="window",
     )
-    embed: Literal["plain", "bias", "norm", "scale"] = key(
+    embed: Literal["plain", "bias", "norm"] = key(
         "plain",
         "token embeddings; bias: and a bias, as GPT-J's; norm: normed, with positions=learned after their sum, as "
-        "BLOOM's; scale: times sqrt(d_model), rounded to dtype, as Gemma's",
+        "BLOOM's",
     )
+    embed_scale: float | None = key(
+        1.0,
+        "factor on the token embeddings, as Granite; sqrt: sqrt(d_model), rounded to dtype, as Gemma",
+        least=0,
+        none="sqrt",
+    )
+    residual_scale: float = key(
+        1.0, "factor on each branch before it is added to the residual stream, as Granite", least=0
+    )
+    logits_scale: float = key(1.0, "factor on the output logits, before logits_cap, as Cohere", least=0)
     logits_cap: float | None = key(
         None, "bound of the output logits, each cap * tanh(logit / cap), as Gemma 2", least=0, none="none"
     )
@@ -132,6 +147,11 @@ class ModelKeys(KeyGroup):
         return tuple(self.window if kind == "w" else None for kind in types)
 
     @functools.cached_property
+    def layers_without_rotary(self) -> tuple[bool, ...]:
+        """True for each layer that does not rotate its queries and keys although positions=rotary."""
+        return tuple(kind == "n" for kind in itertools.islice(itertools.cycle(self.window_pattern or "w"), self.layers))
+
+    @functools.cached_property
     def window_period(self) -> int:
         """The number of layers after which windows repeat."""
         return min(len(self.window_pattern), self.layers) if len(set(self.layer_windows)) > 1 else 1
@@ -154,6 +174,12 @@ class ModelKeys(KeyGroup):
         """Factor on rotated queries and keys."""
         scaling = parse_rotary_scaling(self.rotary_scaling)
         return scaling.attention if scaling else 1.0
+
+    @functools.cached_property
+    def longest_short_row(self) -> int:
+        """The tokens of the longest row with longrope's numbers for short rows; 0: all rows have the same numbers."""
+        scaling = parse_rotary_scaling(self.rotary_scaling)
+        return int(scaling.old_seq) if scaling and scaling.kind == "longrope" else 0
 
     @functools.cached_property
     def gated(self) -> bool:
@@ -201,18 +227,25 @@ class ModelKeys(KeyGroup):
             ("attention_cap", "none"),
             ("logits_cap", "none"),
             ("init_std", "fan_in"),
+            ("embed_scale", "sqrt"),
         ):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be above 0, or {word}, got {value}")
+        for name in ("residual_scale", "logits_scale"):
+            require(getattr(self, name) > 0, f"{name} must be above 0, got {getattr(self, name)}")
+        require(
+            self.norm != "plain_layernorm" or "norm" not in self.biased,
+            f"norm=plain_layernorm has no parameters, got bias={self.bias}; give bias=none or bias=qkv",
+        )
         self._check_positions()
         self._check_window()
 
     def _check_positions(self) -> None:
         require(self.rotary_theta > 1, f"rotary_theta must be above 1, got {self.rotary_theta}")
         require(
-            self.rotary_factor == 1 or not self.window_rotary_theta,
-            f"rotary_scaling={self.rotary_scaling} scales the queries of all layers, and window_rotary_theta="
-            f"{self.window_rotary_theta} leaves windowed layers without scaling; give one of the two",
+            not (self.longest_short_row and (self.window_rotary_theta or "n" in self.window_pattern)),
+            f"rotary_scaling={self.rotary_scaling:.40} has the same frequencies in all layers; give no "
+            "window_rotary_theta, and a window_pattern without n",
         )
         if self.positions == "rotary":
             even = min(self.rotary_size, self.head_size) // 2 * 2
@@ -221,13 +254,26 @@ class ModelKeys(KeyGroup):
                 self.rotary_size == even > 0,
                 f"rotary_dims={self.rotary_size} must be even and at most the head size {self.head_size}; try {fix}",
             )
+            scaling = parse_rotary_scaling(self.rotary_scaling)
+            pairs = self.rotary_size // 2
+            require(
+                not scaling or scaling.kind != "longrope" or len(scaling.short) == pairs,
+                f"rotary_scaling={self.rotary_scaling:.40} must have {2 * pairs} numbers after ATTENTION: {pairs} for "
+                f"short rows, one for each rotating pair, and {pairs} for long rows",
+            )
 
     def _check_window(self) -> None:
         theta = self.window_rotary_theta
         require(theta is None or theta > 1, f"window_rotary_theta must be above 1, got {theta}")
         require(
-            set(self.window_pattern) <= {"w", "f"},
-            f"window_pattern takes the letters w (windowed) and f (full), such as wwwwwf; got {self.window_pattern!r}",
+            set(self.window_pattern) <= {"w", "f", "n"},
+            "window_pattern takes the letters w (windowed), f (full) and n (full, without rotary positions), such as "
+            f"wwwwwf; got {self.window_pattern!r}",
+        )
+        require(
+            "n" not in self.window_pattern or self.positions == "rotary",
+            f"window_pattern={self.window_pattern} has layers without rotary positions, and positions={self.positions} "
+            "has none; give f instead of n",
         )
         require(
             not self.window or any(self.layer_windows),

@@ -53,7 +53,6 @@ REMOVED = {
     ),
     "embed_bias": RemovedKey(_is_joined("bias"), "embed=bias adds a bias to the token embeddings"),
     "embed_norm": RemovedKey(_is_joined("norm"), "embed=norm norms the token embeddings"),
-    "embed_scale": RemovedKey(_is_joined("scale"), "embed=scale multiplies the token embeddings"),
     "from_step": RemovedKey(_always, "name the checkpoint: base=RUN/step_N"),
     "eval_include": RemovedKey(_always, "name your own tasks with their folder: eval_tasks=FOLDER/NAME"),
     "score_every": RemovedKey(_always, "scores and texts come with each evaluation, every eval_every steps"),
@@ -110,8 +109,8 @@ def _parse_pattern(text: str) -> dict[str, str]:
 
 
 def _join_embedding(keys: dict) -> None:
-    """Replaces `embed_bias`, `embed_norm`, `embed_scale` and `norm_plus_one` by values of `embed` and `norm`."""
-    for value in ("bias", "norm", "scale"):
+    """Replaces `embed_bias`, `embed_norm` and `norm_plus_one` by values of `embed` and `norm`."""
+    for value in ("bias", "norm"):
         if keys.get(f"embed_{value}"):
             keys.setdefault("embed", value)
     if keys.get("norm_plus_one") and keys.get("norm") == "rmsnorm":
@@ -128,6 +127,8 @@ def update_keys(stored: dict, path) -> dict:
         keys["base"] += f"/step_{keys['from_step']:08d}"
     keys.setdefault("order", "random")  # runs from before the key existed read random windows
     keys |= {name: None for name in ZERO_FOR_NONE if keys.get(name) == 0 and not isinstance(keys[name], bool)}
+    if isinstance(keys.get("embed_scale"), bool):  # before it was a factor
+        keys["embed_scale"] = None if keys["embed_scale"] else 1.0
     if "remat" in keys:
         keys["remat"] = REMAT.get(keys["remat"], keys["remat"])
     return drop_removed(keys, path)

@@ -28,7 +28,7 @@ FIXED = {
     "block": "parallel", "norm": "layernorm", "norm_eps": 1e-5, "bias": "ff", "head_bias": True, "tied": False,
     "activation": "gelu", "attention_scale": None, "rotary_theta": 10_000.0, "rotary_scaling": "",
     "lora_rank": 0, "window": None, "attention_cap": None, "head_dim": None, "qk_norm": "none",
-    "logits_cap": None,
+    "embed_scale": 1.0, "logits_cap": None, "residual_scale": 1.0, "logits_scale": 1.0, "window_pattern": "",
 }  # fmt: skip
 
 Array = np.ndarray | Filled | Readable

@@ -10,6 +10,7 @@ from shardformer.config.parsing import shorten
 from shardformer.convert import hf_special_tokens
 from shardformer.convert.families import FAMILIES
 from shardformer.convert.families.family import TO_ACTIVATIONS, Family
+from shardformer.convert.text_model import find_text_config
 from shardformer.data import SpecialTokens, Vocabulary
 from shardformer.errors import UsageError
 from shardformer.storage import BucketPath, read_small
@@ -28,7 +29,7 @@ HARMLESS = {
     "_num_labels", "num_labels", "finetuning_task", "torchscript", "use_bfloat16", "auto_map", "custom_pipeline",
     "custom_pipelines", "unsloth_version", "unsloth_fixed", "neftune_noise_alpha", "_flash_attn_2_enabled",
     "predict_special_tokens", "output_past", "intermediate_dropout", "gradient_checkpointing_",
-    "jax", "full_bf16", "model_device", "model_dtype",
+    "jax", "full_bf16", "transformers.js_config", "model_device", "model_dtype",
     # How transformers samples, in the years before generation_config.json.
     "max_length", "min_length", "max_new_tokens", "do_sample", "early_stopping", "num_beams", "num_beam_groups",
     "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty",
@@ -69,7 +70,7 @@ def read_config(folder: Path | BucketPath) -> tuple[str, Config]:
 def read_model(folder: Path | BucketPath, ignored: Collection[str] = (), seq: int = 0) -> PublishedModel:
     """Reads config.json without the keys `ignored`. seq: a shorter context, for which fewer positions are read."""
     path = folder / NAME
-    theirs = json.loads(read_small(path))
+    theirs = _read_text_config(path)
     name = theirs["model_type"]
     if not isinstance(name, str) or name not in FAMILIES:
         raise UsageError(
@@ -90,6 +91,13 @@ def read_model(folder: Path | BucketPath, ignored: Collection[str] = (), seq: in
     harmless = {*HARMLESS, *FAMILIES[name].harmless}
     without_effect = {key: value for key, value in theirs.items() if key in harmless and value not in EMPTY}
     return PublishedModel(name, config, positions, special, without_effect)
+
+
+def _read_text_config(path: Path | BucketPath) -> dict:
+    try:
+        return find_text_config(json.loads(read_small(path)))
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
 
 
 def describe_ignored(folder: Path | BucketPath, keys: dict[str, Any]) -> str:
@@ -113,7 +121,7 @@ def _to_config(family: Family, theirs: dict) -> Config:
     values = {ours: theirs[key] for ours, key in family.names.items()}
     if not values["vocab"]:
         raise UsageError(f"{family.names['vocab']}={values['vocab']!r}: the number of tokens is missing")
-    values["d_ff"] = values["d_ff"] or None
+    values["d_ff"] = values.get("d_ff") or None
     return Config.of(**family.ours | values | family.read(theirs) | {"vocab_multiple": 8})
 
 
@@ -153,7 +161,8 @@ def write_config(
     }  # fmt: skip
     theirs |= {key: values[0] for key, values in family.fixed.items() if values[0] is not None}
     theirs |= {key: config.get(ours) for ours, key in family.names.items()} | family.write(config)
-    theirs[family.names["d_ff"]] = config.model.ff_size
+    if "d_ff" in family.names:
+        theirs[family.names["d_ff"]] = config.model.ff_size
     theirs |= dict.fromkeys(family.dropouts, config.training.dropout)
     stored = hf_special_tokens.find_stored(special, name, theirs)
     theirs |= hf_special_tokens.name_ids(special, vocabulary) | stored | {"model_type": name}
@@ -186,7 +195,8 @@ def _differences(family: Family, c: Config) -> list[str]:
     wanted |= {"activation": tuple(TO_ACTIVATIONS)} | {key: (value,) for key, value in family.ours.items()}
     wanted |= family.variants(c)
     # The table takes up a bias that no other reads.
-    if wanted["embed"] == ("plain",) and not c.model.tied and c.model.positions != "learned":
+    takes_bias = not c.model.tied and c.model.positions != "learned" and c.model.embed_scale == 1
+    if wanted["embed"] == ("plain",) and takes_bias:
         wanted["embed"] = ("plain", "bias")
     no_effect = ["head_bias"] if c.model.tied or "head" not in c.model.biased else []
     if c.model.positions != "rotary":

@@ -12,6 +12,7 @@ from shardformer.convert.families import Part, Stored, list_stored
 from shardformer.convert.gptj import TABLE, TABLE_BIAS, Leaves
 from shardformer.convert.leaves import Filled, Readable, blocks, flatten
 from shardformer.convert.safetensors_files import DTYPES, CreatedTensor
+from shardformer.convert.text_model import select_text_arrays
 from shardformer.convert.weight_files import Tensor
 from shardformer.errors import RunError, UsageError
 from shardformer.model import Model
@@ -37,7 +38,7 @@ def open_params(folder: Path, family: str, config: Config, not_finite: set[str],
     which the first config.seq are read; 0 means config.seq.
     """
     published = config.replace(seq=positions or config.model.seq)
-    tensors = _match(folder, family, published, weight_files.find_tensors(folder))
+    tensors = _match(folder, family, published, select_text_arrays(weight_files.find_tensors(folder)))
     sources: dict[str, list[tuple[Tensor, Stored, Part]]] = {}
     for stored, tensor in tensors:
         for part in stored.parts:

@@ -157,6 +157,8 @@ class Generator:
         longest = max(map(len, contexts))
         missing = max(sampling.tokens - len(row.ids) for row in rows if not row.ended(sampling))
         count = min(missing, seq - longest + 1)
+        if limit := self.model.config.model.longest_short_row:  # a row that becomes longer is reread
+            count = min([count, *(limit - len(context) + 1 for context in contexts if len(context) <= limit)])
         decoding, samples, drawn = self._read_rows(request, rows, contexts, longest + count)
         drawing = Drawing.from_sampling(sampling)
         for start in range(0, count, CHUNK):

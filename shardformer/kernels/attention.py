@@ -40,7 +40,7 @@ class AttentionOptions(NamedTuple):
     documents_BT: Array | None = None  # each token's document; tokens of other documents are masked
     window: Array | int | None = None  # tokens in range, the query's included; None: all
     dropout: Any = None  # the masks of the weights: a `Dropout`
-    rotary_factor: float = 1.0  # of rotated queries and keys
+    rotary_factor: Array | float = 1.0  # of rotated queries and keys
     slot: Array | int = 0  # number of a new token; its slot in a cache of S slots is slot % S
 
 

@@ -10,11 +10,18 @@ from jax import Array, lax
 from shardformer.config.parsing import RotaryScaling
 
 
-def find_frequencies(size: int, theta: float, scaling: RotaryScaling | None = None) -> np.ndarray:
-    """Returns radians per position of each of size / 2 pairs, in float32 as Llama's authors compute them."""
+def find_frequencies(
+    size: int, theta: float, scaling: RotaryScaling | None = None, long_rows: bool = False
+) -> np.ndarray:
+    """Returns radians per position of each of size / 2 pairs, in float32 as Llama's authors compute them.
+
+    long_rows: those of rows of more than scaling.old_seq tokens, for longrope.
+    """
     frequency = np.float32(1) / np.float32(theta) ** (np.arange(0, size, 2, dtype=np.float32) / size)
     if scaling is None:
         return frequency
+    if scaling.kind == "longrope":
+        return frequency / np.array(scaling.long if long_rows else scaling.short, np.float32)
     stretched = frequency / np.float32(scaling.factor)
     if scaling.kind == "linear":
         return stretched
@@ -40,7 +47,7 @@ def _share_by_yarn(size: int, theta: float, scaling: RotaryScaling) -> np.ndarra
     return 1 - np.clip(stretched, 0, 1)
 
 
-def rotate(x_BThK: Array, position_T: Array, frequency: np.ndarray | Array, factor: float = 1.0) -> Array:
+def rotate(x_BThK: Array, position_T: Array, frequency: np.ndarray | Array, factor: Array | float = 1.0) -> Array:
     """Returns x with its first 2 * len(frequency) dimensions rotated, times `factor`; the rest pass unchanged."""
     angle = position_T.astype(jnp.float32)[:, None] * frequency[None, :]  # [T, pairs]
     sin, cos = ((f(angle) * factor).astype(x_BThK.dtype)[None, :, None, :] for f in (jnp.sin, jnp.cos))

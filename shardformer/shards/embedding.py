@@ -55,10 +55,10 @@ class EmbeddingShard(hk.Module):
         return jnp.where(in_shard_BT[..., None], x_BTD, jnp.zeros_like(x_BTD))
 
     def _scale(self, x):
-        """Multiplies by sqrt(d_model) rounded to the compute dtype, as transformers does for Gemma."""
-        return (
-            x * jnp.asarray(math.sqrt(self.config.model.d_model), x.dtype) if self.config.model.embed == "scale" else x
-        )
+        """Multiplies by the factor of the embeddings, rounded to the compute dtype as transformers does for Gemma."""
+        c = self.config.model
+        factor = math.sqrt(c.d_model) if c.embed_scale is None else c.embed_scale
+        return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
 
     def _positions(self, position_BT):
         c = self.config

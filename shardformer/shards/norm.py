@@ -17,7 +17,7 @@ from shardformer.shards.parameters import add_bias, ones, zeros
 
 @dataclasses.dataclass
 class Norm(hk.Module):
-    """One norm with its scale and, unless bias=none, its offset."""
+    """One norm with its scale and, unless bias=none, its offset; norm=plain_layernorm has neither."""
 
     config: Config
     name: str = "norm"
@@ -25,10 +25,11 @@ class Norm(hk.Module):
     def __call__(self, x_BTD: Array) -> Array:
         """Computes in float32; returns the input's dtype."""
         x = x_BTD.astype(jnp.float32)
-        if self.config.model.norm == "layernorm":
+        if self.config.model.norm in ("layernorm", "plain_layernorm"):
             x = x - x.mean(-1, keepdims=True)
         x = x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.config.model.norm_eps)
-        x = x * _factor("scale", x.shape[-1], self.config).reshape(1, 1, -1)
+        if self.config.model.norm != "plain_layernorm":
+            x = x * _factor("scale", x.shape[-1], self.config).reshape(1, 1, -1)
         if "norm" in self.config.model.biased:
             x = add_bias(x, zeros("offset", x.shape[-1]))
         return x.astype(x_BTD.dtype)

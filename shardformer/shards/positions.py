@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array, lax
 
 from shardformer.config import Config, parsing
+from shardformer.kernels.attention import AttentionOptions
 from shardformer.kernels.rotary import find_frequencies
 from shardformer.parallel import collectives
 from shardformer.shards.layer import LayerFeature, LayerInputs
@@ -24,25 +25,47 @@ T5_BUCKETS = 32
 NO_WINDOW = np.iinfo(np.int32).max
 
 
-def rotary_frequencies(config: Config) -> np.ndarray:
+def rotary_frequencies(config: Config, long_rows: bool = False) -> np.ndarray:
     """Returns the radians per position of each rotating pair, in layers without a frequency for windows."""
     scaling = parsing.parse_rotary_scaling(config.model.rotary_scaling)
-    return find_frequencies(config.model.rotary_size, config.model.rotary_theta, scaling)
+    return find_frequencies(config.model.rotary_size, config.model.rotary_theta, scaling, long_rows)
+
+
+def choose_by_length(options: AttentionOptions, tokens: int | Array, config: Config) -> AttentionOptions:
+    """Returns the options of a row of `tokens` tokens with longrope's frequencies for a row of this length."""
+    limit = config.model.longest_short_row
+    short, long = (rotary_frequencies(config, long_rows) for long_rows in (False, True))
+    if isinstance(tokens, Array):
+        return options._replace(frequency=jnp.where(tokens > limit, long, short))
+    return options._replace(frequency=long if tokens > limit else short)
 
 
 class Windows(LayerFeature):
-    """The window of each layer, and its rotary frequencies if those of layers with a window differ."""
+    """The window of each layer, and its rotary frequencies if not all layers have the same."""
 
     def change(self, inputs: LayerInputs, layer: int | Array, masks: Any) -> LayerInputs:
         """Returns the inputs with the options of this layer's attention."""
         c, options = self.config.model, inputs.options
-        window = _of_layer([window or NO_WINDOW for window in c.layer_windows], layer)
-        options = options._replace(window=window)
-        if c.window_rotary_theta and options.frequency is not None:
-            in_window = find_frequencies(c.rotary_size, c.window_rotary_theta)
-            by_layer = [in_window if window else options.frequency for window in c.layer_windows]
-            options = options._replace(frequency=_of_layer(by_layer, layer))
+        if c.window:
+            window = _of_layer([window or NO_WINDOW for window in c.layer_windows], layer)
+            options = options._replace(window=window)
+        if options.frequency is not None and (c.window_rotary_theta or any(c.layers_without_rotary)):
+            frequencies, factors = self._list_rotations(options)
+            options = options._replace(frequency=_of_layer(frequencies, layer), rotary_factor=_of_layer(factors, layer))
         return inputs._replace(options=options)
+
+    def _list_rotations(self, options: AttentionOptions) -> tuple[list, list]:
+        """Returns the frequencies and the factors of each layer: 0 and 1 in a layer without rotary positions."""
+        c = self.config.model
+        full = in_window = options.frequency, options.rotary_factor
+        if c.window_rotary_theta:
+            in_window = find_frequencies(c.rotary_size, c.window_rotary_theta), 1.0
+        none = np.zeros(c.rotary_size // 2, np.float32), 1.0
+        by_layer = [
+            none if without else in_window if window else full
+            for window, without in zip(c.layer_windows, c.layers_without_rotary, strict=True)
+        ]
+        return [frequency for frequency, _ in by_layer], [factor for _, factor in by_layer]
 
 
 def _of_layer(values: Sequence, layer: int | Array):

@@ -27,7 +27,10 @@ class ProjectionShard(hk.Module):
     def __call__(self, x_BTD: Array, tied_table_vD: Array | None = None) -> tuple:
         """Returns the factors of the logits: normed activations, this shard's table and bias, and its vocabulary."""
         c, tied = self.config, tied_table_vD is not None
-        h_BTD = collectives.fan_out(Norm(c)(x_BTD), c.parallel.sequence_parallel)
+        h_BTD = Norm(c)(x_BTD)
+        if c.model.logits_scale != 1:
+            h_BTD = h_BTD * c.model.logits_scale  # the logits are linear in it, and far more numbers
+        h_BTD = collectives.fan_out(h_BTD, c.parallel.sequence_parallel)
         v, table, bias_v = collectives.local(c.model.padded_vocab), tied_table_vD, None
         if not tied:
             table = weight("w", [c.model.d_model, v], c.model.init_std or 1 / math.sqrt(c.model.d_model))

@@ -22,7 +22,12 @@ from shardformer.shards.embedding import EmbeddingShard
 from shardformer.shards.layer import LayerInputs, TransformerLayerShard
 from shardformer.shards.layer_features import choose_features
 from shardformer.shards.parameters import unstack
-from shardformer.shards.positions import RelativeBiasShard, restart_positions, rotary_frequencies
+from shardformer.shards.positions import (
+    RelativeBiasShard,
+    choose_by_length,
+    restart_positions,
+    rotary_frequencies,
+)
 from shardformer.shards.projection import ProjectionShard
 
 
@@ -85,6 +90,8 @@ class CausalTransformerShard:
         outside, stacked = self._gather_outside(params)
         layout = self._layout_for(tokens_BS.shape[1])
         options = self._describe_rows(layout.attention, outside, tokens_BS.shape[1])
+        if self.config.model.longest_short_row:
+            options = choose_by_length(options, length, self.config)
 
         def layer(layer_type, x_BSD, inputs):
             stored, index = inputs
@@ -109,6 +116,8 @@ class CausalTransformerShard:
             longest = max(cache.k_BhSK.shape[2] for cache in caches)
             bias = self._bias_by_distance(outside, attention.rows_of(longest))
         options = self._options(position_T, bias=bias, slot=slot)
+        if self.config.model.longest_short_row:
+            options = choose_by_length(options, position + 1, self.config)
 
         def layer(x_B1D, inputs):
             stored, cache, index = inputs
@@ -157,7 +166,10 @@ class CausalTransformerShard:
                 bias = self._bias_by_distance(outside, attention.rows_of(tokens))
             else:
                 bias = self._relative_bias(outside, position_T, position_T)
-        return self._options(position_T, bias=bias)
+        options = self._options(position_T, bias=bias)
+        if self.config.model.longest_short_row:
+            return choose_by_length(options, attention.rows_of(tokens), self.config)
+        return options
 
     def _bias_by_distance(self, outside, tokens: int):
         """Returns the bias_hS of each distance below `tokens`."""

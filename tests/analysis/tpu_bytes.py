@@ -34,8 +34,8 @@ QWEN_1_5B = QWEN.replace(d_model=1536, heads=12, kv_heads=2, d_ff=8960, vocab=15
 QWEN_7B = QWEN.replace(d_model=3584, heads=28, kv_heads=4, d_ff=18_944, vocab=152_064)
 GEMMA_2_9B = LLAMA.replace(
     layers=42, d_model=3584, heads=16, kv_heads=8, head_dim=256, d_ff=14_336, vocab=256_000, tied=True,
-    activation="geglu", norm="rmsnorm_plus_one", embed="scale", block="sequential_four_norms", attention_scale=0.0625,
-    attention_cap=50.0, logits_cap=30.0, window=4096, window_pattern="wf",
+    activation="geglu", norm="rmsnorm_plus_one", embed_scale=None, block="sequential_four_norms",
+    attention_scale=0.0625, attention_cap=50.0, logits_cap=30.0, window=4096, window_pattern="wf",
 )  # fmt: skip
 GPTJ = preset("gptj_6b")
 EXCHANGING = {"zero": 3, "remat": "dots", "grad_dtype": "bfloat16"}

@@ -114,7 +114,13 @@ def test_malformed_mesh(text):
                                "head_dim": "auto", "loss_chunk": "auto", "eval_batches": "all"}.items()
         ),
         *(({name: -1}, f"{name} must not be negative, or {none}, got -1") for name, none in
-          {"init_std": "fan_in", "attention_scale": "auto", "logits_cap": "none"}.items()),
+          {"init_std": "fan_in", "attention_scale": "auto", "logits_cap": "none", "embed_scale": "sqrt"}.items()),
+        *(({name: -1}, f"{name} must not be negative, got -1") for name in ("residual_scale", "logits_scale")),
+        *(({name: 0}, f"{name} must be above 0, got 0") for name in ("residual_scale", "logits_scale")),
+        ({"embed_scale": 0.0}, "embed_scale must be above 0, or sqrt, got 0.0"),
+        ({"norm": "plain_layernorm"}, "norm=plain_layernorm has no parameters, got bias=ff; give bias=none"),
+        ({"rotary_scaling": "longrope:64,1.2,1,2,3"}, "longrope:OLD_SEQ,ATTENTION,SHORT,...,LONG,..., such as"),
+        ({"rotary_scaling": "longrope:64,1.2,1,2"}, "rotary_scaling=longrope:64,1.2,1,2 must have 32 numbers after"),
         *(({name: float("nan")}, f"{name} must be a finite number, got nan") for name in NUMBERS),
         *(({name: float("inf")}, f"{name} must be a finite number, got inf") for name in NUMBERS),
         ({"seed": 2**31}, "seed must be below 2**31, got 2147483648"),
@@ -142,10 +148,11 @@ def test_malformed_mesh(text):
                              "try rotary_dims=2"),
         ({"rotary_dims": 64}, "try rotary_dims=32"),
         ({"heads": 128}, "try positions=learned"),
-        ({"rotary_scaling": "yarn:4,1,32,64"}, "yarn:FACTOR,LOW,HIGH,OLD_SEQ,ATTENTION, such as llama3:8,1,4"),
+        ({"rotary_scaling": "yarn:4,1,32,64"}, "yarn:FACTOR,LOW,HIGH,OLD_SEQ,ATTENTION or longrope:"),
         ({"rotary_scaling": "yarn:4,32,1,64,1.1"}, "rotary_scaling=yarn:4,32,1,64,1.1: LOW must be below HIGH"),
-        ({"rotary_scaling": "yarn:4,1,32,64,1.1", "window": 8, "window_rotary_theta": 100.0},
-         "rotary_scaling=yarn:4,1,32,64,1.1 scales the queries of all layers, and window_rotary_theta=100.0"),
+        *(({"rotary_scaling": "longrope:64,1,1,1", "head_dim": 2, "window": 8} | changes,
+           "rotary_scaling=longrope:64,1,1,1 has the same frequencies in all layers; give no window_rotary_theta")
+          for changes in ({"window_rotary_theta": 100.0}, {"window_pattern": "wn"})),
         ({"head_dim": 5}, "rotary_dims=5 must be even and at most the head size 5; try rotary_dims=4"),
         ({"head_dim": 5000}, "the head size 5000 must be at most 4096; give a smaller head_dim, or more heads"),
         ({"lora_rank": 2, "lora_targets": "gate", "activation": "silu"}, "lora_targets takes some of q,k,v,o,up,down"),
@@ -280,7 +287,8 @@ def test_model_batch_and_state_keys_are_fixed_on_resume():
     shapes = {"layers", "d_model", "heads", "kv_heads", "d_ff", "activation", "seq", "vocab", "vocab_multiple", "block",
               "norm", "norm_eps", "bias", "head_bias", "positions", "rotary_dims", "rotary_theta", "rotary_scaling",
               "attention_scale", "attention_cap", "window", "window_pattern", "window_rotary_theta",
-              "embed", "tied", "init_std", "head_dim", "qk_norm", "logits_cap"}  # fmt: skip
+              "embed", "tied", "init_std", "head_dim", "qk_norm", "logits_cap", "embed_scale", "residual_scale",
+              "logits_scale"}  # fmt: skip
     batches = {"tokenizer", "order", "documents", "mask_prompt", "special_tokens", "bos", "batch",
                "seed", "chat_template"}  # fmt: skip
     arrays = {"optimizer", "lr_rules", "accum_mode", "base", "ema", "param_dtype",
@@ -296,7 +304,10 @@ def test_groups_hold_every_key_once():
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("name", [name for name, field in FIELDS.items() if parsing.is_optional(field.type)])
+WERE_ZERO = {name for name, field in FIELDS.items() if parsing.is_optional(field.type)} - {"embed_scale"}
+
+
+@pytest.mark.parametrize("name", sorted(WERE_ZERO))
 def test_zero_means_none_in_old_files_only(name):
     stored = json.loads(Config.of(vocab=60).to_json()) | {name: 0}
     assert config.parse_config(json.dumps(stored), "config.json").get(name) is None
@@ -365,7 +376,11 @@ def test_pattern_of_windows_repeats_over_the_layers(pattern, windows):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"window": 4, "window_pattern": "5:1"}, "window_pattern takes the letters w (windowed) and f (full)"),
+        (
+            {"window": 4, "window_pattern": "5:1"},
+            "window_pattern takes the letters w (windowed), f (full) and n",
+        ),
+        ({"window_pattern": "fn", "positions": "none"}, "window_pattern=fn has layers without rotary positions, and"),
         ({"window": 4, "window_pattern": "ff"}, "window=4 does nothing: window_pattern=ff makes no layer windowed"),
         ({"window": -1}, "window must be at least 1, or none, got -1"),
         ({"window": 4, "window_rotary_theta": 1.0}, "window_rotary_theta must be above 1, got 1.0"),

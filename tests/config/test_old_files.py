@@ -82,13 +82,13 @@ def test_old_patterns_of_adapters_join_the_targets():
     assert parse_config(json.dumps(stored), "config.json").lora.adapters == run.lora.adapters
 
 
-@pytest.mark.parametrize("embed", ["bias", "norm", "scale"])
+@pytest.mark.parametrize("embed", ["bias", "norm"])
 def test_old_keys_of_the_embedding_are_values_of_one(embed):
     run = RUN.replace(embed=embed, norm="rmsnorm_plus_one")
     stored = json.loads(run.to_json()) | {"norm": "rmsnorm", "norm_plus_one": True, f"embed_{embed}": True}
     del stored["embed"]
     assert parse_config(json.dumps(stored), "config.json") == run
-    for together in ({"embed_bias": True, "embed_norm": True, "embed_scale": True}, {"norm": "layernorm"}):
+    for together in ({"embed_bias": True, "embed_norm": True}, {"norm": "layernorm"}):
         with pytest.raises(RunError, match=r"this key was removed: .* 0\.1\.0"):
             parse_config(json.dumps(stored | together), "config.json")
 
@@ -97,6 +97,11 @@ def test_old_step_of_a_base_joins_its_path():
     stored = json.loads(RUN.to_json()) | {"base": "runs/a", "from_step": 12}
     training = parse_config(json.dumps(stored), "config.json").training
     assert (training.base, training.base_run, training.base_step) == ("runs/a/step_00000012", "runs/a", 12)
+
+
+@pytest.mark.parametrize(("old", "new"), [(True, None), (False, 1.0)])
+def test_old_values_of_embed_scale_keep_their_meaning(old, new):
+    assert parse_config(text_with(RUN, embed_scale=old), "config.json") == RUN.replace(embed_scale=new)
 
 
 def test_old_name_of_the_order_is_read():

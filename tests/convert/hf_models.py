@@ -28,6 +28,11 @@ OPT = {"vocab_size": VOCAB, "hidden_size": 32, "ffn_dim": 64, "max_position_embe
 OPT |= {"num_hidden_layers": 2, "num_attention_heads": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
 ENDS = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
 BLOOM = {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 8, "seq_length": SEQ}
+FACTORS = {"embedding_multiplier": 1.5, "residual_multiplier": 0.7, "attention_multiplier": 0.3, "logits_scaling": 2.5}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0, 1.1], "long_factor": [1.5, 3.0]}
+FALCON = {"vocab_size": VOCAB, "hidden_size": 64, "ffn_hidden_size": 96, "num_hidden_layers": 2, "hidden_dropout": 0.0}
+FALCON |= {"max_position_embeddings": SEQ} | ENDS
+MPT = {"vocab_size": VOCAB, "d_model": 32, "n_layers": 2, "n_heads": 8, "max_seq_len": SEQ} | ENDS
 MODELS = {
     "gptj": ("GPTJ", GPT | {"n_embd": 64, "rotary_dim": 4}),
     "gpt2": ("GPT2", GPT),
@@ -85,10 +90,36 @@ MODELS = {
     "gemma": ("Gemma", HIDDEN | GROUPED | {"rms_norm_eps": 1e-5, "rope_parameters": LINEAR}),
     "opt": ("OPT", OPT),
     "bloom": ("Bloom", BLOOM),
+    "smollm3": (
+        "SmolLM3",
+        HIDDEN | QWEN | ENDS | {"hidden_size": 64, "no_rope_layers": [1, 0]},
+    ),
+    "granite": ("Granite", HIDDEN | QWEN | FACTORS | {"hidden_size": 64, "rope_parameters": LINEAR}),
+    "olmo": ("Olmo", HIDDEN | QWEN | ENDS | {"hidden_size": 64, "rope_parameters": LINEAR}),
+    "phi3_long": (
+        "Phi3",
+        HIDDEN
+        | PHI
+        | {"tie_word_embeddings": True, "sliding_window": None, "original_max_position_embeddings": 12}
+        | {"rope_parameters": LONGROPE | {"partial_rotary_factor": 0.5}, "num_attention_heads": 8},
+    ),
+    "falcon": ("Falcon", FALCON | {"num_attention_heads": 16, "num_kv_heads": 8, "new_decoder_architecture": True}),
+    "falcon_multi_query": ("Falcon", FALCON | {"num_attention_heads": 8, "rope_parameters": LINEAR}),
+    "mpt": ("Mpt", MPT),
+    "cohere": ("Cohere", HIDDEN | QWEN | ENDS | {"hidden_size": 64, "logit_scale": 0.3, "rope_parameters": LINEAR}),
+    "cohere2": (
+        "Cohere2",
+        HIDDEN
+        | QWEN
+        | ENDS
+        | {"hidden_size": 64, "logit_scale": 0.5, "sliding_window": 5}
+        | {"layer_types": ["sliding_attention", "full_attention"], "rope_parameters": LOCAL},
+    ),
 }
 # With larger weights, transformers' float32 logits of these models would differ from its float64 logits by 1.9e-6.
 ROUNDED_BY_TRANSFORMERS = ("llama", "mistral", "gemma2", "gemma3", "qwen2", "qwen3", "olmo2", "stablelm", "phi3")
-ROUNDED_BY_TRANSFORMERS += ("olmo3", "phi", "ministral", "starcoder2", "gemma")
+ROUNDED_BY_TRANSFORMERS += ("olmo3", "phi", "ministral", "starcoder2", "gemma", "smollm3", "granite", "olmo")
+ROUNDED_BY_TRANSFORMERS += ("phi3_long", "falcon", "falcon_multi_query", "mpt", "cohere", "cohere2")
 # Further settings of a family, which are compared where transformers is installed.
 SHARED = {"num_key_value_heads": 1, "num_attention_heads": 8, "hidden_size": 48}
 GROUPS_OF_THREE = {"num_key_value_heads": 3, "num_attention_heads": 9, "hidden_size": 36}
@@ -118,6 +149,7 @@ SETTINGS = {
         SHARED | {"layer_types": ["sliding_attention"] * 2, "tie_word_embeddings": True},
         {"layer_types": ["full_attention"] * 2, "rope_parameters": {"full_attention": YARN}},
         GROUPS_OF_THREE | {"layer_types": None, "sliding_window": 3, "rope_parameters": None, "rms_norm_eps": 1e-2},
+        {"rope_parameters": {"full_attention": YARN, "sliding_attention": LOCAL}},
     ),
     "phi": (
         SHARED | {"rope_parameters": None, "hidden_act": "relu", "hidden_size": 64},
@@ -156,6 +188,51 @@ SETTINGS = {
         SHARED | {"tie_word_embeddings": True, "sliding_window": None},
         {"rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.5}, "num_key_value_heads": 16},
         GROUPS_OF_THREE | {"rms_norm_eps": 1e-2, "sliding_window": 40},
+    ),
+    "smollm3": (
+        {"no_rope_layers": None, "no_rope_layer_interval": 2, "rope_parameters": YARN, "num_key_value_heads": 1},
+        {"no_rope_layers": [0, 0], "tie_word_embeddings": False},
+        GROUPS_OF_THREE | {"no_rope_layers": [0, 1], "rms_norm_eps": 1e-2, "rope_parameters": LINEAR},
+    ),
+    "granite": (
+        SHARED | {"rope_parameters": YARN, "tie_word_embeddings": True, "embedding_multiplier": 1.0},
+        {"attention_multiplier": 0.5, "logits_scaling": 1.0, "residual_multiplier": 1.0},
+        GROUPS_OF_THREE | {"residual_multiplier": 1.5, "logits_scaling": 3.0, "rms_norm_eps": 1e-2},
+    ),
+    "olmo": (
+        SHARED | {"rope_parameters": None, "tie_word_embeddings": True},
+        {"num_key_value_heads": 16, "rope_parameters": YARN},
+        GROUPS_OF_THREE | {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 12}},
+    ),
+    "phi3_long": (
+        {"original_max_position_embeddings": 24, "sliding_window": 5},
+        {"rope_parameters": LONGROPE | {"partial_rotary_factor": 0.5, "attention_factor": 1.5}},
+        {"rope_parameters": LONGROPE | {"partial_rotary_factor": 0.5, "factor": 32.0}, "num_key_value_heads": 1},
+    ),
+    "falcon": (
+        {"num_ln_in_parallel_attn": 1, "rope_parameters": LINEAR, "tie_word_embeddings": False},
+        {"num_kv_heads": 1, "activation": "gelu_new"},
+        {"num_attention_heads": 9, "num_kv_heads": 3, "hidden_size": 36, "layer_norm_epsilon": 1e-2},
+    ),
+    "falcon_multi_query": (
+        {"parallel_attn": False, "rope_parameters": YARN},
+        {"multi_query": False, "activation": "relu"},
+        {"multi_query": False, "parallel_attn": False, "num_attention_heads": 6, "hidden_size": 48},
+    ),
+    "mpt": (
+        {"n_heads": 2, "d_model": 48, "tie_word_embeddings": False},
+        {"n_heads": 16, "d_model": 64, "layer_norm_epsilon": 1e-2},
+        {"n_heads": 1, "max_seq_len": 30},
+    ),
+    "cohere": (
+        SHARED | {"tie_word_embeddings": False, "rope_parameters": YARN},
+        {"rope_parameters": None, "logit_scale": 1.0},
+        GROUPS_OF_THREE | {"layer_norm_eps": 1e-2, "logit_scale": 2.0},
+    ),
+    "cohere2": (
+        {"layer_types": ["sliding_attention"] * 2, "rope_parameters": YARN},
+        {"layer_types": ["full_attention"] * 2, "tie_word_embeddings": False, "num_key_value_heads": 1},
+        GROUPS_OF_THREE | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 1},
     ),
     "opt": (
         {"activation_function": "gelu_new", "tie_word_embeddings": False},

@@ -21,7 +21,7 @@ from shardformer.inference import Generator, Sampling
 from shardformer.layout import mesh
 from shardformer.model import Decoder, Model
 from shardformer.training.run_folder import Run
-from tests.convert.hf_models import FOLDER, MODELS, NEW, YARN
+from tests.convert.hf_models import FOLDER, LONGROPE, MODELS, NEW
 from tests.runs import FAILED, USAGE
 
 SAME, DIFFERENT = 3e-6, 1e-3
@@ -99,7 +99,7 @@ WRONG_KEYS = {
     "phi3": {"window": 6},
     "ministral": {"window": 6, "window_pattern": "fw", "rotary_theta": 9000.0},
     "starcoder2": {"window": 6, "rotary_scaling": "", "activation": "gelu_exact", "norm_eps": 1e-2},
-    "gemma": {"embed": "plain", "norm": "rmsnorm", "activation": "swiglu", "rotary_scaling": ""},
+    "gemma": {"embed_scale": 1.0, "norm": "rmsnorm", "activation": "swiglu", "rotary_scaling": ""},
     "opt": {"activation": "gelu", "norm_eps": 1e-2},
     "bloom": {"activation": "gelu_exact", "positions": "none", "embed": "plain", "norm_eps": 1e-2},
     "mistral": {"window": 6, "window_pattern": "wf", "rotary_scaling": ""},
@@ -110,8 +110,27 @@ WRONG_KEYS = {
         "logits_cap": None,
         "norm": "rmsnorm",
         "attention_scale": None,
-        "embed": "plain",
+        "embed_scale": 1.0,
     },
+    "smollm3": {"window_pattern": "", "norm_eps": 1e-2, "rotary_theta": 9000.0},
+    "granite": {
+        "embed_scale": 1.0,
+        "residual_scale": 1.0,
+        "attention_scale": None,
+        "logits_scale": 1.0,
+        "rotary_scaling": "",
+    },
+    "olmo": {"norm_eps": 1e-2, "rotary_scaling": ""},
+    "phi3_long": {
+        "rotary_scaling": "longrope:24,1.1280092,1,1.1,1.5,3",
+        "rotary_theta": 200.0,
+        "norm_eps": 1e-2,
+    },
+    "falcon": {"rotary_theta": 9000.0, "activation": "gelu", "norm_eps": 1e-2},
+    "falcon_multi_query": {"rotary_scaling": "", "activation": "gelu"},
+    "mpt": {"activation": "gelu", "positions": "none", "norm_eps": 1e-2},
+    "cohere": {"logits_scale": 1.0, "norm": "rmsnorm", "rotary_scaling": ""},
+    "cohere2": {"window": 6, "window_pattern": "wf", "logits_scale": 1.0, "rotary_theta": 9000.0},
     "gemma3": {"window": 6, "window_rotary_theta": 1000.0, "rotary_scaling": "", "attention_scale": None},
 }
 
@@ -334,7 +353,7 @@ def test_hostile_or_damaged_folders_are_refused_in_one_line(status, message, har
         ("gemma3", "only full layers may have a scaling here",
          {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}),
         ("llama", "rope_type='dynamic' is not a scaling", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}),
-        ("llama", "rope_type='longrope' is not a scaling", {"rope_parameters": {"rope_type": "longrope"}}),
+        ("llama", "rope_type=longrope needs short_factor and long", {"rope_parameters": {"rope_type": "longrope"}}),
         ("qwen2", "use_sliding_window=True is not computed here", {"use_sliding_window": True}),
         ("qwen2", "layer_types has sliding_attention", {"layer_types": ["full_attention", "sliding_attention"]}),
         ("qwen3", "attention_bias=True is not computed here", {"attention_bias": True}),
@@ -344,8 +363,29 @@ def test_hostile_or_damaged_folders_are_refused_in_one_line(status, message, har
         ("stablelm", "qk_layernorm=True is not computed here", {"qk_layernorm": True}),
         ("stablelm", "partial_rotary_factor=0.1 rotates no dimension of heads of 4",
          {"rope_parameters": {"partial_rotary_factor": 0.1}}),
-        ("phi3", "rope_type='yarn' is not computed for Phi-3", {"rope_parameters": YARN}),
-        ("phi3", "rope_type='longrope' is not a scaling", {"rope_parameters": {"rope_type": "longrope"}}),
+        ("phi3", "rope_type='llama3' is not computed for Phi-3", {"rope_parameters": {"rope_type": "llama3"}}),
+        ("phi3", "rope_type=longrope needs short_factor and long_factor", {"rope_parameters": {"rope_type": "su"}}),
+        ("phi3_long", "must have 8 numbers after ATTENTION", {"rope_parameters": LONGROPE}),
+        ("phi3", "full_attn_mod=2 is not computed here", {"full_attn_mod": 2}),
+        ("smollm3", "no_rope_layers=[1] is not computed here", {"no_rope_layers": [1]}),
+        ("smollm3", "no_rope_layers=[1, 2] is not computed here", {"no_rope_layers": [1, 2]}),
+        ("smollm3", "no_rope_layer_interval=0 is not computed", {"no_rope_layers": None, "no_rope_layer_interval": 0}),
+        ("smollm3", "use_sliding_window=True is not computed here", {"use_sliding_window": True}),
+        ("granite", "logits_scaling=0 is not computed here", {"logits_scaling": 0}),
+        ("granite", "mlp_bias=True is not computed here", {"mlp_bias": True}),
+        ("olmo", "clip_qkv=8.0 is not computed here", {"clip_qkv": 8.0}),
+        ("falcon", "alibi=True is not computed here", {"alibi": True}),
+        ("falcon", "bias=True is not computed here", {"bias": True}),
+        ("falcon", "parallel_attn=False contradicts new_decoder_architecture=True", {"parallel_attn": False}),
+        ("falcon_multi_query", "num_ln_in_parallel_attn=2 is not computed here", {"num_ln_in_parallel_attn": 2}),
+        ("mpt", "attn_config: clip_qkv=8 is not computed here", {"attn_config": {"clip_qkv": 8}}),
+        ("mpt", "attn_config: rope=True is not known here", {"attn_config": {"rope": True}}),
+        ("mpt", "expansion_ratio=2 is not computed here", {"expansion_ratio": 2}),
+        ("mpt", "n_heads=6 is not computed here; expected a power of 2", {"n_heads": 6}),
+        ("cohere", "use_qk_norm=True is not computed here", {"use_qk_norm": True}),
+        ("cohere", "logit_scale=None is not computed here", {"logit_scale": None}),
+        ("cohere2", "sliding_window=None cannot be a window", {"sliding_window": None}),
+        ("cohere2", "sliding_window_pattern=0 is not computed", {"layer_types": None, "sliding_window_pattern": 0}),
         ("phi3", "sliding_window=0 cannot be a window", {"sliding_window": 0}),
         ("bloom", "n_inner=60 is not computed here; expected 4 * hidden_size = 128", {"n_inner": 60}),
         ("bloom", "n_embed=64 contradicts hidden_size=32", {"n_embed": 64}),
@@ -373,6 +413,11 @@ def test_values_that_are_not_computed_are_named(name, message, changes, tmp_path
         ({"activation": "swiglu"}, "activation=swiglu"),
         ({"head_dim": 6, "activation": "gelu"}, "head_dim=6"),
         ({"norm": "rmsnorm_plus_one", "block": "sequential_post_norms"}, "norm=rmsnorm_plus_one"),
+        (
+            {"positions": "alibi", "bias": "none", "block": "sequential", "heads": 12, "d_model": 48, "tied": True},
+            "positions=alibi",
+        ),
+        ({"logits_scale": 2.0, "positions": "learned"}, "logits_scale=2.0"),
     ],
 )
 def test_a_run_that_no_family_computes_is_refused_by_key(changes, named):

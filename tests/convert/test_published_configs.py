@@ -27,7 +27,12 @@ SIZES = {
     "Qwen/Qwen2.5-7B-Instruct": 7616, "Qwen/Qwen2.5-1.5B-Instruct": 1544, "microsoft/Phi-3-mini-4k-instruct": 3821,
     "OLMo 2 7B, instruct": 7299, "facebook/opt-125m": 125, "stabilityai/stablelm-3b-4e1t": 2795,
     "bigscience/bloom-560m": 559.2, "google/gemma-2b": 2506, "google/gemma-7b": 8538, "microsoft/phi-1_5": 1418,
-    "microsoft/phi-2": 2780, "bigcode/starcoder2-15b": 15_958,
+    "microsoft/phi-2": 2780, "bigcode/starcoder2-15b": 15_958, "microsoft/phi-4": 14_660,
+    "microsoft/Phi-3.5-mini-instruct": 3821, "microsoft/Phi-4-mini-instruct": 3836,
+    "google/gemma-3-4b-it": 3880, "google/gemma-3-12b-it, copy of unsloth": 11_766, "HuggingFaceTB/SmolLM3-3B": 3075,
+    "Granite 3 of 8B, 49,159 tokens": 8171, "allenai/OLMo-1B-hf": 1177, "allenai/Olmo-3.1-32B-Instruct": 32_234,
+    "mosaicml/mpt-7b": 6650, "tiiuae/falcon-7b-instruct": 6922, "tiiuae/falcon-40b": 41_300,
+    "CohereForAI/aya-23-8B": 8028, "CohereForAI/c4ai-command-r-v01": 34_981, "tiiuae/Falcon3-7B-Instruct": 7456,
 }  # fmt: skip
 ENDS = {
     "EleutherAI/gpt-j-6b": (50256,),
@@ -78,7 +83,7 @@ def test_published_config_is_rejected_by_key(model, tmp_path):
     assert PUBLISHED[model]["rejected"] in str(rejection.value)
 
 
-@pytest.mark.parametrize("model", ["mosaicml/mpt-7b", "tiiuae/falcon-40b"])
+@pytest.mark.parametrize("model", ["LGAI-EXAONE/EXAONE-4.0-32B", "bigcode/starcoder, 1 layer"])
 def test_unknown_family_names_the_known_and_the_way(model, tmp_path):
     with pytest.raises(UsageError) as rejection:
         read(model, tmp_path)
@@ -95,12 +100,25 @@ WINDOWS = {
     "microsoft/Phi-3-mini-4k-instruct": (2047,) * 32,
     "Qwen/Qwen2.5-7B-Instruct": (None,) * 28,
     "google/gemma-3-270m": (*[512] * 5, None) * 3,
+    "google/gemma-3-4b-it": ((*[1024] * 5, None) * 6)[:34],
+    "allenai/Olmo-3.1-32B-Instruct": (4096, 4096, 4096, None) * 16,
 }
 
 
 @pytest.mark.parametrize("model", WINDOWS)
 def test_published_windows_of_each_layer(model, tmp_path):
     assert read(model, tmp_path).config.model.layer_windows == WINDOWS[model]
+
+
+def test_published_layers_without_rotary(tmp_path):
+    without = read("HuggingFaceTB/SmolLM3-3B", tmp_path).config.model.layers_without_rotary
+    assert without == (False, False, False, True) * 9
+
+
+def test_most_published_configs_are_accepted():
+    """One entry has the defaults of a class of transformers, and is no published file."""
+    published = [model for model in PUBLISHED if not PUBLISHED[model]["source"].startswith("defaults of")]
+    assert (len(set(ACCEPTED) & set(published)), len(published)) == (71, 82)
 
 
 @pytest.mark.slow

@@ -29,6 +29,12 @@ ROWS = {
     "windows, scanned": (WINDOWS | {"window_pattern": "fw", "kv_heads": 2}, 1, 3),
     "t5 with windows": (WINDOWS | {"window_pattern": "fw", "positions": "t5"}, 5, 2),
     "learned, parallel, scanned": ({"positions": "learned"}, 20, 2),
+    "layers without rotary": ({"window_pattern": "fn", "rotary_theta": 50.0}, 3, 1),
+    "longrope, longer than its short rows": (
+        {"rotary_theta": 50.0, "rotary_scaling": "longrope:5,1.2,1,1.1,1.2,1.3,2,3,4,5"},
+        3,
+        2,
+    ),
 }
 
 
@@ -68,7 +74,7 @@ def plain(config, params, ids, tokens, stride, context=SEQ):
     for _ in range(tokens):
         if len(window) > context:
             window = window[-(context - min(stride, context) + 1) :]
-        padded = np.zeros((1, SEQ), np.int32)
+        padded = np.zeros((1, len(window) if config.model.longest_short_row else SEQ), np.int32)
         padded[0, : len(window)] = window
         last = np.asarray(logits(params, padded))[0, len(window) - 1]
         second, first = np.sort(last)[-2:]

@@ -16,13 +16,22 @@ BLOCKS = {
     },
     "gemma": {
         "block": "sequential_four_norms", "norm": "rmsnorm_plus_one", "bias": "none", "qk_norm": "head", "head_dim": 6,
-        "activation": "geglu", "embed": "scale", "logits_cap": 0.1, "tied": True,
+        "activation": "geglu", "embed_scale": None, "logits_cap": 0.1, "tied": True,
     },
     "olmo": {
         "block": "sequential_post_norms", "norm": "rmsnorm", "bias": "none", "qk_norm": "all", "activation": "swiglu",
         "z_loss": 1e-2, "rotary_theta": 100.0, "rotary_scaling": "yarn:4,0.5,3,12,1.5",
     },
     "stablelm": {"block": "parallel", "bias": "qkv_norm", "activation": "swiglu", "rotary_dims": 2},
+    "granite": {
+        "block": "sequential", "norm": "rmsnorm", "bias": "none", "activation": "swiglu", "tied": True,
+        "embed_scale": 3.0, "residual_scale": 0.6, "attention_scale": 0.3, "logits_scale": 0.4,
+        "rotary_theta": 100.0, "rotary_scaling": "longrope:8,1.5,1,1.2,2,4",
+    },
+    "cohere": {
+        "block": "parallel", "norm": "plain_layernorm", "bias": "none", "activation": "swiglu", "logits_scale": 3.0,
+        "window": 5, "window_pattern": "nw", "rotary_theta": 100.0, "rotary_scaling": "yarn:4,0.5,3,12,1.5",
+    },
     "bloom": {"block": "sequential", "bias": "all", "positions": "alibi", "embed": "norm", "tied": True},
 }  # fmt: skip
 # With q among the targets, dp=8 and mp=1 already differ from one device by 1.6e-5: gradients of q nearly cancel.
@@ -39,6 +48,10 @@ ROWS = [
     ("stablelm", "2x4", {"scan": False}),
     ("bloom", "2x4", {"sequence_parallel": True, "zero": 3, "attention": "blocks"}),
     ("bloom", "dp2.cp2.mp2", {}),
+    ("granite", "2x4", {"sequence_parallel": True, "zero": 3, "dropout": 0.1, "loss_chunk": 5}),
+    ("granite", "dp2.cp2.mp2", {}),
+    ("cohere", "1x8", {"sequence_parallel": True, "remat": "full"}),
+    ("cohere", "2x2x2", {"accum": 2}),
 ]
 PARTS_OF_A_MODEL = ("dropout", "kv_heads", *ADAPTERS)
 
@@ -98,9 +111,12 @@ def compute_plainly(name, config):
 
 
 WRONG = [
-    ("qwen", {"qk_norm": "none"}), ("gemma", {"logits_cap": None}), ("gemma", {"embed": "plain"}),
+    ("qwen", {"qk_norm": "none"}), ("gemma", {"logits_cap": None}), ("gemma", {"embed_scale": 1.0}),
     ("gemma", {"norm": "rmsnorm"}), ("gemma", {"activation": "swiglu"}), ("gemma", {"qk_norm": "none"}),
     ("olmo", {"qk_norm": "none"}), ("bloom", {"positions": "none"}), ("bloom", {"embed": "plain"}),
+    ("granite", {"embed_scale": 1.0}), ("granite", {"residual_scale": 1.0}), ("granite", {"logits_scale": 1.0}),
+    ("granite", {"rotary_scaling": "longrope:16,1.5,1,1.2,2,4"}), ("cohere", {"window_pattern": "fw"}),
+    ("cohere", {"window_pattern": "nf"}), ("cohere", {"norm": "layernorm"}), ("cohere", {"rotary_scaling": ""}),
 ]  # fmt: skip
 
 

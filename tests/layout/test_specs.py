@@ -20,6 +20,7 @@ OPTIONS = [
     {"embed": "bias"}, {"embed": "norm", "positions": "alibi"},
     {"lora_rank": 2, "lora_targets": "q,k,v,o,up,down"},
     {"qk_norm": "head"}, {"qk_norm": "all"}, {"block": "sequential_four_norms"}, {"block": "sequential_post_norms"},
+    {"norm": "plain_layernorm", "bias": "none"},
     {"activation": "swiglu", "lora_rank": 2, "lora_targets": "gate"},
 ]  # fmt: skip
 

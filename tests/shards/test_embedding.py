@@ -58,16 +58,24 @@ def test_gradient_goes_to_the_rows_looked_up():
 
 
 def test_embed_scale_multiplies_tokens_only():
-    config = settings(positions="learned", embed="scale")
+    config = settings(positions="learned", embed_scale=None)
     got = sharded.apply(
         lambda tokens, at: EmbeddingShard(config)(tokens, at), config, parameters(config), TOKENS, FROM_1
     )
     np.testing.assert_allclose(got, TABLE[TOKENS] * np.float32(8**0.5) + POSITIONS[1:], rtol=1e-6)
 
 
+def test_embed_scale_may_be_a_factor():
+    config = settings(positions="rotary", embed_scale=3.0)
+    got = sharded.apply(
+        lambda tokens, at: EmbeddingShard(config)(tokens, at), config, parameters(config), TOKENS, FROM_1
+    )
+    np.testing.assert_allclose(got, 3 * TABLE[TOKENS], rtol=1e-6)
+
+
 def test_embed_scale_is_rounded_to_the_compute_dtype():
     """As in transformers' Gemma: sqrt(8) is 2.828125 in bfloat16, and the product is rounded once more."""
-    config = settings(positions="rotary", dtype="bfloat16", embed="scale")
+    config = settings(positions="rotary", dtype="bfloat16", embed_scale=None)
     got = sharded.apply(
         lambda tokens, at: EmbeddingShard(config)(tokens, at), config, parameters(config), TOKENS, FROM_1
     )

@@ -57,6 +57,8 @@ FEATURES = (
     {"positions": "alibi"},
     {"activation": "swiglu"},
     {"tied": True},
+    {"residual_scale": 0.5},
+    {"window_pattern": "fn"},
     {"mesh": "dp2.cp2.mp2"},
     {"mesh": "2x2x2", "accum": 2},
 )

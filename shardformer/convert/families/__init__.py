@@ -3,6 +3,9 @@
 from shardformer.config import Config
 from shardformer.convert.families.family import Family
 from shardformer.convert.families.hf_bloom import BLOOM
+from shardformer.convert.families.hf_cohere import COHERE
+from shardformer.convert.families.hf_cohere2 import COHERE_2
+from shardformer.convert.families.hf_falcon import FALCON
 from shardformer.convert.families.hf_gemma import GEMMA_1
 from shardformer.convert.families.hf_gemma2 import GEMMA_2
 from shardformer.convert.families.hf_gemma3 import GEMMA_3
@@ -10,9 +13,12 @@ from shardformer.convert.families.hf_gpt2 import GPT2
 from shardformer.convert.families.hf_gpt_neo import GPT_NEO
 from shardformer.convert.families.hf_gpt_neox import GPT_NEOX
 from shardformer.convert.families.hf_gptj import GPTJ
+from shardformer.convert.families.hf_granite import GRANITE
 from shardformer.convert.families.hf_llama import LLAMA
 from shardformer.convert.families.hf_ministral import MINISTRAL
 from shardformer.convert.families.hf_mistral import MISTRAL
+from shardformer.convert.families.hf_mpt import MPT
+from shardformer.convert.families.hf_olmo import OLMO
 from shardformer.convert.families.hf_olmo2 import OLMO_2
 from shardformer.convert.families.hf_olmo3 import OLMO_3
 from shardformer.convert.families.hf_opt import OPT
@@ -20,6 +26,7 @@ from shardformer.convert.families.hf_phi import PHI
 from shardformer.convert.families.hf_phi3 import PHI_3
 from shardformer.convert.families.hf_qwen2 import QWEN_2
 from shardformer.convert.families.hf_qwen3 import QWEN_3
+from shardformer.convert.families.hf_smollm3 import SMOLLM_3
 from shardformer.convert.families.hf_stablelm import STABLELM
 from shardformer.convert.families.hf_starcoder2 import STARCODER_2
 from shardformer.convert.families.layout import Part, Stored
@@ -34,6 +41,9 @@ FAMILIES = {
     "llama": LLAMA,
     "qwen2": QWEN_2,
     "qwen3": QWEN_3,
+    "smollm3": SMOLLM_3,
+    "granite": GRANITE,
+    "olmo": OLMO,
     "olmo2": OLMO_2,
     "olmo3": OLMO_3,
     "stablelm": STABLELM,
@@ -47,6 +57,10 @@ FAMILIES = {
     "gemma3_text": GEMMA_3,
     "opt": OPT,
     "bloom": BLOOM,
+    "mpt": MPT,
+    "falcon": FALCON,
+    "cohere": COHERE,
+    "cohere2": COHERE_2,
 }
 
 

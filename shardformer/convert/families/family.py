@@ -83,6 +83,7 @@ _ROPE_NUMBERS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "beta_slow", "beta_fast", "original_max_position_embeddings", "attention_factor"),
+    "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
 }
 
 
@@ -107,6 +108,8 @@ def read_scaling(rope: dict, seq: int) -> dict:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return {}
+    if kind == "longrope":
+        return {"rotary_scaling": _read_longrope(rope, seq)}
     values: dict[str, float] = {"original_max_position_embeddings": seq}  # transformers' defaults
     if kind == "yarn":
         factor = 0.1 * math.log(rope["factor"]) + 1 if rope["factor"] > 1 else 1.0
@@ -114,6 +117,19 @@ def read_scaling(rope: dict, seq: int) -> dict:
     values |= {name: value for name, value in rope.items() if value is not None}
     figures = [values[name] for name in _ROPE_NUMBERS[kind]]
     return {"rotary_scaling": f"{kind}:{','.join(map(_format_exactly, figures))}"}
+
+
+def _read_longrope(rope: dict, seq: int) -> str:
+    old_seq = rope.get("original_max_position_embeddings") or seq
+    short, long = rope.get("short_factor"), rope.get("long_factor")
+    if not (isinstance(short, list) and isinstance(long, list) and len(short) == len(long)):
+        raise UsageError("rope_type=longrope needs short_factor and long_factor, two lists of as many numbers")
+    factor = seq / old_seq if rope.get("factor") is None else rope["factor"]
+    attention = rope.get("attention_factor")
+    if attention is None:
+        attention = math.sqrt(1 + math.log(factor) / math.log(old_seq)) if factor > 1 else 1.0
+    figures = [old_seq, attention, *short, *long]
+    return f"longrope:{','.join(map(_format_exactly, figures))}"
 
 
 def read_partial_rotary(theirs: dict) -> dict:
@@ -143,12 +159,15 @@ def _format_exactly(number: float) -> str:
 def write_rope(c: Config) -> dict:
     scaling = parsing.parse_rotary_scaling(c.model.rotary_scaling)
     rope: dict[str, Any] = {"rope_theta": c.model.rotary_theta, "rope_type": scaling.kind if scaling else "default"}
-    if scaling:
+    if scaling and scaling.kind != "longrope":
         rope["factor"] = scaling.factor
     if scaling and scaling.kind == "llama3":
         rope |= {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
     if scaling and scaling.kind == "yarn":
         rope |= {"beta_slow": scaling.low, "beta_fast": scaling.high, "attention_factor": scaling.attention}
+    if scaling and scaling.kind == "longrope":
+        factors = {"short_factor": list(scaling.short), "long_factor": list(scaling.long)}
+        rope |= factors | {"attention_factor": scaling.attention}
     if scaling and scaling.kind != "linear":
         rope["original_max_position_embeddings"] = int(scaling.old_seq)
     return rope

@@ -17,7 +17,7 @@ DEFAULTS = {
 }  # fmt: skip
 FIXED: dict[str, tuple] = {"attention_bias": (False,), "use_bidirectional_attention": (False, None)}
 OURS = {
-    "norm": "rmsnorm_plus_one", "embed": "scale",
+    "norm": "rmsnorm_plus_one", "embed_scale": None,
     "block": "sequential_four_norms", "bias": "none", "positions": "rotary",
 }  # fmt: skip
 ALSO = (

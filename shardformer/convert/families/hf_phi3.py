@@ -1,4 +1,4 @@
-"""Phi-3: `Phi3ForCausalLM`. Llama with q, k and v in one array, and gate and up in another."""
+"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: `Phi3ForCausalLM`. Llama with q, k and v joined, and gate and up."""
 
 import functools
 
@@ -9,7 +9,6 @@ from shardformer.convert.families.family import (
     GATED_ACTIVATIONS,
     ROPE_KEYS,
     Family,
-    find_rope,
     read_activation,
     read_partial_rotary,
     share_rotating,
@@ -23,21 +22,30 @@ from shardformer.errors import UsageError
 DEFAULTS = LLAMA.defaults | {
     "vocab_size": 32_064, "hidden_size": 3072, "intermediate_size": 8192, "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "sliding_window": None, "bos_token_id": 1,
-    "eos_token_id": 32_000, "pad_token_id": 32_000,
+    "eos_token_id": 32_000, "pad_token_id": 32_000, "original_max_position_embeddings": 4096,
 }  # fmt: skip
 
 
 def _read(theirs: dict) -> dict:
-    rope = find_rope(theirs)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise UsageError(f"rope_type={kind!r:.80} is not computed for Phi-3; expected 'default'")
+    theirs = theirs | {"rope_scaling": _find_rope(theirs)}
     result = read_activation(theirs, "hidden_act", GATED_ACTIVATIONS) | read_head_size(theirs)
     result |= {"kv_heads": theirs["num_key_value_heads"] or theirs["num_attention_heads"]}
     if theirs["sliding_window"] is not None:
         check_layers(theirs)
         result |= {"window": read_window(theirs)}
     return result | read_partial_rotary(theirs)
+
+
+def _find_rope(theirs: dict) -> dict:
+    """Returns the rotary settings as transformers reads them: the first files name longrope "su" or "yarn"."""
+    rope = dict(theirs.get("rope_scaling") or theirs.get("rope_parameters") or {})
+    kind = rope.pop("rope_type", rope.pop("type", "default"))
+    kind = "longrope" if kind in ("su", "yarn") else kind
+    if kind not in ("default", "longrope"):
+        raise UsageError(f"rope_type={kind!r:.80} is not computed for Phi-3; expected 'default' or 'longrope'")
+    rope.pop("type", None)
+    old_seq = {"original_max_position_embeddings": theirs["original_max_position_embeddings"]}
+    return rope | {"rope_type": kind} | (old_seq if kind == "longrope" else {})
 
 
 def _write(c: Config) -> dict:
@@ -50,7 +58,7 @@ def _write(c: Config) -> dict:
         "head_dim": c.model.head_size,
         "hidden_act": "silu",
         "sliding_window": c.model.window,
-        "original_max_position_embeddings": c.model.seq,
+        "original_max_position_embeddings": c.model.longest_short_row or c.model.seq,
     }
 
 
@@ -84,11 +92,19 @@ def _show_heads(view: View, first: int, count: int, ours: np.ndarray) -> np.ndar
     return view(ours)[first : first + count]
 
 
+def _find_variants(c: Config) -> dict[str, tuple | None]:
+    scaling = {} if c.model.longest_short_row else {"rotary_scaling": ("",)}
+    return LLAMA.variants(c) | {"rotary_dims": None, "window": None} | scaling
+
+
 PHI_3 = Family(
     architecture="Phi3ForCausalLM",
     names=LLAMA.names,
     defaults=DEFAULTS,
-    fixed={"attention_bias": (False,)},
+    fixed={
+        "attention_bias": (False,), "full_attn_mod": (1,), "interpolate_factor": (1,), "lm_head_bias": (False,),
+        "mlp_bias": (False,),
+    },
     ours=LLAMA.ours,
     read=_read,
     write=_write,
@@ -96,6 +112,5 @@ PHI_3 = Family(
     outside=LLAMA.outside,
     layer=_layer,
     dropouts=("attention_dropout", "embd_pdrop", "resid_pdrop"),
-    silent=("original_max_position_embeddings",),
-    variants=lambda c: LLAMA.variants(c) | {"rotary_dims": None, "rotary_scaling": ("",), "window": None},
-)
+    variants=_find_variants,
+)  # fmt: skip

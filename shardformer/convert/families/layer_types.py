@@ -1,4 +1,4 @@
-"""Windows of attention: which layers have one, in the keys of transformers and in ours."""
+"""Windows and rotary positions by layer: which layers have them, in the keys of transformers and in ours."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -40,11 +40,12 @@ def read_layer_types(theirs: dict, default: str) -> str:
 
 def to_keys(letters: str, window: int) -> dict[str, Any]:
     """Returns our keys for layers of the types `letters`: the shortest pattern that repeats to them."""
-    if "w" not in letters:
+    if set(letters) == {"f"}:
         return {"window": None, "window_pattern": ""}
     count = len(letters)
     size = next(size for size in range(1, count + 1) if (letters[:size] * count)[:count] == letters)
-    return {"window": window, "window_pattern": "" if size == 1 else letters[:size]}
+    pattern = "" if letters[:size] == "w" else letters[:size]
+    return {"window": window if "w" in letters else None, "window_pattern": pattern}
 
 
 def list_types(c: Config, windowed: str, full: str) -> list[str]:
