@@ -1,6 +1,6 @@
 """`bench NAME key=value ...`: chooses the measurement, its options and its configuration."""
 
-from shardformer.bench import checkpoint_time, costs, generation, kernel_check, scaling, step_time
+from shardformer.bench import checkpoint_time, costs, generation, kernel_check, race, scaling, step_time
 from shardformer.bench.contenders import Measuring
 from shardformer.config import Config, parsing, require
 from shardformer.config.presets import preset
@@ -8,6 +8,7 @@ from shardformer.errors import UsageError
 
 BENCHES = {
     "step": step_time.bench_step,
+    "race": race.bench_race,
     "mesh": step_time.bench_mesh,
     "scaling": scaling.bench_scaling,
     "accumulation": costs.bench_accumulation,
@@ -19,6 +20,7 @@ BENCHES = {
 # READ: the keys of Measuring that a bench reads. SET: the keys of a run that a bench sets, so a user cannot.
 READ = {
     "step": ("preset", "rounds", "turn", "peers", "json", "picture"),
+    "race": ("preset", "rounds", "peers", "json", "picture"),
     "mesh": ("preset", "rounds", "turn", "meshes", "json", "picture"),
     "scaling": ("preset", "rounds", "turn"),
     "accumulation": ("preset", "rounds", "turn"),
@@ -46,9 +48,12 @@ def main(arguments: list[str]) -> None:
     overrides = parsing.parse_overrides([word for word in arguments[1:] if word not in local], Config)
     named = any(word.startswith("preset=") for word in local)
     settings = generation.gpt2() if name == "generate" and not named else preset(options.preset)
-    settings = settings.replace(**{"mesh": "1x1", "out": ""} | overrides)  # a preset's out is for training
+    default_mesh = "auto" if name == "race" else "1x1"
+    settings = settings.replace(**{"mesh": default_mesh, "out": ""} | overrides)  # a preset's out is for training
     require(settings.training.accum, "bench takes accum as a number; give accum=1")
-    BENCHES[name](options, settings.replace(vocab=settings.model.vocab or 65))  # tiny_shakespeare's
+    if name != "race":  # it has a text, which decides the vocabulary
+        settings = settings.replace(vocab=settings.model.vocab or 65)  # tiny_shakespeare's
+    BENCHES[name](options, settings)
 
 
 def reject_unread(name: str, keys: list[str]) -> None:

@@ -1,6 +1,7 @@
 """Steps that run interleaved, so that a busy machine slows all of them equally."""
 
 import dataclasses
+import re
 import time
 from collections import deque
 from collections.abc import Callable
@@ -23,18 +24,19 @@ class Measuring:
     """The measurement (every key of a run may be given too)."""
 
     preset: str = key("shakespeare_cpu", "the preset to measure")
-    rounds: int = key(15, "turns of each contender; medians are over turns")
+    rounds: int = key(15, "turns of each contender; medians are over turns. `bench race` evaluates after each")
     turn: int = key(8, "steps per turn")
     peers: str = key(
         "auto",
-        "for `bench step`: some of plain, partitioned, xmap, torch, torch_compile, products; auto: all that can run",
+        "for `bench step` and `race`: some of plain, partitioned, xmap, torch, torch_compile, products; auto: all that "
+        "can run",
     )
     meshes: str = key("1x1,2x1,4x2,8x1,2x4,1x8", "meshes of `bench mesh`")
     mb: int = key(1000, "size of the state in `bench checkpoint`, in MB")
     rows: str = key("1,16", "numbers of rows that `bench generate` continues at once")
     tokens: int = key(128, "tokens that `bench generate` appends to each row")
-    json: str = key("", "file for the figures of `bench step` and `bench mesh`")
-    picture: str = key("", "file for a picture of `bench step` or `bench mesh`, such as step.png")
+    json: str = key("", "file for the figures of `bench step`, `race` and `mesh`")
+    picture: str = key("", "file for a picture of `bench step`, `race` or `mesh`, such as step.png")
 
     def __post_init__(self):
         if min(self.rounds, self.turn, self.mb) < 1:
@@ -59,19 +61,30 @@ class Contender:
     step: Callable[[Any, int], tuple[Any, Any]]  # (state, step) -> (state, metrics); the first metric is the loss
     state: Any
     programs: list[jax.stages.Compiled] = dataclasses.field(default_factory=list)  # empty if JAX did not compile it
+    select: Callable[[Any], Any] | None = None  # the parameters of a state, with a module for each layer
     done: int = 0
+    cpu_seconds: float = 0.0  # of all steps, on all cores
     turns: list[float] = dataclasses.field(default_factory=list)
 
     def run(self, steps: int) -> float:
         """Runs some steps, waits for the last one and returns its loss."""
         pending: deque = deque()
+        began = time.process_time()
         for _ in range(steps):
             self.state, metrics = self.step(self.state, self.done)
             self.done += 1
             pending.append(metrics)
             if len(pending) > IN_FLIGHT:  # as the training loop does
                 jax.block_until_ready(pending.popleft())
-        return float(np.ravel(metrics)[0])
+        loss = float(np.ravel(metrics)[0])
+        self.cpu_seconds += time.process_time() - began
+        return loss
+
+    def read_parameters(self) -> dict:
+        """Returns the parameters after the last step, with a module for each layer."""
+        if self.select is None:
+            raise UsageError(f"{self.name} cannot return its parameters")
+        return self.select(self.state)
 
     @property
     def milliseconds(self) -> float:
@@ -100,11 +113,54 @@ class Contender:
         return max(getattr(program.memory_analysis(), "temp_size_in_bytes", 0) for program in self.programs)
 
 
-def ours(c: Config, batch, name: str) -> Contender:
+class RepeatedBatch:
+    """The batches of a measurement of time: the same one for every step."""
+
+    def __init__(self, batch):
+        self.batch = batch
+
+    def __getitem__(self, step: int):
+        return self.batch
+
+
+def ours(c: Config, batches, name: str) -> Contender:
+    """Returns our step; `batches[step]` is the batch of a step."""
     trainer = Trainer(c, mesh.make(c))
     state = trainer.init()
-    programs = [lowered.compile() for lowered in trainer.lower(state, batch)]
-    return Contender(name, c.parallel.devices, lambda state, step: trainer.step(state, batch, step), state, programs)
+    programs = [lowered.compile() for lowered in trainer.lower(state, batches[0])]
+
+    def step(state, number):
+        return trainer.step(state, batches[number], number)
+
+    return Contender(name, c.parallel.devices, step, state, programs, lambda state: unstack(state.params))
+
+
+def unstack(params) -> dict:
+    """Returns our parameters with a module for each layer, as other implementations have them."""
+    named: dict[str, dict] = {}
+    for module, leaves in params.items():
+        top, layers, inner = module.partition("/layers")
+        count = len(next(iter(leaves.values()))) if layers else 1
+        for i in range(count):
+            name = f"{top}/layers_{i}{inner}" if layers else module
+            named[name] = {n: leaf[i] for n, leaf in leaves.items()} if layers else leaves
+    return named
+
+
+def stack(named) -> dict:
+    """Returns parameters with a module for each layer as ours, in which the leaves of the layers lead with L."""
+    stacked: dict[str, dict] = {}
+    layers: dict[str, dict[int, dict]] = {}
+    for module, leaves in named.items():
+        if result := re.fullmatch(r"(.*/layers)_(\d+)(.*)", module):
+            top, number, inner = result.groups()
+            layers.setdefault(top + inner, {})[int(number)] = leaves
+        else:
+            stacked[module] = leaves
+    for module, by_number in layers.items():
+        in_order = [by_number[number] for number in range(len(by_number))]
+        stacked[module] = {name: np.stack([leaves[name] for leaves in in_order]) for name in in_order[0]}
+    return stacked
 
 
 def measure(contenders: list[Contender], options: Measuring) -> None:

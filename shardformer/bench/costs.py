@@ -8,7 +8,7 @@ import numpy as np
 
 from shardformer.analysis.live import bytes_by_device
 from shardformer.analysis.verify import random_batch
-from shardformer.bench.contenders import Measuring, measure, ours
+from shardformer.bench.contenders import Measuring, RepeatedBatch, measure, ours
 from shardformer.config import Config, parsing
 from shardformer.errors import UsageError
 from shardformer.layout import mesh
@@ -23,11 +23,11 @@ def bench_accumulation(options: Measuring, base: Config) -> None:
     """Prints time, temporary memory and compile time of a step for each accumulation mode."""
     base = mesh.start(base)
     settings = with_batch(base, base.parallel.dp * max(PARTS))
-    batch, contenders, rows = random_batch(settings), [], []
+    batches, contenders, rows = RepeatedBatch(random_batch(settings)), [], []
     for parts in PARTS:
         for mode in ("scan", "multisteps", "manual") if parts > 1 else ("scan",):
             start = time.perf_counter()
-            contenders.append(it := ours(settings.replace(accum=parts, accum_mode=mode), batch, mode))
+            contenders.append(it := ours(settings.replace(accum=parts, accum_mode=mode), batches, mode))
             seconds = time.perf_counter() - start
             name = mode if parts > 1 else "full"
             rows.append([name, str(parts), f"{it.temporary_bytes / 1e6:.1f}", f"{seconds:.1f}"])
@@ -51,11 +51,11 @@ def bench_zero(options: Measuring, base: Config) -> None:
     shapes = ("8x1", "4x2") if base.parallel.mesh in ("1x1", "auto") else (base.parallel.mesh,)
     mesh.use_cpu_devices(max(8, *(math.prod(parsing.parse_mesh(shape)) for shape in shapes)))
     settings = with_batch(base, base.training.accum * math.lcm(*(parsing.parse_mesh(shape)[0] for shape in shapes)))
-    batch, rows = random_batch(settings), []
+    batches, rows = RepeatedBatch(random_batch(settings)), []
     for shape in shapes:
         for level in (0, 1, 3):
             c = settings.replace(mesh=shape, zero=level)
-            it = ours(c, batch, shape)
+            it = ours(c, batches, shape)
             row = [shape, str(level)]
             for tree in (it.state.params, it.state.optimizer):
                 whole = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))

@@ -13,9 +13,9 @@ from shardformer.config import Config
 from shardformer.layout import mesh
 
 
-def products_alone(c: Config, batch) -> Contender:
+def products_alone(c: Config, batches) -> Contender:
     """Returns the products at each device's shapes, forward and backward, layer by layer; no collectives."""
-    del batch
+    del batches
     devices = mesh.make(c)
     shapes = layer_products(c)
     random = np.random.default_rng(0)

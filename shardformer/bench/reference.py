@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer import optim
 from shardformer.bench import reference
-from shardformer.bench.contenders import Contender
+from shardformer.bench.contenders import Contender, unstack
 from shardformer.config import Config
 from shardformer.errors import UsageError
 from shardformer.kernels.rotary import rotate
@@ -113,18 +113,6 @@ def initial_parameters(c: Config):
     return unstack(Model.on(one, mesh.make(one)).init(c.training.seed))
 
 
-def unstack(params):
-    """Returns our parameters under the reference's names, with a module for each layer."""
-    named: dict[str, dict] = {}
-    for module, leaves in params.items():
-        top, layers, inner = module.partition("/layers")
-        count = len(next(iter(leaves.values()))) if layers else 1
-        for i in range(count):
-            name = f"{top}/layers_{i}{inner}" if layers else module
-            named[name] = {n: leaf[i] for n, leaf in leaves.items()} if layers else leaves
-    return named
-
-
 def forward(c: Config, tokens, targets, cut: Cut = WHOLE):
     """Returns (objective, cross-entropy) in nats per token."""
     with hk.name_scope("transformer"):
@@ -203,7 +191,7 @@ def parameter(name: str, *shape: int):
     return hk.get_parameter(name, shape, init=jnp.zeros)  # the values come from unstack
 
 
-def partitioned(c: Config, batch) -> Contender:
+def partitioned(c: Config, batches) -> Contender:
     """Returns the step; each parameter and its two moments are split as ours, by Megatron's rules."""
     devices = mesh.make(c)
     optimizer, update = reference.make_step(c)
@@ -219,10 +207,15 @@ def partitioned(c: Config, batch) -> Contender:
     shardings = trainable, followed
     step = jax.jit(update, in_shardings=(shardings, shard(ROWS)), out_shardings=(shardings, shard(P())),
                    donate_argnums=0)  # fmt: skip
-    state, batch = jax.device_put((params, moments), shardings), jax.device_put(batch, shard(ROWS))
-    compiled = step.lower(state, batch).compile()
+    state = jax.device_put((params, moments), shardings)
+    compiled = step.lower(state, jax.device_put(batches[0], shard(ROWS))).compile()
     return Contender(
-        f"partitioned {c.parallel.mesh}", c.parallel.devices, lambda state, _: compiled(state, batch), state, [compiled]
+        f"partitioned {c.parallel.mesh}",
+        c.parallel.devices,
+        lambda state, step: compiled(state, jax.device_put(batches[step], shard(ROWS))),
+        state,
+        [compiled],
+        lambda state: state[0],
     )
 
 

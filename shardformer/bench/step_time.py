@@ -15,7 +15,7 @@ import numpy as np
 from shardformer import storage
 from shardformer.analysis.verify import random_batch
 from shardformer.bench import matmul_ceiling, reference
-from shardformer.bench.contenders import Contender, Measuring, measure, ours
+from shardformer.bench.contenders import Contender, Measuring, RepeatedBatch, measure, ours
 from shardformer.bench.reference import partitioned
 from shardformer.bench.torch_twin import torch_step
 from shardformer.bench.xmap_twin import xmapped
@@ -28,11 +28,11 @@ from shardformer.tables import format_table
 
 PRODUCTS = "products"  # the only peer without a loss
 PEERS = {
-    "plain": lambda c, batch: plain(c, batch),
+    "plain": lambda c, batches: plain(c, batches),
     "partitioned": partitioned,
     "xmap": xmapped,
     "torch": torch_step,
-    "torch_compile": lambda c, batch: torch_step(c, batch, compiled=True),
+    "torch_compile": lambda c, batches: torch_step(c, batches, compiled=True),
     PRODUCTS: matmul_ceiling.products_alone,
 }
 
@@ -41,14 +41,14 @@ def bench_step(options: Measuring, settings: Config) -> None:
     """Times our step next to its peers, which start from our parameters and must compute the same first loss."""
     names = choose_peers(options, settings)
     settings = mesh.start(settings)
-    batch, losses = random_batch(settings), {}
-    contenders = [PEERS[name](settings, batch) for name in names if name != PRODUCTS]
-    contenders.append(ours(settings, batch, f"shardformer {settings.parallel.mesh}"))
+    batches, losses = RepeatedBatch(random_batch(settings)), {}
+    contenders = [PEERS[name](settings, batches) for name in names if name != PRODUCTS]
+    contenders.append(ours(settings, batches, f"shardformer {settings.parallel.mesh}"))
     for contender in contenders:
         losses[contender.name] = contender.run(1)
     agreement = check_same_loss(losses, settings)
     if PRODUCTS in names:
-        contenders.append(PEERS[PRODUCTS](settings, batch))
+        contenders.append(PEERS[PRODUCTS](settings, batches))
     print(report(contenders, options, settings))
     mine = contenders[len(losses) - 1]
     for contender in contenders[: len(losses) - 1]:
@@ -109,13 +109,13 @@ def check_same_loss(losses: dict[str, float], c: Config) -> str:
 def bench_mesh(options: Measuring, base: Config) -> None:
     """Times the same step on each mesh that fits the devices and the model."""
     mesh.use_cpu_devices(8)
-    batch, contenders = random_batch(base), []
+    batches, contenders = RepeatedBatch(random_batch(base)), []
     for shape in options.meshes.split(","):
         try:
             settings = base.replace(mesh=shape)
             if settings.parallel.devices > len(mesh.find_devices()):
                 raise UsageError(f"there are {len(mesh.find_devices())} devices")
-            contenders.append(ours(settings, batch, shape))
+            contenders.append(ours(settings, batches, shape))
         except UsageError as reason:
             print(f"without {shape}: {reason}")
     if not contenders:
@@ -123,13 +123,17 @@ def bench_mesh(options: Measuring, base: Config) -> None:
     print(report(contenders, options, base))
 
 
-def plain(c: Config, batch) -> Contender:
+def plain(c: Config, batches) -> Contender:
     """Returns the plain step on one device."""
     optimizer, update = reference.make_step(c)
     params = reference.initial_parameters(c)
     state = jax.device_put((params, optimizer.init(params)), jax.devices()[0])
-    compiled = jax.jit(update, donate_argnums=0).lower(state, batch).compile()
-    return Contender("plain Haiku + optax", 1, lambda state, _: compiled(state, batch), state, [compiled])
+    compiled = jax.jit(update, donate_argnums=0).lower(state, batches[0]).compile()
+
+    def step(state, number):
+        return compiled(state, batches[number])
+
+    return Contender("plain Haiku + optax", 1, step, state, [compiled], lambda state: state[0])
 
 
 def report(contenders: list[Contender], options: Measuring, c: Config) -> str:

@@ -1,27 +1,38 @@
 """The reference step in plain torch, run in a process that torch_twin.py starts and that does not import JAX."""
 
 import signal
+import time
 
 from shardformer.config import Config
 
+PARAMETERS = "parameters"  # the request for the parameters after the last step
 
-def run_steps(connection, c: Config, compiled: bool, on_gpu: bool, parameters, decayed, rates, batch) -> None:
-    """Receives numbers of steps and answers each with the loss of the last step, or with the text of an error."""
+
+def run_steps(connection, c: Config, compiled: bool, on_gpu: bool, parameters, decayed, rates) -> None:
+    """Receives batches, and answers with the loss of the last one and the CPU seconds, or with the text of an error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
     try:
-        step = make_step(c, compiled, on_gpu, parameters, decayed, rates, batch)
+        step, current = make_step(c, compiled, on_gpu, parameters, decayed, rates)
         while True:
-            for _ in range(connection.recv()):
-                loss = step()
-            connection.send(float(loss))
+            request = connection.recv()
+            if request == PARAMETERS:
+                connection.send({name: value.detach().cpu().numpy() for name, value in current.items()})
+                continue
+            began = time.process_time()
+            for batch in request:
+                loss = step(batch)
+            connection.send((float(loss), time.process_time() - began))
     except (EOFError, ConnectionError):  # the parent process has ended
         return
     except Exception as error:  # any error of torch, such as a missing compiler
         connection.send(f"{type(error).__name__}: {error}")
 
 
-def make_step(c: Config, compiled: bool, on_gpu: bool, parameters, decayed, rates, batch):
-    """Returns a function that makes the next step and returns its loss, by torch's attention, AdamW and clipping."""
+def make_step(c: Config, compiled: bool, on_gpu: bool, parameters, decayed, rates):
+    """Returns the next step as a function of a batch, with torch's attention, AdamW and clipping, and its parameters.
+
+    The step returns its loss.
+    """
     import torch
 
     # On a GPU JAX multiplies float32 in TF32 by default and torch does not; both must have one precision.
@@ -34,12 +45,12 @@ def make_step(c: Config, compiled: bool, on_gpu: bool, parameters, decayed, rate
         for decays in (True, False)
     ]  # fmt: skip
     optimizer = torch.optim.AdamW(groups, betas=(c.optimizer.beta1, c.optimizer.beta2))
-    tokens, targets = (torch.tensor(batch[name].astype("i8"), device=device) for name in ("tokens", "targets"))
     model = TorchModel(c, torch)
     forward = torch.compile(model.forward) if compiled else model.forward
     remaining = iter(rates)
 
-    def step():
+    def step(batch):
+        tokens, targets = (torch.tensor(batch[name].astype("i8"), device=device) for name in ("tokens", "targets"))
         rate = next(remaining, rates[-1])
         for group in optimizer.param_groups:
             group["lr"] = float(rate)
@@ -51,7 +62,7 @@ def make_step(c: Config, compiled: bool, on_gpu: bool, parameters, decayed, rate
         optimizer.step()
         return loss.detach()
 
-    return step
+    return step, flat
 
 
 class TorchModel:

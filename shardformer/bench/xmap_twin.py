@@ -54,7 +54,7 @@ def cross_entropy(vocab: int, logits_BTv, targets):
     return log_z - leave(jnp.where(in_shard, target, 0.0)), log_z
 
 
-def xmapped(c: Config, batch) -> Contender:
+def xmapped(c: Config, batches) -> Contender:
     """Returns the step under xmap; as in mesh-transformer-jax, the state leads with mp and the batch with dp."""
     cut = reference.Cut(c.parallel.mp, enter, leave, look_up, functools.partial(cross_entropy, c.model.vocab))
     model = hk.without_apply_rng(hk.transform(lambda tokens, targets: reference.forward(c, tokens, targets, cut)))
@@ -76,17 +76,20 @@ def xmapped(c: Config, batch) -> Contender:
         for module, leaves in params.items()
     }
     state = params, jax.vmap(optimizer.init)(params)
-    batch = {name: rows.reshape(c.parallel.dp, -1, c.model.seq) for name, rows in batch.items()}
     resources: dict = {"dp": "dp", "mp": "mp"}
     step = legacy.xmap(update, (["mp", ...], ["dp", ...]), (["mp", ...], [...]), axis_resources=resources,
                        donate_argnums=0, axis_sizes={"dp": c.parallel.dp, "mp": c.parallel.mp})  # fmt: skip
     devices = mesh.make(c).devices
-    with legacy.mesh(devices, ("dp", "mp")):
-        program = step.lower(state, batch).compile()  # type: ignore[attr-defined]  # xmap's result has lower()
 
-    def advance(state, _):
+    def split_rows(batch):
+        return {name: rows.reshape(c.parallel.dp, -1, c.model.seq) for name, rows in batch.items()}
+
+    with legacy.mesh(devices, ("dp", "mp")):
+        program = step.lower(state, split_rows(batches[0])).compile()  # type: ignore[attr-defined]  # xmap's result has lower()
+
+    def advance(state, number):
         with legacy.mesh(devices, ("dp", "mp")):
-            return step(state, batch)
+            return step(state, split_rows(batches[number]))
 
     return Contender(f"xmap {c.parallel.mesh}", c.parallel.devices, advance, state, [program])
 

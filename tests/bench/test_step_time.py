@@ -86,7 +86,7 @@ def test_step_runs_in_its_accumulation_mode(mode, used, monkeypatch):
 
     monkeypatch.setattr(contenders, "Trainer", Watched)
     settings = shared.tiny(mesh="1x1", accum=2, accum_mode=mode)
-    ours = contenders.ours(settings, random_batch(settings), mode)
+    ours = contenders.ours(settings, contenders.RepeatedBatch(random_batch(settings)), mode)
     assert not calls
     assert math.isfinite(ours.run(1))
     assert calls == used
@@ -221,11 +221,11 @@ def test_bench_zero_has_no_ideal_for_stages():
     [
         (
             "mesh mesh=4x2 meshes=1x1 peers=nonsense",
-            "bench mesh does not read mesh, peers: mesh= is read by bench step, scaling, accumulation, zero, generate, "
-            "kernel; peers= is read by bench step; leave them out",
+            "bench mesh does not read mesh, peers: mesh= is read by bench step, race, scaling, accumulation, zero, "
+            "generate, kernel; peers= is read by bench step, race; leave them out",
         ),
         ("step meshes=1x1", "meshes= is read by bench mesh"),
-        ("scaling json=x.json", "json= is read by bench step, mesh; leave it out"),
+        ("scaling json=x.json", "json= is read by bench step, race, mesh; leave it out"),
         ("accumulation picture=x.png accum=4 accum_mode=manual", "does not read picture, accum, accum_mode: "),
         ("zero zero=3 turn=2", "does not read zero, turn: "),
         (
