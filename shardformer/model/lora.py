@@ -1,6 +1,6 @@
 """Low-rank adapters: w + lora_in @ lora_out for some matrices of each layer; only the two factors are trained.
 
-`shards/layer.py` multiplies by the factors; this module has the functions of the global parameter tree.
+`shards/adapters.py` multiplies by the factors; this module has the functions of the global parameter tree.
 """
 
 import math
