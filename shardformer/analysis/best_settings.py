@@ -19,6 +19,7 @@ from shardformer.errors import UsageError
 from shardformer.layout import specs
 from shardformer.layout.mesh import candidates
 from shardformer.model import Model, flops
+from shardformer.parallel.replicas import Zero3
 from shardformer.tables import format_bytes, format_table
 
 CHOSEN = ("zero", "remat", "accum")  # besides the mesh
@@ -122,7 +123,8 @@ def bound_seconds(config: Config, chips: Slice) -> float:
 
 def _is_exchanged(config: Config, chips: Slice) -> bool:
     """Returns whether the chip overlaps the scatter of gradients with the backward pass."""
-    return config.parallel.zero > 0 and bool(chips.chip.exchanging)
+    replicas = plan.resolve_on(config, chips).replicas
+    return isinstance(replicas, Zero3) and replicas.scattering.exchange
 
 
 def describe(config: Config) -> str:

@@ -37,10 +37,11 @@ def choose_loop(config: Config, attention: Attention) -> tuple[Loop, str]:
 def choose_remat(config: Config, attention: Attention) -> tuple[Remat, str]:
     """Returns the activations that the backward pass recomputes, and why.
 
-    remat=none keeps all activations, but neither parameters that ZeRO gathers nor those that a pipeline stage uses for
-    a round. Gathered parameters would be the full model on every device; a stage's would be stored once for each
-    microbatch. Neither has a name. (With unrolled layers, XLA keeps both on a CPU nevertheless: it drops the barriers
-    of `jax.checkpoint`.)
+    remat=none keeps all activations. With zero=3 and with stages it keeps products, attention and sums over mp. It
+    drops norms, rotary and activation functions, and the parameters that ZeRO gathers or that a stage uses for a
+    round. Gathered parameters would be the full model on every device; a stage's would be stored once for each
+    microbatch. Neither has a name. (With unrolled layers, XLA keeps both on a CPU nevertheless: it drops the
+    barriers of `jax.checkpoint`.)
     """
     reason = f"remat={config.parallel.remat}"
     if config.parallel.remat == "attention" and not attention.uses_kernel:  # a kernel keeps no weights
@@ -53,7 +54,7 @@ def choose_remat(config: Config, attention: Attention) -> tuple[Remat, str]:
         weights = (ATTENTION_WEIGHTS,) if config.parallel.remat == "none" else ()
         if config.parallel.remat != "dots":
             dropped = "gathered parameters" if config.parallel.zero == 3 else "copies of a stage's parameters"
-            reason = f"remat={config.parallel.remat} keeps all but {dropped}"
+            reason = f"remat={config.parallel.remat} keeps products and sums over mp, not {dropped}"
         return Remat(layer=(PRODUCT, ATTENDED, SUM, *weights), attention=in_attention), reason
     return Remat(attention=in_attention), reason
 

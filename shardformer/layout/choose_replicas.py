@@ -29,10 +29,10 @@ def choose_replicas(config: Config, hardware: Hardware, torus: tuple[int, ...]) 
         return ReplicasChoice(
             Replicated(*axes), f"zero={config.parallel.zero}" if config.parallel.replicas > 1 else "one replica"
         )
-    zero, scattering = (
-        Zero1 if config.parallel.zero == 1 else Zero3,
-        choose_scattering(torus, hardware, config.parallel.devices),
-    )
+    if config.parallel.zero == 1:  # gradients of all layers at once: too large to be exchanged
+        zero, scattering = Zero1, Scattering(torus)
+    else:
+        zero, scattering = Zero3, choose_scattering(torus, hardware, config.parallel.devices)
     reason = f"zero={config.parallel.zero}, gradients {_describe_scattering(scattering)}"
     return ReplicasChoice(zero(*axes, config.parallel.dtype, config.parallel.grad_dtype, scattering), reason)
 
@@ -46,7 +46,7 @@ def choose_scattering(stages: tuple[int, ...], hardware: Hardware, devices: int)
 
 def _describe_scattering(scattering: Scattering) -> str:
     if scattering.exchange:
-        return "exchanged: each dimension of the torus is short"
+        return "of rows of layers exchanged, as the torus is short; others reduce-scattered"
     stages = len(scattering.stages)
     return f"reduce-scattered in {stages} stages, one for each dimension of the torus" if stages > 1 else (
         "reduce-scattered in one stage")  # fmt: skip

@@ -1,4 +1,7 @@
-"""The PartitionSpec of each parameter, only by its name: a shape or a value never decides how an array is split."""
+"""The PartitionSpec of each parameter. Its name alone decides how mp and pp split it, never a shape or a value.
+
+ZeRO splits over dp too, along a dimension that its size divides.
+"""
 
 import fnmatch
 
@@ -106,6 +109,7 @@ def _add_axes(spec: P, dimension: int | None, added: tuple[str, ...]) -> P:
     if dimension is None:
         return spec
     axes = [*spec, *[None] * (dimension + 1 - len(spec))]
+    # mp comes first: the parts of one shard of mp are contiguous, so that a gather over dp restores that shard.
     together = added if axes[dimension] is None else (axes[dimension], *added)
     axes[dimension] = together if len(together) > 1 else together[0]
     return P(*axes)

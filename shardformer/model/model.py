@@ -130,14 +130,15 @@ class Model:
     def loss_and_grad(self, params, batch, dropout_key):
         """Returns the batch's `Loss` and the gradient of its objective, which ZeRO splits over dp.
 
-        Runs the `accum` microbatches in sequence, or through the pipeline if pp > 1.
+        Runs the `accum` microbatches in sequence, or through the pipeline if pp > 1. parallel/README.md follows the
+        gradient of a matrix from here to its owner.
         """
 
         def body(params, batch, dropout_key):
             params = self.replicas.make_local(params)
 
             def grad(batch):
-                return self._local_loss_and_grad(params, batch, dropout_key)
+                return self._unscaled_loss_and_grad(params, batch, dropout_key)
 
             return self._mean(*self.run_rows(grad, self.number_rows(batch)))
 
@@ -150,7 +151,7 @@ class Model:
         def body(params, batch, dropout_key, part):
             size = batch["tokens"].shape[0] // self.config.training.accum
             rows = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, part * size, size), self.number_rows(batch))
-            return self._mean(*self._local_loss_and_grad(self.replicas.make_local(params), rows, dropout_key))
+            return self._mean(*self._unscaled_loss_and_grad(self.replicas.make_local(params), rows, dropout_key))
 
         in_specs, batch = (self.specs, self.row_spec, P(), P()), normalise_weights(batch)
         return self.shard_map(body, in_specs, (P(), self.grad_specs))(params, batch, dropout_key, part)
@@ -180,17 +181,17 @@ class Model:
 
     def map_matrices(self, function, tree):
         """Applies a function of full matrices [layers, D, F] to a tree of some of the layers' gradients or moments."""
-        layout = tree_util.tree_map_with_path(lambda path, _: self.grad_specs[path[0].key][path[1].key], tree)
+        matrix_specs = tree_util.tree_map_with_path(lambda path, _: self.grad_specs[path[0].key][path[1].key], tree)
 
         def body(tree):
-            return jax.tree.map(functools.partial(apply_to_full_matrices, function), tree, layout)
+            return jax.tree.map(functools.partial(apply_to_full_matrices, function), tree, matrix_specs)
 
-        return self.shard_map(body, (layout,), layout)(tree)
+        return self.shard_map(body, (matrix_specs,), matrix_specs)(tree)
 
     def shard_map(self, body: Callable, in_specs, out_specs) -> Callable:
         """Returns a function of shards as a function of global arrays; the specs may name axes of one device."""
         in_specs, out_specs = collectives.drop_unit_axes((in_specs, out_specs), self.mesh)
-        return jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
+        return jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
 
     # Shard view: the parts of the bodies above.
 
@@ -212,8 +213,11 @@ class Model:
         losses = jax.tree.map(lambda x_BT: (x_BT if weights is None else x_BT * weights).mean(), by_token)
         return objective, lax.stop_gradient(losses)
 
-    def _local_loss_and_grad(self, params, batch, dropout_key):
-        """Returns `Loss` and the gradient over only this shard's rows, in float32 for the sums that follow."""
+    def _unscaled_loss_and_grad(self, params, batch, dropout_key):
+        """Returns `Loss` and the gradient of this shard's rows, in float32 for the sums that follow.
+
+        With ZeRO-3, the backward pass has already summed the gradients of split parameters over the replicas.
+        """
 
         def objective(trainable):
             return self.local_objective(self.trainable.replace(params, trainable), batch, dropout_key)

@@ -27,7 +27,7 @@ def split_axes(axes: Axes) -> tuple[str, ...]:
 
 
 def vary(x: Array, axes: Axes) -> Array:
-    """Marks an array as varying over the axes, over which it must not vary yet."""
+    """Marks an array as varying over the axes, over which it must not vary yet. Its gradient is summed over them."""
     names = split_axes(axes)
     return lax.pcast(x, names, to="varying") if names else x
 
@@ -141,7 +141,7 @@ def fan_out(x: Array, tokens_split: bool = False) -> Array:
     """
     if tokens_split and _is_split():
         return lax.all_gather(x, MP, axis=1, tiled=True)
-    return vary(x, MP)
+    return vary(x, MP)  # its transpose is the all-reduce
 
 
 def reduce(x: Array, tokens_split: bool = False) -> Array:

@@ -3,9 +3,9 @@
 The rows of a batch are split over dp and over the stages of a pipeline: each stage embeds its rows and computes
 their loss. With context parallelism, the parameters are replicated over cp too, and ZeRO splits them over dp x cp.
 
-With ZeRO, every device stores a part of the parameters, of their gradients and of the optimizer's state. ZeRO-1 gathers
-all parameters when a step starts and reduce-scatters the gradients when it ends. ZeRO-3 gathers each layer where it is
-used; the backward pass of that gather reduce-scatters the layer's gradient.
+With ZeRO, every device stores a part of the parameters, of their gradients and of the optimizer's state (so does ZeRO-1
+here, unlike in the paper). ZeRO-1 gathers all parameters when a step starts and reduce-scatters the gradients when it
+ends. ZeRO-3 gathers each layer where it is used; the backward pass of that gather reduce-scatters the layer's gradient.
 """
 
 import dataclasses
@@ -25,7 +25,8 @@ from shardformer.parallel.scattering import IN_ONE_STAGE, Scattering, gather_par
 class Replicated:
     """Plain data parallelism: every replica stores all parameters, and an all-reduce averages the gradients."""
 
-    layer_axes: tuple[str, ...] = ()  # the mesh axes of the replicas of a layer's parameters
+    # The mesh axes of the replicas of a layer's parameters, of sizes above 1; ZeRO splits all parameters over these.
+    layer_axes: tuple[str, ...] = ()
     outside_axes: tuple[str, ...] = ()  # of the other parameters: every pipeline stage has them
     count: int = 1  # shards of a batch's tokens
 
@@ -38,7 +39,7 @@ class Replicated:
         return self
 
     def make_local(self, params: dict) -> dict:
-        """Returns the parameters of a forward and backward pass; their gradients stay on each shard until `mean`."""
+        """Returns the parameters of one pass; the gradients of replicated ones stay on each shard until `mean`."""
         return map_named(lambda name, p: collectives.vary(p, self.axes_of(name)), params)
 
     def gather_outside(self, params: dict) -> dict:
@@ -50,7 +51,7 @@ class Replicated:
         return stored
 
     def mean(self, grads: dict) -> dict:
-        """Averages gradients over the batch's tokens, by one collective each; ZeRO keeps only this device's part."""
+        """Averages gradients over the batch's tokens: all-reduces those of replicated parameters, then divides."""
         return map_named(lambda name, g: collectives.psum(g, self.axes_of(name)) / self.count, grads)
 
     def axes_of(self, name: str) -> tuple[str, ...]:
@@ -58,13 +59,30 @@ class Replicated:
         return self.layer_axes if is_stacked(name) else self.outside_axes
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5))
+def gather_and_scatter(p, dimension, dtype, scattering, axes, grad_dtype):
+    """Gathers a parameter in `dtype`. Its gradient is cast to float32, sent in `grad_dtype`, and scattered."""
+    return gather_parts(p.astype(dtype), dimension, scattering.stages, axes)
+
+
+def _gather_forward(p, dimension, dtype, scattering, axes, grad_dtype):
+    return gather_and_scatter(p, dimension, dtype, scattering, axes, grad_dtype), None
+
+
+def _scatter_gradient(dimension, dtype, scattering, axes, grad_dtype, _, gradient):
+    return (scatter_sum(gradient.astype(jnp.float32), dimension, scattering, axes, grad_dtype),)
+
+
+gather_and_scatter.defvjp(_gather_forward, _scatter_gradient)
+
+
 @dataclasses.dataclass(frozen=True)
 class Zero(Replicated):
-    """The parts that ZeRO's stages share. A parameter without a dimension that divides stays replicated."""
+    """The functions that ZeRO-1 and ZeRO-3 share. A parameter without a dimension that divides stays replicated."""
 
     dtype: str = "float32"  # in which matrices are gathered; other parameters are gathered in float32
-    grad_dtype: str = "float32"  # in which the layers' gradients are sent
-    scattering: Scattering = IN_ONE_STAGE  # of one layer's gradients; larger ones are not exchanged, to save buffers
+    grad_dtype: str = "float32"  # in which ZeRO-3 sends gradients of matrices; those of vectors are sent in float32
+    scattering: Scattering = IN_ONE_STAGE  # of one layer's gradients
     dimensions: dict = dataclasses.field(default_factory=dict, compare=False)  # {module: {name: dimension or None}}
 
     def with_dimensions(self, dimensions: dict) -> "Zero":
@@ -84,15 +102,19 @@ class Zero(Replicated):
         return self.dimensions[module][leaf]
 
     def gather(self, name: str, p: Array, dimension: int | None, scattering: Scattering) -> Array:
-        """Returns a parameter of which every replica has a part along `dimension`, in the matmul dtype if a matrix."""
+        """Returns a parameter of which every replica has a part along `dimension`.
+
+        Factors of products are returned in the matmul dtype. The cast to float32 comes before the gather, so that the
+        sum of the gradient is float32 and is rounded once, if the parameter is bfloat16.
+        """
         if dimension is None:
             return p
         dtype = self.dtype if is_factor_of_product(name.rpartition("/")[2]) else "float32"
         return gather_and_scatter(p.astype("float32"), dimension, dtype, scattering, self.layer_axes, self.grad_dtype)
 
     @property
-    def in_stages(self) -> Scattering:
-        """The scattering of gradients that are too large to be exchanged."""
+    def without_exchange(self) -> Scattering:
+        """The scattering of gradients of many layers or a large table: an exchange would need too large buffers."""
         return Scattering(self.scattering.stages)
 
 
@@ -101,24 +123,27 @@ class Zero1(Zero):
 
     def make_local(self, params: dict) -> dict:
         def gather(name, p):
-            return self.gather(name, p, self.dimension(name), self.in_stages)
+            return self.gather(name, p, self.dimension(name), self.without_exchange)
 
         return super().make_local(map_named(gather, params))
 
     def mean(self, grads: dict) -> dict:
         def scatter(name, g):
             dimension = self.dimension(name)
-            return g if dimension is None else scatter_sum(g, dimension, self.in_stages, self.layer_axes)
+            return g if dimension is None else scatter_sum(g, dimension, self.without_exchange, self.layer_axes)
 
         return super().mean(map_named(scatter, grads))
 
 
 class Zero3(Zero):
-    """ZeRO-3: a gather of each layer where it is used, whose backward pass reduce-scatters the layer's gradient."""
+    """ZeRO-3: a gather of each layer where it is used, whose backward pass reduce-scatters the layer's gradient.
+
+    So `make_local` sends nothing, and `mean` only divides gradients of split parameters: the backward pass summed them.
+    """
 
     def gather_outside(self, params: dict) -> dict:
         def gather(name, p):
-            return self.gather(name, p, self.dimension(name), self.in_stages)
+            return self.gather(name, p, self.dimension(name), self.without_exchange)
 
         return map_named(gather, super().gather_outside(params))
 
@@ -131,7 +156,7 @@ class Zero3(Zero):
 
 
 class ForwardZero(Zero3):
-    """ZeRO in forward passes without gradients: gathers layer by layer, with either stage.
+    """ZeRO in forward passes without gradients: both ZeRO-1 and ZeRO-3 gather layer by layer.
 
     The parameters are marked as the same on every shard, so that logits of a split context can be.
     """
@@ -151,20 +176,3 @@ def map_named(function: Callable, tree: dict) -> dict:
         module: {name: function(f"{module}/{name}", leaf) for name, leaf in leaves.items()}
         for module, leaves in tree.items()
     }
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5))
-def gather_and_scatter(p, dimension, dtype, scattering, axes, grad_dtype):
-    """Gathers a parameter in `dtype`; its gradient is summed in float32, as without ZeRO."""
-    return gather_parts(p.astype(dtype), dimension, scattering.stages, axes)
-
-
-def _forward(p, dimension, dtype, scattering, axes, grad_dtype):
-    return gather_and_scatter(p, dimension, dtype, scattering, axes, grad_dtype), None
-
-
-def _backward(dimension, dtype, scattering, axes, grad_dtype, _, gradient):
-    return (scatter_sum(gradient.astype(jnp.float32), dimension, scattering, axes, grad_dtype),)
-
-
-gather_and_scatter.defvjp(_forward, _backward)

@@ -21,7 +21,7 @@ GATHERED_AT_ONCE = 32  # devices; libtpu 0.0.52 gathers over three dimensions at
 class Scattering(NamedTuple):
     """The method by which gradients are summed over the replicas."""
 
-    stages: tuple[int, ...] = ()  # factors of the number of devices, the slowest first; () for one stage
+    stages: tuple[int, ...] = ()  # torus dimensions that the devices follow, the slowest first; () is like (devices,)
     exchange: bool = False  # a TPU runs it next to products, and waits for the reduce-scatters of stages
     in_pieces: bool = False  # wide gradients, in those in which `linear` computes them on a TPU
 

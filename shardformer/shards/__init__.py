@@ -1,7 +1,8 @@
-"""The model as one shard sees it: its slice of every array, and the named axes of the mesh.
+"""The model as one shard sees it: its slice of every array, and the named axes `dp`, `mp`, `cp` and `pp`.
 
-Every collective is written out: over `mp` within the model, over `dp` where gradients and losses are averaged and
-where ZeRO gathers, over `pp` from stage to stage, and over `cp` in attention. The modules are differentiated under
+Every collective of the forward pass is written out; those of the backward pass are the transposes. They are over `mp`
+within the model, over `dp` where gradients and losses are averaged and where ZeRO gathers, over `pp` from stage to
+stage, over `cp` in attention. The modules are differentiated under
 `jax.shard_map(..., check_vma=True)`, where plain collectives have exact gradients. They are initialised on named axes
 of size 1, where local shapes equal global ones.
 

@@ -15,7 +15,7 @@ from shardformer.devices import programs
 from shardformer.devices.chips import find_options
 from shardformer.model import Loss
 from shardformer.optim import chain
-from shardformer.training.step import Measured, Part, Scan, StepMetrics, TrainState, Update, compile_step
+from shardformer.training.step import Measured, OneProgram, Part, StepMetrics, TrainState, Update, compile_step
 
 
 class Accumulation(Protocol):
@@ -30,8 +30,10 @@ class Accumulation(Protocol):
 
 def make_accumulation(config: Config, update: Update, shardings: TrainState) -> Accumulation:
     """Returns the mode that `accum` and `accum_mode` ask for."""
-    modes: dict[str, type[Scan | MultiSteps | Manual]] = {"scan": Scan, "multisteps": MultiSteps, "manual": Manual}
-    return modes["scan" if config.training.accum == 1 else config.training.accum_mode](update, shardings)
+    modes: dict[str, type[MultiSteps | Manual]] = {"multisteps": MultiSteps, "manual": Manual}
+    if config.training.accum == 1 or config.training.accum_mode == "scan":
+        return OneProgram(update, shardings)
+    return modes[config.training.accum_mode](update, shardings)
 
 
 class AccumulatedGradient(Part):

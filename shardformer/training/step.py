@@ -1,7 +1,7 @@
 """One training step: the gradient of a batch, the update of the state, and the guard. Global view.
 
-`Scan.train_step` computes the gradient and calls `Update.apply`: `measure`, `guard` and, for a good step, `advance`.
-A feature that is on takes part in a step as a `Part`. A plain step has no parts.
+`OneProgram.train_step` computes the gradient and calls `Update.apply`: `measure`, `guard` and, for a good step,
+`advance`. A feature that is on takes part in a step as a `Part`. A plain step has no parts.
 """
 
 from collections.abc import Callable
@@ -127,6 +127,7 @@ class Update:
     def advance(self, state: TrainState, grads, measured: Measured, **arguments):
         """Returns the state after one update, the norm of the update, and the learning rate."""
         before = self.trainable(state)
+        # Elementwise on each device's part: no collective but those of the two norms (muon and lbfgs have others).
         updates, optimizer_state = self.optimizer.update(
             grads, state.optimizer, before, step=state.step, norm=measured.grad_norm, **arguments
         )
@@ -190,8 +191,8 @@ class Update:
         return jax.tree.map(model.sharding, specs)
 
 
-class Scan:
-    """The full step in one program, in which the model scans the microbatches.
+class OneProgram:
+    """The full step in one program; the model scans the microbatches, if there are two or more.
 
     A program returns its metrics as one array, so that the host reads them at once.
     """

@@ -64,7 +64,7 @@ def test_plain_step_accepts_any_mesh_and_zero():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "used"), [("scan", {"Scan._program"}), ("multisteps", {"MultiSteps._program"}),
+@pytest.mark.parametrize(("mode", "used"), [("scan", {"OneProgram._program"}), ("multisteps", {"MultiSteps._program"}),
                                             ("manual", {"Manual.add", "Manual.finish"})])  # fmt: skip
 def test_step_runs_in_its_accumulation_mode(mode, used, monkeypatch):
     calls = set()

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from shardformer import optim
 from shardformer.layout import mesh
 from shardformer.model import Measures, Model
-from shardformer.training.step import Scan, TrainState
+from shardformer.training.step import OneProgram, TrainState
 from shardformer.training.trainer import Trainer
 from tests import asserts, sharded, shared
 from tests.integration.made_up import FINE, GPT2, apply, like, noise, numpy
@@ -165,7 +165,7 @@ def temporary_over_parameters(t, update):
 def test_the_guard_holds_no_second_state(name, zero, most):
     config = shared.tiny(mesh=name, zero=zero, batch=4, **MODERATE)
     t = Trainer(config, mesh.make(config))
-    assert temporary_over_parameters(t, Scan(t.update, t.shardings).train_step) < most
+    assert temporary_over_parameters(t, OneProgram(t.update, t.shardings).train_step) < most
 
 
 @pytest.mark.slow
