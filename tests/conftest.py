@@ -13,6 +13,7 @@ import pytest
 from shardformer.layout import mesh
 from shardformer.model import Model
 from tests import runs, shared
+from tests.defects import Defects
 from tests.launch import QUICK_COMPILATION
 from tests.training.uneven_run import uneven_words
 
@@ -144,6 +145,14 @@ def draw_each_model_once(request):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Model, "init", split_drawn_parameters)
         yield
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """Breaks a function of the product for a negative twin: `broken(module, "function", wrong)`."""
+    defects = Defects(monkeypatch)
+    yield defects
+    defects.check()
 
 
 @pytest.fixture(scope="module", autouse=True)

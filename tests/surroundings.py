@@ -1,16 +1,19 @@
 """Surroundings and faults that tests of two or more packages simulate, each patched in one function."""
 
 import functools
+import inspect
 import os
+import shutil
 
 import jax
 from obstore.store import MemoryStore
 
-from shardformer.checkpoint import stores
+from shardformer.checkpoint import checksums, stores
 from shardformer.checkpoint.bucket_store import BucketStore
 from shardformer.data import text_files
 from shardformer.devices import processes, rendezvous
-from shardformer.storage import bucket, requests
+from shardformer.kernels import linear
+from shardformer.storage import bucket, local_copy, requests
 
 
 def simulate_processes(monkeypatch, count: int, index: int = 0) -> None:
@@ -26,11 +29,45 @@ def simulate_failing_processes(monkeypatch, end) -> None:
     monkeypatch.setattr(rendezvous, "end_process", end)
 
 
+def note_exits(monkeypatch, note) -> None:
+    """Calls `note(status)` where the process would end at once."""
+    monkeypatch.setattr(os, "_exit", note)
+
+
+def answer_for_processes(monkeypatch, answer) -> None:
+    """Makes `answer(text)` the strings of all processes if this one sends its text to the others."""
+    monkeypatch.setattr(processes, "gather_documents", answer)
+
+
 def note_documents(monkeypatch) -> list[str]:
     """Returns a list that gets each document that this process sends to all."""
     sent: list[str] = []
-    monkeypatch.setattr(processes, "gather_documents", lambda document: sent.append(document) or [document])
+    before_call(monkeypatch, processes, "gather_documents", sent.append)
     return sent
+
+
+def before_call(monkeypatch, owner, name: str, act) -> None:
+    """Calls `act` with the arguments of each call of a function, before it; an error of `act` is the function's.
+
+    The function itself stays: a test notes, delays or interrupts its calls, and replaces no result.
+    """
+    function = getattr(owner, name)
+
+    def call(*arguments, **named):
+        act(*arguments, **named)
+        return function(*arguments, **named)
+
+    is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+    monkeypatch.setattr(owner, name, staticmethod(call) if is_static else call)
+
+
+def let_fail(monkeypatch, owner, name: str, error: BaseException) -> None:
+    """Lets each call of a function fail with an error: that of a full disk, say, or of Ctrl-C."""
+
+    def fail(*_, **__):
+        raise error
+
+    before_call(monkeypatch, owner, name, fail)
 
 
 def hide_home(monkeypatch) -> None:
@@ -40,23 +77,49 @@ def hide_home(monkeypatch) -> None:
 
 def before_sync(monkeypatch, act) -> None:
     """Calls `act(descriptor)` before each `os.fsync`; an error that it raises is the system's."""
-    fsync = os.fsync
+    before_call(monkeypatch, os, "fsync", act)
 
-    def sync(descriptor):
-        act(descriptor)
-        fsync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", sync)
+def simulate_devices(monkeypatch, devices: list) -> None:
+    """Makes these the devices of all processes."""
+    monkeypatch.setattr(jax, "devices", lambda *_: devices)
+
+
+def simulate_free_space(monkeypatch, free: int) -> None:
+    """Makes every disk have so many free bytes."""
+    usage = shutil.disk_usage("/")._replace(free=free)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+
+
+def open_buckets(monkeypatch, open_bucket) -> None:
+    """Lets `open_bucket(scheme, name)` return the store of each bucket."""
+    monkeypatch.setattr(bucket, "open_bucket", open_bucket)
 
 
 def open_memory_buckets(monkeypatch) -> None:
     """Lets every bucket be one in memory, empty at first."""
-    monkeypatch.setattr(bucket, "open_bucket", functools.cache(lambda scheme, name: MemoryStore()))
+    open_buckets(monkeypatch, functools.cache(lambda scheme, name: MemoryStore()))
 
 
 def change_patience(monkeypatch, **seconds) -> None:
     """Changes how long requests to buckets are repeated."""
     monkeypatch.setattr(requests, "PATIENCE", requests.PATIENCE._replace(**seconds))
+
+
+def change_blocks(monkeypatch, size: int) -> None:
+    """Changes how many bytes of an array have one checksum."""
+    monkeypatch.setattr(checksums, "BLOCK", size)
+
+
+def change_pieces(monkeypatch, elements: int, lanes: int = linear.LANES) -> None:
+    """Changes the size of the pieces of wide gradients, and of a TPU's tile."""
+    monkeypatch.setattr(linear, "PIECE_ELEMENTS", elements)
+    monkeypatch.setattr(linear, "LANES", lanes)
+
+
+def change_copies(monkeypatch, **sizes) -> None:
+    """Changes the sizes in which objects of buckets are copied, or how many are requested at once."""
+    monkeypatch.setattr(local_copy, "REQUESTS", local_copy.REQUESTS._replace(**sizes))
 
 
 def change_text_limits(monkeypatch, **limits) -> None:

@@ -16,6 +16,7 @@ from shardformer.__main__ import main
 from shardformer.errors import UsageError
 from shardformer.layout import mesh
 from tests import shared
+from tests.surroundings import simulate_devices
 
 ROOT = Path(__file__).parents[1]
 IS_FAULTY = jaxlib.__version__ in jax_releases.FAULTY_FUSIONS
@@ -128,7 +129,7 @@ def test_faults_of_a_release_are_named(monkeypatch, version, flags, named):
 def test_start_prints_the_faults_of_a_cpu(monkeypatch, capsys, platform, lines):
     install(monkeypatch, "0.10.2")
     monkeypatch.setenv("XLA_FLAGS", "")
-    monkeypatch.setattr(mesh, "find_devices", lambda: [SimpleNamespace(platform=platform)] * 8)
+    simulate_devices(monkeypatch, [SimpleNamespace(platform=platform)] * 8)
     monkeypatch.setattr(mesh, "device_memory", lambda: 1e12)
     mesh.start(shared.tiny(mesh="4x2"))
     assert capsys.readouterr().err.count("jax#39103") == lines

@@ -16,6 +16,7 @@ from shardformer.__main__ import main
 from shardformer.cli import commands, show_command
 from shardformer.config import format_value, parsing
 from tests.runs import USAGE
+from tests.surroundings import let_fail, note_exits
 
 ROOT = Path(__file__).parents[1]
 
@@ -182,8 +183,8 @@ def test_ctrl_c_during_a_command_ends_the_process(monkeypatch, capsys):
     def end(status):
         raise SystemExit(status)
 
-    monkeypatch.setattr(os, "_exit", end)
-    monkeypatch.setattr(show_command, "show", mock.Mock(side_effect=KeyboardInterrupt))
+    note_exits(monkeypatch, end)
+    let_fail(monkeypatch, show_command, "show", KeyboardInterrupt())
     with pytest.raises(SystemExit, match="1"):
         main(["show", "tiny"])
     assert capsys.readouterr().err == "shardformer: interrupted\n"

@@ -1,5 +1,7 @@
 """`bench kernel`: loss and gradients with this device's attention against plain attention."""
 
+from collections.abc import Mapping
+
 import jax
 import numpy as np
 
@@ -15,12 +17,14 @@ LIMITS = {"float32": 1e-4, "bfloat16": 3e-2}  # of the relative difference of a 
 CASES = {"causal": {}, "shared heads": {"kv_heads": 2}, "window": {"window": 256}}
 
 
-def bench_kernel(options: Measuring, settings: Config) -> None:
+def bench_kernel(
+    options: Measuring, settings: Config, cases: Mapping[str, dict] = CASES, limits: Mapping[str, float] = LIMITS
+) -> None:
     """Prints the largest differences for each case and dtype; raises RunError if a gradient differs too much."""
     mesh.start(settings)
     rows, wrong = [], []
-    for dtype, limit in LIMITS.items():
-        for name, changes in CASES.items():
+    for dtype, limit in limits.items():
+        for name, changes in cases.items():
             loss, gradient = compare(settings.replace(dtype=dtype, **changes))
             rows.append([name, dtype, f"{loss:.1e}", f"{gradient:.1e}"])
             if not gradient <= limit:

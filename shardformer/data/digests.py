@@ -26,15 +26,18 @@ SETTLED = 2.0  # seconds: a younger file may change with the same mtime
 Stamp = list[int]
 
 
-def digest_files(paths: Sequence[Path], *, remembered: bool = True) -> list[str]:
-    """Returns the sha256 of each file; remembered=False reads all of them."""
+def digest_files(paths: Sequence[Path], *, remembered: bool = True, settled: float = SETTLED) -> list[str]:
+    """Returns the sha256 of each file; remembered=False reads all of them.
+
+    settled: seconds without a change after which the digest of a file is remembered.
+    """
     names = "\n".join(os.path.abspath(path) for path in paths)
     memory = cache_folder() / FOLDER / f"{hashlib.sha256(os.fsencode(names)).hexdigest()[:16]}.json"
     known = _read_memory(memory) if remembered else {}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        result = list(pool.map(lambda path: _digest_unless_known(path, known), paths))
-    settled = [(os.path.abspath(path), pair) for path, pair in zip(paths, result, strict=True) if pair[0]]
-    fresh = dict(settled)
+        result = list(pool.map(lambda path: _digest_unless_known(path, known, settled), paths))
+    unchanged = [(os.path.abspath(path), pair) for path, pair in zip(paths, result, strict=True) if pair[0]]
+    fresh = dict(unchanged)
     if fresh and fresh != known:
         with contextlib.suppress(OSError):  # a cache that cannot be written costs time only
             make_folder(memory.parent)
@@ -49,7 +52,7 @@ def stamp_file(path: Path) -> Stamp:
     return [result.st_size, result.st_mtime_ns, result.st_ctime_ns, result.st_ino, result.st_dev]
 
 
-def _digest_unless_known(path: Path, known: dict) -> tuple[Stamp | None, str]:
+def _digest_unless_known(path: Path, known: dict, settled: float) -> tuple[Stamp | None, str]:
     """Returns the digest with the stamp that it may be remembered by, if the file has not changed lately."""
     try:
         before = stamp_file(path)
@@ -58,7 +61,7 @@ def _digest_unless_known(path: Path, known: dict) -> tuple[Stamp | None, str]:
             return stamp, digest
         with open_regular(path) as file:
             digest = hashlib.file_digest(cast(io.BufferedReader, file), "sha256").hexdigest()
-        is_settled = time.time() - max(before[1], before[2]) / 1e9 > SETTLED
+        is_settled = time.time() - max(before[1], before[2]) / 1e9 > settled
         return (before if is_settled and stamp_file(path) == before else None), digest
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from None

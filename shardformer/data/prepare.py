@@ -41,7 +41,13 @@ SECONDS_BETWEEN_REPORTS = 0.5
 Progress = Callable[[int, int], object]  # (bytes done, of how many)
 
 
-def prepare(recipe: Recipe, vocabulary: Vocabulary, out: Path, progress: Progress = lambda *_: None) -> TokenFolder:
+def prepare(
+    recipe: Recipe,
+    vocabulary: Vocabulary,
+    out: Path,
+    progress: Progress = lambda *_: None,
+    seconds_between_reports: float = SECONDS_BETWEEN_REPORTS,
+) -> TokenFolder:
     """Tokenises the documents of a recipe into `out`, or continues after an interruption."""
     stamps, identity = recipe.stamps(), recipe.identify_with(vocabulary)
     hidden = out.with_name(f".{out.name}.preparing-{identity[:12]}")
@@ -55,7 +61,7 @@ def prepare(recipe: Recipe, vocabulary: Vocabulary, out: Path, progress: Progres
         make_folder(hidden)
         remove_temporary(hidden)
         items: list[Item | TokenItem] = [*recipe.items(vocabulary.breaks), *recipe.token_items()]
-        _write_parts(items, recipe, vocabulary, hidden, progress)
+        _write_parts(items, recipe, vocabulary, hidden, progress, seconds_between_reports)
         if recipe.stamps() != stamps:
             shutil.rmtree(hidden)
             raise UsageError(f"{recipe.name} has changed while it was prepared; start again")
@@ -77,7 +83,12 @@ def _open_equal(out: Path, identity: str) -> TokenFolder:
 
 
 def _write_parts(
-    items: list[Item | TokenItem], recipe: Recipe, vocabulary: Vocabulary, hidden: Path, progress: Progress
+    items: list[Item | TokenItem],
+    recipe: Recipe,
+    vocabulary: Vocabulary,
+    hidden: Path,
+    progress: Progress,
+    seconds_between_reports: float,
 ) -> None:
     """Writes the parts that are missing, in as many threads as there are cores; raises for all bad rows at once."""
     counter, report = _Counter(), RowReport()
@@ -90,7 +101,7 @@ def _write_parts(
         }
         try:
             while waiting:
-                done, waiting = concurrent.futures.wait(waiting, SECONDS_BETWEEN_REPORTS, FIRST_COMPLETED)
+                done, waiting = concurrent.futures.wait(waiting, seconds_between_reports, FIRST_COMPLETED)
                 for task in done:
                     report.merge(task.result())
                 progress(min(counter.value, total - 1) if waiting else total, total)

@@ -24,7 +24,6 @@ from shardformer.errors import UsageError
 HASHED = 10_000  # characters of a document, normalised, by which its split is chosen
 MAX_NAMED = 8  # files in one message
 READ_FOR_HASH = 20_000  # characters that are normalised for it
-IDS_OF_ITEM = 8 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,11 +115,11 @@ class Recipe:
         return items + ([Item(tuple(group))] if group else [])
 
     def token_items(self) -> list[TokenItem]:
-        """Divides the token files into items of IDS_OF_ITEM ids."""
+        """Divides the token files into items of `LIMITS.ids` ids."""
         items: list[TokenItem] = []
         for path in self.token_files:
             for split, (start, end) in divide_in_order(len(open_token_file(path)), self.share).items():
-                borders = [*range(start, end, IDS_OF_ITEM), end]
+                borders = [*range(start, end, text_files.LIMITS.ids), end]
                 items += [TokenItem(path, a, b, split, b == end) for a, b in itertools.pairwise(borders)]
         return items
 

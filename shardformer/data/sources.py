@@ -15,7 +15,6 @@ from shardformer.errors import UsageError
 from shardformer.files import expand_home
 from shardformer.storage import BucketPath, copy_to_disk, is_url, local_path, location
 
-IN_MEMORY = 16 << 20  # bytes of one text that is tokenised at every start rather than cached
 TAKES = (
     "data takes auto, tiny_shakespeare, builtin, tfds:NAME, a text file, a folder or a glob of them, .jsonl, .json, "
     ".gz or .zst, .bin or .npy token files, an index of TFRecords (.index), a folder made by `data prepare`, or "
@@ -109,7 +108,7 @@ def _find_repeated(files: list[Path]) -> Path | None:
 
 def _find_documents(name: str, path: Path, options: SourceOptions, say: Say) -> Source:
     recipe = find_recipe([name], options, say)
-    if recipe.chat or not recipe.in_order or recipe.files[0].stat().st_size > IN_MEMORY:
+    if recipe.chat or not recipe.in_order or recipe.files[0].stat().st_size > text_files.LIMITS.in_memory:
         return TextFiles(recipe)
     splits = split_text(text_files.read_text(recipe.files[0]), recipe.share)
     if min(len(text) for text, wanted in zip(splits, (1, recipe.share, recipe.share), strict=True) if wanted) < 2:

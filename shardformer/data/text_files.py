@@ -26,7 +26,9 @@ class Limits(NamedTuple):
 
     piece: int = 1 << 16  # characters that are encoded as one; thousands of them keep all cores busy
     range: int = 16 << 20  # bytes of a plain file that are read as one
+    ids: int = 8 << 20  # ids of a token file that are read as one
     look_ahead: int = 1 << 20  # bytes in which a break is searched for, before a text is cut elsewhere
+    in_memory: int = 16 << 20  # bytes of one text that is tokenised at every start rather than cached
     waiting: int = 1 << 20  # characters of a packed text that wait for a break
     uncut: int = 64 << 20  # characters of a document that is encoded in one piece: Rust needs 100 bytes a token
     line: int = 256 << 20  # bytes of a .jsonl file's line

@@ -136,18 +136,21 @@ def describe_largest_id(name: str, largest: int, size: int) -> str:
     )
 
 
-def fingerprint_file(path: Path) -> str:
-    """Returns a sha256 of a file's size and content: all of it up to 64 MB, else 1,024 blocks spread over it."""
+def fingerprint_file(path: Path, block: int = SAMPLED_BLOCK, blocks: int = SAMPLED_BLOCKS) -> str:
+    """Returns a sha256 of a file's size and content: all of it up to 64 MB, else 1,024 blocks spread over it.
+
+    block, blocks: the size and the number of the blocks.
+    """
     try:
         size = path.stat().st_size
         digest = hashlib.sha256(str(size).encode())
         with open(path, "rb") as file:
-            if size <= SAMPLED_BLOCK * SAMPLED_BLOCKS:
+            if size <= block * blocks:
                 digest.update(file.read())
             else:
-                for number in range(SAMPLED_BLOCKS):
-                    file.seek(number * (size - SAMPLED_BLOCK) // (SAMPLED_BLOCKS - 1))
-                    digest.update(file.read(SAMPLED_BLOCK))
+                for number in range(blocks):
+                    file.seek(number * (size - block) // (blocks - 1))
+                    digest.update(file.read(block))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
     return digest.hexdigest()

@@ -19,10 +19,18 @@ from shardformer.errors import UsageError
 
 # JAX's default, 8482, is closed by the firewall rule that comes with a TPU VM's network; this port is open.
 TPU_PORT = "8476"
-METADATA_SECONDS = 30  # of waiting for the metadata server
-REMIND = 10  # seconds of waiting before a line reports it
 OPEN_MPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+
+
+class Patience(NamedTuple):
+    """How long to wait for the metadata server."""
+
+    seconds: float = 30.0  # until the start fails
+    silence: float = 10.0  # seconds of waiting before a line reports it
+
+
+PATIENCE = Patience()
 
 
 class Membership(NamedTuple):
@@ -35,7 +43,7 @@ class Membership(NamedTuple):
     source: str = ""  # the scheduler; empty for keys of the run
 
 
-def find_membership(environment: Mapping[str, str] = os.environ) -> Membership | None:
+def find_membership(environment: Mapping[str, str] = os.environ, patience: Patience = PATIENCE) -> Membership | None:
     """Returns the membership that Open MPI, SLURM or a TPU pod gives; None for a single process."""
     port = environment.get("JAX_COORDINATOR_PORT", "")
     result = None
@@ -44,7 +52,7 @@ def find_membership(environment: Mapping[str, str] = os.environ) -> Membership |
     elif all(name in environment for name in SLURM):
         result = _read_slurm(environment, port)
     elif is_tpu_vm(environment):
-        result = _read_tpu_pod(environment, port or TPU_PORT)
+        result = _read_tpu_pod(environment, port or TPU_PORT, patience)
     return result if result and result.processes > 1 else None
 
 
@@ -104,9 +112,9 @@ def _ephemeral_port(job: int) -> int:
     return 2**16 - 2**12 + job % 2**12
 
 
-def _read_tpu_pod(environment: Mapping[str, str], port: str) -> Membership | None:
+def _read_tpu_pod(environment: Mapping[str, str], port: str, patience: Patience) -> Membership | None:
     on_kubernetes = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES")
-    attribute = functools.partial(_read_metadata, environment)
+    attribute = functools.partial(_read_metadata, environment, patience)
     if on_kubernetes:
         workers, worker = on_kubernetes.split(","), _number(environment, "TPU_WORKER_ID")
     elif "TPU_SKIP_MDS_QUERY" in environment:
@@ -125,7 +133,7 @@ def _read_tpu_pod(environment: Mapping[str, str], port: str) -> Membership | Non
     return Membership(f"{host}:{port}", count * len(workers), index, None, "the TPU pod")
 
 
-def _read_metadata(environment: Mapping[str, str], name: str) -> str | None:
+def _read_metadata(environment: Mapping[str, str], patience: Patience, name: str) -> str | None:
     """Returns an attribute of this machine; None if it has none of this name."""
     server = environment.get("GCE_METADATA_IP", "metadata.google.internal")
     url = f"http://{server}/computeMetadata/v1/instance/attributes/{name}"
@@ -143,14 +151,15 @@ def _read_metadata(environment: Mapping[str, str], name: str) -> str | None:
         except OSError as error:
             problem = f"does not answer ({getattr(error, 'reason', error)})"
         waited = time.monotonic() - begin
-        if waited > METADATA_SECONDS:
+        if waited > patience.seconds:
             raise UsageError(
                 f"this machine has a TPU, but its metadata server {server} {problem}; for a single machine set "
                 "TPU_SKIP_MDS_QUERY=1, for several give coordinator=HOST:PORT processes=N process_id=0..N-1"
             )
-        if waited > REMIND and not reported:
+        if waited > patience.silence and not reported:
             reported = True
-            line = f"waiting for the metadata server {server}, which {problem}, for at most {METADATA_SECONDS} s in all"
+            longest = f"for at most {patience.seconds:g} s in all"
+            line = f"waiting for the metadata server {server}, which {problem}, {longest}"
             print(line, file=sys.stderr, flush=True)
         time.sleep(0.5)
 

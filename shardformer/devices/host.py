@@ -8,6 +8,7 @@ activations.
 import hashlib
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")  # always, madvise (to programs that ask) or never
@@ -19,11 +20,20 @@ def restart_with_huge_pages(arguments: list[str]) -> None:
 
     glibc reads its settings when a process starts. Settings of the user are not changed.
     """
-    started_as = sys.orig_argv[: -len(arguments)]  # `python -m shardformer` or bin/shardformer
-    is_command = Path(*started_as[-1:]).name == "shardformer"  # not a script or notebook, which would restart
-    if is_command and TUNABLES not in os.environ and SETTING.exists() and "[madvise]" in SETTING.read_text():
+    if words := find_restart(arguments, sys.orig_argv, os.environ, SETTING):
         os.environ[TUNABLES] = "glibc.malloc.hugetlb=1"
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+        os.execv(words[0], words)
+
+
+def find_restart(
+    arguments: list[str], command: list[str], environment: Mapping[str, str], setting: Path
+) -> list[str] | None:
+    """Returns the command that repeats `command`, which ends with `arguments`; None if this process should go on."""
+    started_as = command[: -len(arguments)]  # `python -m shardformer` or bin/shardformer
+    is_command = Path(*started_as[-1:]).name == "shardformer"  # not a script or notebook, which would restart
+    if is_command and TUNABLES not in environment and setting.exists() and "[madvise]" in setting.read_text():
+        return [sys.executable, *command[1:]]
+    return None
 
 
 def describe_processor() -> str:

@@ -228,9 +228,10 @@ def _inside_first(host: str, port: int, count: int, index: int, waiting: _Waitin
 class Watch(threading.Thread):
     """A thread that ends this process when another one has died or has been silent for `silence` seconds."""
 
-    def __init__(self, links: dict[int, Link], count: int, silence: float):
+    def __init__(self, links: dict[int, Link], count: int, silence: float, end: Callable[[str], object] | None = None):
         super().__init__(daemon=True)
         self.links, self.count, self.silence = links, count, silence
+        self._end_process = end or end_process
         self.ending = threading.Event()
         for link in links.values():
             link.heard = time.monotonic()  # its hello may be minutes old: the last process came later
@@ -274,7 +275,7 @@ class Watch(threading.Thread):
         self.ending.set()
         for link in self.links.values():
             link.send(LOST + b" " + what.encode())
-        end_process(f"process {what}; see what it printed. Start all of them again (to train: train --resume)")
+        self._end_process(f"process {what}; see what it printed. Start all of them again (to train: train --resume)")
 
 
 def end_process(reason: str) -> NoReturn:

@@ -3,17 +3,19 @@
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 LONGEST_AGE = 600  # seconds; a longer start is a /proc that counts otherwise
 STARTED = "SHARDFORMER_STARTED"  # in the environment: seconds since 1970
+STAT = Path("/proc/self/stat")
 _began: float | None = None
 
 
-def note_start() -> None:
-    """Notes the time at which this process started."""
+def note_start(age: float | None = None, clock: Callable[[], float] = time.time) -> None:
+    """Notes the time at which this process started, `age` seconds ago; None: as long ago as the system says."""
     global _began
-    _began = time.time() - _measure_age()
+    _began = clock() - (measure_age() if age is None else age)
 
 
 def take_start() -> float | None:
@@ -23,13 +25,13 @@ def take_start() -> float | None:
     return taken
 
 
-def _measure_age() -> float:
+def measure_age(stat: Path = STAT) -> float:
     """Returns the seconds since this process started, over an exec too; 0 without Linux's /proc.
 
     A script that installs, and is then replaced by the trainer, sets STARTED to the end of the installation.
     """
     try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        fields = stat.read_text().rpartition(")")[2].split()
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):
         return 0.0

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import NamedTuple
 
 from shardformer.errors import RunError, UsageError
 from shardformer.files import expand_home, locked, make_folder, replacing, sync
@@ -21,10 +22,17 @@ from shardformer.storage import bucket
 from shardformer.storage.bucket import ChangedError, Stored
 from shardformer.storage.bucket_path import BucketPath, cache_folder, local_folder, location, reading_folder
 
-RANGE = 32 * 2**20  # bytes of one request
-THREADS = 8  # requests at the same time, each with a range in memory
 FOLDER = "copies"  # in the cache
 
+
+class Requests(NamedTuple):
+    """How objects are read."""
+
+    range: int = 32 * 2**20  # bytes of one request
+    threads: int = 8  # requests at the same time, each with a range in memory
+
+
+REQUESTS = Requests()
 Say = Callable[[str], object]
 Check = Callable[[Path], object]  # raises if a file or a folder is damaged
 _stored_folders: dict[str, int] = {}  # open folders of the copies that this process uses
@@ -50,7 +58,7 @@ def copy_to_disk(path: BucketPath, say: Say, check: Check | None = None) -> Path
 
 def copy_files(what: str, places: list[BucketPath], say: Say) -> list[Path]:
     """Copies objects as one copy; returns their files."""
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(REQUESTS.threads) as pool:
         try:
             result = dict(zip(places, pool.map(bucket.head, places), strict=True))
         except OSError as error:
@@ -131,7 +139,7 @@ def _download(what: str, objects: dict[BucketPath, Stored], hidden: Path, final:
             "GB; name a folder on a larger one: SHARDFORMER_CACHE=FOLDER"
         )
     say(f"copying {what} ({total / 1e6:,.1f} MB) to {final}, where the next start finds it")
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(REQUESTS.threads) as pool:
         files = [_File(path, stored, hidden / _name(path)) for path, stored in left.items()]
         tasks = [pool.submit(file.copy_range, start) for file in files for start in file.starts]
         try:
@@ -148,13 +156,13 @@ class _File:
     def __init__(self, place: BucketPath, stored: Stored, path: Path):
         self._place, self._stored, self._path = place, stored, path
         self._temporary = path.with_name(f".{path.name}.tmp")
-        self.starts = range(0, max(stored.bytes, 1), RANGE)
+        self.starts = range(0, max(stored.bytes, 1), REQUESTS.range)
         self._left, self._counting = len(self.starts), threading.Lock()
         make_folder(path.parent)
         self._temporary.touch()
 
     def copy_range(self, start: int) -> None:
-        length = min(RANGE, self._stored.bytes - start)
+        length = min(REQUESTS.range, self._stored.bytes - start)
         with open(self._temporary, "r+b") as file:
             if length:
                 content = bucket.read_range_of_version(self._place, start, length, self._stored.version)

@@ -24,13 +24,20 @@ class RunCheckpoints:
     `lock` is the lock of the run folder; only the first process has one.
     """
 
-    def __init__(self, run: Run, best: Best, say: Callable[[str], None], lock: Lock | None = None):
-        self.best = best
+    def __init__(
+        self,
+        run: Run,
+        best: Best,
+        say: Callable[[str], None],
+        lock: Lock | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.best, self._clock = best, clock
         self._run, self._say, self._config, self._lock = run, say, run.config, lock
         self._saver = checkpoint.Saver(run.out, lock)
         self._best_in_flight = self._best_saved = best  # of the last save, and of the last save that succeeded
         self._in_flight: tuple[Snapshot, int] | None = None
-        self._last_save = time.monotonic()
+        self._last_save = self._clock()
         self._write_failure = ""  # a problem with another file of the run, to be raised after the next save
         self._said: set[str] = set()
 
@@ -59,7 +66,7 @@ class RunCheckpoints:
             return True
         if not c.run.save_minutes or (jax.process_count() > 1 and step % c.run.log_every):
             return False
-        late = time.monotonic() - self._last_save >= 60 * c.run.save_minutes
+        late = self._clock() - self._last_save >= 60 * c.run.save_minutes
         return bool(processes.first_message_from_any_process("late" if late else ""))
 
     def update_best(self, step: int, val_loss: float) -> bool:
@@ -73,7 +80,7 @@ class RunCheckpoints:
         with goodput.CLOCK.spending("save"):
             self.wait()
             snapshot = checkpoint.take_snapshot(state)
-        self._last_save = time.monotonic()
+        self._last_save = self._clock()
         return snapshot
 
     def write(self, snapshot: Snapshot, step: int, unevaluated: dict | None = None) -> None:

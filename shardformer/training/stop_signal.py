@@ -26,7 +26,8 @@ class StopSignal:
     seconds.
     """
 
-    def __init__(self):
+    def __init__(self, announce_seconds: float = ANNOUNCE_SECONDS):
+        self._announce_seconds = announce_seconds
         self.name = ""  # of the first signal
         self.is_obeyed = False  # whether is_requested has answered True
         self._is_announced = threading.Event()
@@ -71,7 +72,7 @@ class StopSignal:
         if not self.is_obeyed:
             self.is_obeyed = self._agree_to_stop() if jax.distributed.is_initialized() else bool(self.name)
             if self.is_obeyed and self.name:
-                self._is_announced.wait(ANNOUNCE_SECONDS)
+                self._is_announced.wait(self._announce_seconds)
         return self.is_obeyed
 
     def _agree_to_stop(self) -> bool:

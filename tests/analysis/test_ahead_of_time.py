@@ -10,13 +10,14 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer.analysis import compiling, memory
 from shardformer.devices import chips
-from shardformer.kernels import fused_attention, linear
+from shardformer.kernels import fused_attention
 from shardformer.kernels.blockwise_attention import Mask, Sizes
 from shardformer.layout import torus
 from shardformer.parallel import replicas
 from shardformer.parallel.ring_attention import attend_in_ring
 from shardformer.training.trainer import Trainer
 from tests import shared
+from tests.surroundings import change_pieces
 
 pytestmark = pytest.mark.skipif(not compiling.has_libtpu(), reason="needs libtpu: pip install 'shardformer[aot]'")
 
@@ -112,7 +113,7 @@ def exchanging_program() -> str:
 @pytest.mark.parametrize(("elements", "sent"), [(1 << 24, 6), (D * D // 2, 14)])
 def test_wide_gradients_are_computed_and_sent_in_pieces(monkeypatch, elements, sent):
     """Each piece is sent as its product leaves it: the concatenation between them is gone."""
-    monkeypatch.setattr(linear, "PIECE_ELEMENTS", elements)
+    change_pieces(monkeypatch, elements)
     text = exchanging_program()
     assert len(re.findall(r" all-to-all(?:-start)?\(", text)) == sent
     assert not re.findall(rf"f32\[{D},(?:{D}|{2 * D})\]\S* concatenate\(", text)
@@ -139,19 +140,19 @@ def test_matrices_are_gathered_in_bfloat16(name, zero, passes):
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_parts_of_large_slices_are_not_gathered_at_once(monkeypatch, name):
+def test_parts_of_large_slices_are_not_gathered_at_once(broken, name):
     """The twin: why gathers have stages."""
 
     def gather_at_once(x, dimension, stages, axes):
         return jax.lax.all_gather(x, axes, axis=dimension, tiled=True)
 
-    monkeypatch.setattr(replicas, "gather_parts", gather_at_once)
+    broken(replicas, "gather_parts", gather_at_once)
     assert largest_sum(compiled.__wrapped__(name, 3)) >= 2 * D * D
 
 
-def test_full_gradients_are_summed_over_all_dimensions(monkeypatch):
+def test_full_gradients_are_summed_over_all_dimensions(broken):
     """The twin: why stages are worth their lines."""
-    monkeypatch.setattr(torus, "factor_dp", lambda device_mesh: (8,))
+    broken(torus, "factor_dp", lambda device_mesh: (8,))
     found = compiled.__wrapped__("v4:2x2x2", 1)
     assert largest_sum(found) >= 4 * L * 4 * D * D
 
@@ -186,7 +187,7 @@ def test_layers_keep_grouped_keys_and_values_once():
     assert kept_heads(heads=8, kv_heads=2) == [2, 2, 8, 8]
 
 
-def test_layers_keep_repeated_heads_in_full(monkeypatch):
+def test_layers_keep_repeated_heads_in_full(broken):
     """The twin: heads repeated before the kernel are kept, and take h/g times the bytes."""
     attend = fused_attention.attend_by_kernel
 
@@ -194,7 +195,7 @@ def test_layers_keep_repeated_heads_in_full(monkeypatch):
         k, v = (jax.numpy.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
         return attend(kernel, q, k, v, *rest)
 
-    monkeypatch.setattr(fused_attention, "attend_by_kernel", attend_repeated)
+    broken(fused_attention, "attend_by_kernel", attend_repeated)
     assert kept_heads(heads=8, kv_heads=2) == [8] * 4
 
 

@@ -14,6 +14,7 @@ from shardformer.devices import chips
 from shardformer.errors import UsageError
 from shardformer.layout import mesh, resolve
 from tests import shared
+from tests.surroundings import simulate_devices
 
 CASES = [
     *({"mesh": mesh, "zero": zero} for mesh in ("8x1", "4x2", "2x4") for zero in (0, 1, 3)),
@@ -93,7 +94,7 @@ def test_mesh_auto_of_a_tpu_needs_what_its_plan_estimates(monkeypatch):
     config = shared.tiny(mesh="8x1", zero=3, **sizes)
     planned = plan.estimate(config, chips.parse_slice("v5e:2x4"))
     on_cpu = memory.predict_needed(config)
-    monkeypatch.setattr(jax, "devices", lambda: devices)
+    simulate_devices(monkeypatch, devices)
     assert memory.predict_needed(config) == planned.estimate > planned.held.total
     assert planned.estimate != on_cpu
 

@@ -15,6 +15,7 @@ from shardformer.errors import UsageError
 from shardformer.layout import resolve
 from tests import shared
 from tests.analysis.tpu_bytes import CASES
+from tests.surroundings import before_call
 
 V5E = chips.parse_slice("v5e:4x4")
 
@@ -277,8 +278,8 @@ def test_the_slices_of_a_picture_are_those_of_the_specs():
 
 def test_devices_are_counted_before_a_prediction_touches_them(monkeypatch):
     """Afterwards it is too late for JAX, in a process that does nothing else."""
-    calls, predict = [], memory.predict_bytes
-    monkeypatch.setattr(plan.mesh, "use_cpu_devices", lambda *_: calls.append("devices"))
-    monkeypatch.setattr(memory, "predict_bytes", lambda config: calls.append("prediction") or predict(config))
+    calls = []
+    before_call(monkeypatch, plan.mesh, "use_cpu_devices", lambda *_: calls.append("devices"))
+    before_call(monkeypatch, memory, "predict_bytes", lambda _: calls.append("prediction"))
     assert main(["plan", "tiny", "mesh=2x2x2", "accum=2", "chip=v5e:2x4", "compiler=none"]) == 0
     assert calls[:2] == ["devices", "prediction"]

@@ -36,8 +36,8 @@ def test_estimate_without_padded_heads_is_too_low(monkeypatch):
 
 
 @pytest.mark.slow
-def test_exchanges_keep_what_they_send_and_receive(monkeypatch):
+def test_exchanges_keep_what_they_send_and_receive(broken):
     case = CASES["Llama-3-8B"]
     exchanging = case.estimate().estimate
-    monkeypatch.setattr(torus, "factor_slice", lambda config, hardware, sizes: ())
+    broken(torus, "factor_slice", lambda config, hardware, sizes: ())
     assert case.estimate().estimate < exchanging - 0.02 * case.compiled * 1e9

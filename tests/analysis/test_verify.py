@@ -115,7 +115,7 @@ def failed_of_ours(dense_of_ours) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_bias_before_the_sum_of_our_layer_is_named(dense_of_ours, monkeypatch):
+def test_a_bias_before_the_sum_of_our_layer_is_named(dense_of_ours, broken):
     """It is zero in a new model, so only its gradient tells."""
 
     def branch(self, partial_BTD, products, *_, **__):
@@ -125,21 +125,21 @@ def test_a_bias_before_the_sum_of_our_layer_is_named(dense_of_ours, monkeypatch)
         return collectives.reduce(partial_BTD)
 
     assert failed_of_ours(dense_of_ours) == []
-    monkeypatch.setattr(layer.TransformerLayerShard, "branch", branch)
+    broken(layer.TransformerLayerShard, "branch", branch)
     assert set(failed_of_ours(dense_of_ours)) == {"transformer/layers/o_bias", "transformer/layers/down_bias"}
 
 
 @pytest.mark.slow
-def test_a_dropped_sum_of_our_layer_is_named(dense_of_ours, monkeypatch):
+def test_a_dropped_sum_of_our_layer_is_named(dense_of_ours, broken):
     """Each shard of the model goes on with its own part; the head and the embedding are whole again behind it."""
-    monkeypatch.setattr(collectives, "reduce", lambda x, *_: x)
+    broken(collectives, "reduce", lambda x, *_: x)
     with pytest.raises((ValueError, TypeError), match=r"varying|manual_axis_type|vma"):
         failed_of_ours(dense_of_ours)
 
     def keep_first_part(x, *_):  # the same in a form that JAX's types allow
         return lax.psum(jnp.where(lax.axis_index("mp") == 0, x, jnp.zeros_like(x)), "mp")
 
-    monkeypatch.setattr(collectives, "reduce", keep_first_part)
+    broken(collectives, "reduce", keep_first_part)
     assert failed_of_ours(dense_of_ours)[0].startswith("transformer/layers/")
 
 
@@ -208,59 +208,71 @@ def test_verify_passes_weights_dropout_and_documents(weighted):
 
 
 @pytest.mark.slow
-def test_verify_sees_a_mean_of_means(weighted, monkeypatch):
+def test_verify_sees_a_mean_of_means(weighted, broken):
     """Each shard divides by its own number of targets."""
     loss = ProjectionShard.loss
 
     def mean_of_shard(self, x, targets, table=None, weights=None):
         return loss(self, x, targets, table, weights / weights.mean())
 
-    monkeypatch.setattr(ProjectionShard, "loss", mean_of_shard)
+    broken(ProjectionShard, "loss", mean_of_shard)
     assert_verify_passes(weighted, False)
 
 
 @pytest.mark.slow
-def test_verify_sees_masked_tokens_that_count(weighted, monkeypatch):
-    monkeypatch.setattr(
-        model_module, "normalise_weights", lambda batch: batch | {"weights": jnp.ones_like(batch["weights"])}
-    )
+def test_verify_sees_masked_tokens_that_count(weighted, broken):
+    broken(model_module, "normalise_weights", lambda batch: batch | {"weights": jnp.ones_like(batch["weights"])})
     assert_verify_passes(weighted, False)
 
 
 @pytest.mark.slow
-def test_verify_sees_masks_repeated_over_dp(weighted, monkeypatch):
+def test_verify_sees_masks_repeated_over_dp(weighted, broken):
     """Every shard numbers its own rows from 0."""
 
     def number_rows(self, batch):
         rows = batch["tokens"].shape[0]
         return batch | {"examples": lax.axis_index("dp") * 0 + jnp.arange(rows)}
 
-    monkeypatch.setattr(Model, "number_rows", number_rows)
+    broken(Model, "number_rows", number_rows)
     assert_verify_passes(weighted, False)
 
 
 @pytest.mark.slow
-def test_verify_sees_the_wrong_dropout_scale(weighted, monkeypatch):
-    monkeypatch.setattr(Dropout, "_apply", lambda self, x, keep: jnp.where(keep, x, jnp.zeros_like(x)))
+def test_verify_sees_the_wrong_dropout_scale(weighted, broken):
+    broken(Dropout, "_apply", lambda self, x, keep: jnp.where(keep, x, jnp.zeros_like(x)))
     assert_verify_passes(weighted, False)
 
 
 @pytest.mark.slow
-def test_verify_sees_attention_between_documents(weighted, monkeypatch):
+def test_verify_sees_attention_between_documents(weighted, broken):
     attend = Plain.attend
 
     def without_documents(self, q, k, v, options):
         return attend(self, q, k, v, options._replace(documents_BT=None))
 
-    monkeypatch.setattr(Plain, "attend", without_documents)
+    broken(Plain, "attend", without_documents)
     assert_verify_passes(weighted, False)
 
 
+def imports_of_the_package(source: str) -> list[str]:
+    """Returns the modules of the package that a source imports; "." is a relative import."""
+    names = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            names.append(node.module if node.module and not node.level else ".")
+        elif isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+    return [name for name in names if name == "." or name.partition(".")[0] == "shardformer"]
+
+
 def test_dense_reference_imports_nothing_of_the_package():
-    tree = ast.parse(inspect.getsource(dense_reference))
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-    names = {node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in imports}
-    assert not [name for name in names if name.startswith("shardformer")]
+    assert imports_of_the_package(inspect.getsource(dense_reference)) == []
+
+
+def test_import_of_the_package_is_noticed():
+    assert imports_of_the_package("import jax, shardformer.shards") == ["shardformer.shards"]
+    assert imports_of_the_package("def f():\n    from shardformer import shards") == ["shardformer"]
+    assert imports_of_the_package("from . import verify") == ["."]
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import dataclasses
 import gc
 import sys
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -17,7 +16,7 @@ from shardformer.errors import RunError, UsageError
 from shardformer.layout import mesh
 from shardformer.storage import BucketPath, bucket
 from shardformer.training.trainer import Trainer
-from tests.surroundings import open_memory_buckets
+from tests.surroundings import open_memory_buckets, simulate_free_space
 
 TINY = preset("shakespeare_cpu").replace(vocab=65)
 NAMES = ["np.save, np.load", "np.load, device_put", "copy to the host alone", "shardformer"]
@@ -94,7 +93,7 @@ def test_a_mesh_without_room_is_refused():
 @pytest.mark.parametrize(("disk", "message"), [(0, r"MB of disk, and .* try mb="), (2**60, "MB of memory, and this")])
 def test_a_state_larger_than_the_machine_is_rejected(monkeypatch, disk, message):
     """Nothing is allocated or written: mb=99999999999 filled the disk."""
-    monkeypatch.setattr(checkpoint_time.shutil, "disk_usage", lambda _: SimpleNamespace(free=disk))
+    simulate_free_space(monkeypatch, disk)
     with pytest.raises(UsageError, match=message):
         checkpoint_time.check_room(99_999_999 if disk else 1)
 

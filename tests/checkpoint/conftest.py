@@ -2,8 +2,9 @@
 
 import pytest
 
-from shardformer.storage import bucket, requests
+from shardformer.storage import requests
 from tests.checkpoint import places
+from tests.surroundings import open_buckets
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +19,7 @@ def emulators():
 @pytest.fixture(scope="session", autouse=True)
 def memory_buckets():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bucket, "open_bucket", places.open_bucket)
+        open_buckets(patch, places.open_bucket)
         patch.setitem(requests.ADVICE, "memory", requests.ADVICE["s3"])
         yield
 

@@ -15,7 +15,7 @@ from tests.checkpoint import places
 from tests.checkpoint.cases import here
 from tests.checkpoint.test_bucket_run import WORDS, arrays
 from tests.storage.faults import RESET, BadConnection
-from tests.surroundings import change_bucket_store, change_patience
+from tests.surroundings import before_call, change_bucket_store, change_patience
 
 RATE = 0.3
 KINDS = ("put", "create", "swap", "get", "get_range", "list", "delete")
@@ -59,15 +59,14 @@ def test_saves_and_leases_survive_lost_requests(out, monkeypatch):
 
 def test_manifest_without_answer_is_published_once(out, monkeypatch):
     """The checkpoint was visible and its save failed."""
-    put, lost = bucket.send, []
+    lost = []
 
     def lose_first_answer(path, call):
         if path.name == "manifest.json" and not lost:
             call()
             lost.append(path)
-        return put(path, call)
 
-    monkeypatch.setattr(bucket, "send", lose_first_answer)
+    before_call(monkeypatch, bucket, "send", lose_first_answer)
     with checkpoint.lock_folder(out, lease.TIMES._replace(renew=0.05)) as held:
         checkpoint.save(out, 40, state(40), {}, held)
     assert lost
@@ -76,15 +75,14 @@ def test_manifest_without_answer_is_published_once(out, monkeypatch):
 
 def hold_manifest_back(patch) -> list:
     """Lets the puts of manifests fail, as without an answer; returns what they would have put."""
-    create, held = bucket.create, []
+    held = []
 
     def fail(path, content):
-        if path.name != "manifest.json":
-            return create(path, content)
-        held.append((path, content))
-        raise bucket.UnansweredError(5, "timed out", str(path))
+        if path.name == "manifest.json":
+            held.append((path, content))
+            raise bucket.UnansweredError(5, "timed out", str(path))
 
-    patch.setattr(bucket, "create", fail)
+    before_call(patch, bucket, "create", fail)
     return held
 
 
@@ -108,14 +106,12 @@ def test_manifest_that_arrives_before_its_files_are_removed(out, monkeypatch):
     """The negative twin: its save failed, and the checkpoint is sound and stays."""
     with monkeypatch.context() as patch:
         held = hold_manifest_back(patch)
-        remove = bucket_store.BucketStore.remove_temporary
 
-        def arrive(store, *more, **options):
+        def arrive(*_, **__):
             if held:
                 bucket.write(*held[0])
-            remove(store, *more, **options)
 
-        patch.setattr(bucket_store.BucketStore, "remove_temporary", arrive)
+        before_call(patch, bucket_store.BucketStore, "remove_temporary", arrive)
         with pytest.raises(RunError, match=r"step_00000002: .*timed out"):
             checkpoint.save(out, 2, state(2), {})
     assert checkpoint.list_steps(out) == [2]

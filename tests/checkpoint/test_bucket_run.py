@@ -10,6 +10,7 @@ from shardformer.checkpoint.array_files import Reader
 from shardformer.storage import bucket, local_folder, location
 from tests import runs
 from tests.checkpoint import places
+from tests.surroundings import before_call
 
 WORDS = ("tiny", "mesh=4x2", "steps=6", "decay_steps=6", "eval_every=3", "save_every=2", "keep=9")
 
@@ -117,8 +118,7 @@ def test_run_is_converted_from_and_to_a_bucket(out, tmp_path, text, capsys, monk
     gptj, back = tmp_path / "gptj", out / "back"
     assert main(["convert", str(out), str(gptj), "shards=2"]) == 0
     with monkeypatch.context() as patch:
-        put = bucket._put
-        patch.setattr(bucket, "_put", lambda path, *more: put(path, *more) if path.name != "tree.pkl" else 1 / 0)
+        before_call(patch, bucket, "_put", lambda path, *_: 1 / (path.name != "tree.pkl"))
         with pytest.raises(ZeroDivisionError):
             main(["convert", str(gptj), str(back)])
     assert set(bucket.list_objects(back)) <= {".lock"}

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 
 from shardformer import checkpoint
-from shardformer.checkpoint import checksums
 from shardformer.checkpoint.bucket_store import PartWriter
 from shardformer.errors import RunError, UsageError
 from shardformer.storage import BucketPath, bucket, download_records, local_folder, location, upload_records
 from tests.checkpoint import places
 from tests.checkpoint.cases import here
-from tests.surroundings import change_bucket_store
+from tests.surroundings import before_call, change_blocks, change_bucket_store
 
 PART = 1000
 ROOT = Path(__file__).parents[2]
@@ -99,20 +98,26 @@ def test_missing_part_is_named(out):
         restore(folder, rows(100))
 
 
-def test_at_most_uploads_parts_are_sent_at_once(out, monkeypatch):
-    """The negative twin: with uploads=1 there is one."""
-    active, most, write, lock = [0], [0], bucket.write, threading.Lock()
+def most_at_once(monkeypatch, request: str, measure) -> list[int]:
+    """Returns a list with the largest sum of `measure(*arguments)` over the requests that are made at the same time."""
+    active, most, send, lock = [0], [0], getattr(bucket, request), threading.Lock()
 
-    def count(path, content):
+    def count(*arguments):
         with lock:
-            active[0] += 1
+            active[0] += measure(*arguments)
             most[0] = max(most[0], active[0])
-        result = write(path, content)
+        result = send(*arguments)
         with lock:
-            active[0] -= 1
+            active[0] -= measure(*arguments)
         return result
 
-    monkeypatch.setattr(bucket, "write", count)
+    monkeypatch.setattr(bucket, request, count)
+    return most
+
+
+def test_at_most_uploads_parts_are_sent_at_once(out, monkeypatch):
+    """The negative twin: with uploads=1 there is one."""
+    most = most_at_once(monkeypatch, "write", lambda path, content: 1)
     checkpoint.save(out, 1, rows(2000), {})
     assert most[0] <= 4
     change_bucket_store(monkeypatch, part=PART, uploads=1)
@@ -166,20 +171,9 @@ def test_remove_hides_the_checkpoint_first(out, monkeypatch):
 
 def test_restore_reads_few_blocks_at_once(out, monkeypatch):
     """The negative twin: with one thread there is one."""
-    monkeypatch.setattr(checksums, "BLOCK", 64)
+    change_blocks(monkeypatch, 64)
     folder = checkpoint.save(out, 1, rows(300), {})
-    held, most, read, lock = [0], [0], bucket.read_range, threading.Lock()
-
-    def count(path, start, length):
-        with lock:
-            held[0] += length
-            most[0] = max(most[0], held[0])
-        result = read(path, start, length)
-        with lock:
-            held[0] -= length
-        return result
-
-    monkeypatch.setattr(bucket, "read_range", count)
+    most = most_at_once(monkeypatch, "read_range", lambda path, start, length: length)
     restore(folder, rows(300))
     assert 0 < most[0] <= 128 * 16
     change_bucket_store(monkeypatch, part=PART, read_threads=1)
@@ -190,15 +184,14 @@ def test_restore_reads_few_blocks_at_once(out, monkeypatch):
 
 def test_failed_request_of_a_save_loses_and_shows_nothing(out, monkeypatch):
     checkpoint.save(out, 1, rows(50), {})
-    put, made, failing = bucket._put, [], [0]
+    made, failing = [], [0]
 
     def fail_one(path, content, mode):
         made.append(path)
         if len(made) == failing[0]:
             raise OSError(5, "the network is gone", str(path))
-        return put(path, content, mode)
 
-    monkeypatch.setattr(bucket, "_put", fail_one)
+    before_call(monkeypatch, bucket, "_put", fail_one)
     checkpoint.save(out, 2, rows(50), {})
     count = len(made)
     assert count >= 5

@@ -10,11 +10,12 @@ import pytest
 
 from shardformer import checkpoint
 from shardformer.checkpoint import Damaged, array_files, checksums, manifest
+from tests.surroundings import before_call, change_blocks
 
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(checksums, "BLOCK", 64)
+    change_blocks(monkeypatch, 64)
 
 
 @pytest.mark.parametrize("size", [0, 1, 63, 2**14, 2**14 + 8, 3 * 2**14 + 5])
@@ -103,8 +104,8 @@ def test_damage_elsewhere_does_not_matter_and_is_not_read(small_blocks, tmp_path
     raw[-32 * 4 * 10] ^= 1  # in row 90
     path.write_bytes(raw)
     stored = manifest.read_manifest(folder)
-    read, preadv = [], os.preadv
-    monkeypatch.setattr("os.preadv", lambda file, views, at: read.append(views[0].nbytes) or preadv(file, views, at))
+    read = []
+    before_call(monkeypatch, os, "preadv", lambda file, views, at: read.append(views[0].nbytes))
     with array_files.Reader(folder, stored) as reader:
         rows = ((10, 20), (0, 32))
         np.testing.assert_array_equal(reader.read_slices("table", [rows])[rows], table[10:20])

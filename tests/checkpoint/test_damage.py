@@ -22,6 +22,7 @@ from shardformer.storage import bucket
 from tests.checkpoint import places
 from tests.checkpoint.cases import here, small_state
 from tests.checkpoint.places import file_of, object_of
+from tests.surroundings import let_fail
 
 LAYOUT = {"half": ("bfloat16", (3,)), "step": ("int32", ()), "wide": ("float32", (4, 6))}
 
@@ -228,11 +229,9 @@ def test_a_pipe_in_place_of_a_file(damaged_on_disk, name):
 
 
 def test_a_file_that_cannot_be_read_is_not_damage(damaged, monkeypatch):
-    def bad_sector(*_):
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr("os.preadv", bad_sector)
-    monkeypatch.setattr(bucket, "read_range", bad_sector)
+    bad_sector = OSError(errno.EIO, "Input/output error")
+    let_fail(monkeypatch, os, "preadv", bad_sector)
+    let_fail(monkeypatch, bucket, "read_range", bad_sector)
     with pytest.raises(RunError, match=r"arrays.npy cannot be read at leaf 'half': Input/output error") as refusal:
         restore(damaged)
     assert not isinstance(refusal.value, Damaged)

@@ -4,6 +4,7 @@ import errno
 import io
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,9 +15,10 @@ import pytest
 
 from shardformer import checkpoint, files
 from shardformer.checkpoint import documents, manifest, safe_pickle
+from shardformer.devices import processes
 from shardformer.errors import RunError
 from tests.checkpoint.small_saves import disk_full, save, shown, value_of
-from tests.surroundings import before_sync
+from tests.surroundings import before_call, before_sync, let_fail
 
 ROOT = Path(__file__).parents[2]
 MANY = 2**18  # floats: one MiB
@@ -122,13 +124,9 @@ def test_existing_checkpoint_is_never_replaced(out):
 
 def test_a_folder_that_may_only_be_read(tmp_path, monkeypatch):
     """Simulates the system's error for every call that makes a file, as root may write anywhere."""
-
-    def refuse(*_, **__):
-        raise OSError(errno.EROFS, "Read-only file system")
-
     save(tmp_path, 20, 1)
     with monkeypatch.context() as patch:
-        patch.setattr("os.mkdir", refuse)
+        let_fail(patch, os, "mkdir", OSError(errno.EROFS, "Read-only file system"))
         with pytest.raises(RunError, match=r"step_00000040: .*Read-only file system"):
             save(tmp_path, 40, 2)
         assert value_of(checkpoint.newest_step_folder(tmp_path)) == 1
@@ -215,15 +213,15 @@ def test_stray_entry_with_a_step_name_does_not_block_saves(tmp_path, make):
 
 def test_undeletable_leftovers_do_not_block_saves(tmp_path, monkeypatch):
     (tmp_path / ".step_00000007.tmp-1").mkdir()
-    monkeypatch.setattr("shutil.rmtree", lambda path: disk_full())
+    before_call(monkeypatch, shutil, "rmtree", disk_full)
     save(tmp_path, 20, 1)
     assert checkpoint.list_steps(tmp_path) == [20]
 
 
 def test_files_and_folders_are_synced_around_the_rename(tmp_path, monkeypatch):
-    events, rename = [], os.rename
+    events = []
     before_sync(monkeypatch, lambda file: events.append(os.fstat(file).st_ino))
-    monkeypatch.setattr("os.rename", lambda *names: (events.append("rename"), rename(*names)))
+    before_call(monkeypatch, os, "rename", lambda *_: events.append("rename"))
     folder = save(tmp_path, 20, 1)
     *files, written, renamed, parent = events
     assert set(files) == {path.stat().st_ino for path in folder.iterdir()}
@@ -238,9 +236,9 @@ def test_folders_made_by_a_save_are_synced(tmp_path, monkeypatch):
 
 
 def test_replaced_file_and_its_folder_are_synced(tmp_path, monkeypatch):
-    events, replace = [], os.replace
+    events = []
     before_sync(monkeypatch, lambda file: events.append(os.fstat(file).st_ino))
-    monkeypatch.setattr("os.replace", lambda *names: (events.append("replace"), replace(*names)))
+    before_call(monkeypatch, os, "replace", lambda *_: events.append("replace"))
     with files.replacing(tmp_path / "file") as temporary:
         temporary.write_text("new")
     assert events == [(tmp_path / "file").stat().st_ino, "replace", tmp_path.stat().st_ino]
@@ -265,11 +263,10 @@ def test_oversized_small_file_is_not_written(tmp_path, monkeypatch, name):
 def test_part_written_after_a_failure_is_removed(tmp_path, monkeypatch):
     """Process 1 makes the folder again after process 0 removed it; process 0 removes it again when all have ended."""
 
-    def late(failure):
+    def write_late(_):
         (tmp_path / ".step_00000040.tmp-1234abcd").mkdir()
-        return failure
 
-    monkeypatch.setattr("shardformer.devices.processes.first_message_from_any_process", late)
+    before_call(monkeypatch, processes, "first_message_from_any_process", write_late)
     before_sync(monkeypatch, disk_full)
     with pytest.raises(RunError, match="No space left"):
         save(tmp_path, 40, 1)

@@ -17,6 +17,7 @@ from shardformer.checkpoint.store import LockTimes
 from shardformer.errors import RunError, UsageError
 from shardformer.storage import bucket
 from tests.checkpoint import places
+from tests.surroundings import before_call
 
 FAST = LockTimes(renew=0.1, expire=1.0, watch=0.05)
 
@@ -101,15 +102,13 @@ def test_frozen_run_neither_publishes_nor_releases(out, monkeypatch):
 
 def test_run_frozen_while_publishing_withdraws_its_manifest(out, monkeypatch):
     with lock_folder(out) as frozen:
-        create = bucket.create
 
         def freeze(path, content):
             if path.name == "manifest.json":
                 version = bucket.read(out / NAME)[1]
                 bucket.swap(out / NAME, b'{"host": "elsewhere", "process": 12}', version)
-            return create(path, content)
 
-        monkeypatch.setattr(bucket, "create", freeze)
+        before_call(monkeypatch, bucket, "create", freeze)
         with pytest.raises(RunError, match="process 12 on elsewhere has taken"):
             save(out, 40, frozen)
     assert checkpoint.list_steps(out) == []
@@ -132,9 +131,9 @@ def test_lost_run_uploads_no_records(out, is_lost):
 
 @pytest.mark.parametrize("is_lost", [True, False])
 def test_run_lost_while_uploading_puts_no_manifest(out, monkeypatch, is_lost):
-    create, put = bucket.create, []
+    put = []
     with lock_folder(out) as held:
-        monkeypatch.setattr(bucket, "create", lambda path, content: (put.append(path.name), create(path, content))[1])
+        before_call(monkeypatch, bucket, "create", lambda path, content: put.append(path.name))
         saver = checkpoint.Saver(out, held)
         state = checkpoint.take_snapshot({"x": jnp.zeros(4)})
         saver.save(40, state, {}, before=lambda: take_over(out) if is_lost else None)
@@ -184,14 +183,12 @@ def lose_answers(monkeypatch):
     """The request arrives and its answer does not; obstore then sends it again."""
     put, lost = bucket._put, []
 
-    def put_twice(path, content, mode):
-        result = put(path, content, mode)
+    def put_once_more(path, content, mode):
         if mode != "overwrite":
+            put(path, content, mode)
             lost.append(path)
-            return put(path, content, mode)
-        return result
 
-    monkeypatch.setattr(bucket, "_put", put_twice)
+    before_call(monkeypatch, bucket, "_put", put_once_more)
     return lost
 
 
@@ -223,7 +220,7 @@ def fail_swaps(store: bool):
         raise OSError(5, "timed out")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bucket, "swap", fail)
+        before_call(patch, bucket, "swap", fail)
         yield sent
 
 

@@ -1,6 +1,7 @@
 """One run in a folder, whatever became of the one before it."""
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from shardformer.checkpoint import lock
 from shardformer.checkpoint.lock_owner import Owner, is_known_dead, this_process
 from shardformer.checkpoint.store import LockTimes
 from shardformer.errors import RunError, UsageError
+from tests.surroundings import let_fail
 
 ROOT = Path(__file__).parents[2]
 HOLDS = """
@@ -191,10 +193,7 @@ def test_living_run_renews_its_lock(tmp_path):
 
 @pytest.fixture
 def without_locks(monkeypatch):
-    def no_locks(*_):
-        raise OSError("no locks available")
-
-    monkeypatch.setattr("fcntl.flock", no_locks)
+    let_fail(monkeypatch, fcntl, "flock", OSError("no locks available"))
 
 
 def test_a_file_system_without_locks(tmp_path, without_locks):

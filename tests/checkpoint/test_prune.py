@@ -1,5 +1,6 @@
 """Old checkpoints are deleted, those that are named or set aside are kept, and a link counts as its folder."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from shardformer import checkpoint
 from shardformer.errors import RunError
 from tests.checkpoint.small_saves import disk_full, save, shown, value_of
+from tests.surroundings import before_call
 
 
 def test_list_steps(out):
@@ -75,7 +77,7 @@ def test_a_prune_that_stops_half_way_shows_no_half_checkpoint(tmp_path, monkeypa
     for step in (10, 20):
         save(tmp_path, step, 1)
     with monkeypatch.context() as patch:
-        patch.setattr("shutil.rmtree", lambda path: (next(path.glob("*.npy")).unlink(), disk_full()))
+        before_call(patch, shutil, "rmtree", lambda path: (next(path.glob("*.npy")).unlink(), disk_full()))
         with pytest.raises(RunError, match=f"cannot delete old checkpoints in {tmp_path}"):
             checkpoint.prune(tmp_path, keep=1, also=set())
     assert checkpoint.list_steps(tmp_path) == [20]

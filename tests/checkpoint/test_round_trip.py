@@ -24,6 +24,7 @@ from shardformer.storage import bucket
 from tests.checkpoint import places
 from tests.checkpoint.cases import bits, here, like, make_mesh, place, plain
 from tests.checkpoint.places import object_of
+from tests.surroundings import before_call
 
 ROOT = Path(__file__).parents[2]
 
@@ -112,8 +113,8 @@ def test_bits_see_the_sign_of_a_zero():
 
 def test_every_device_gets_memory_of_its_own(saved, state, monkeypatch):
     """On the CPU an Array may lie in the numpy buffer it was made from; the step writes into what is donated to it."""
-    slices, put = [], jax.device_put
-    monkeypatch.setattr("jax.device_put", lambda part, device: slices.append(part) or put(part, device))
+    slices = []
+    before_call(monkeypatch, jax, "device_put", lambda part, device: slices.append(part))
     mesh = make_mesh(4, 2)
     checkpoint.restore(saved, like(state, lambda leaf: place(mesh, leaf)))
     assert len(slices) == 8 * len(jax.tree.leaves(state))

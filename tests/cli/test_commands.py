@@ -13,11 +13,12 @@ import pytest
 from shardformer import session
 from shardformer.__main__ import main
 from shardformer.cli import arguments as command_arguments
-from shardformer.cli import eval_command, sample_command, train_command
+from shardformer.cli import eval_command, generate_command, sample_command, train_command
+from shardformer.layout import mesh
 from shardformer.model import Model
 from shardformer.training.run_folder import Run
 from tests import runs
-from tests.surroundings import simulate_failing_processes
+from tests.surroundings import let_fail, simulate_failing_processes
 
 
 @pytest.mark.slow
@@ -228,14 +229,11 @@ def test_run_with_accum_auto_can_be_evaluated():
 
 @pytest.mark.parametrize(
     ("command", "fails"),
-    [("sample", "sample_command.load_model"), ("generate", "generate_command.load_model"),
-     ("score", "generate_command.load_model"), ("eval", "mesh.start")],
+    [("sample", (sample_command, "load_model")), ("generate", (generate_command, "load_model")),
+     ("score", (generate_command, "load_model")), ("eval", (mesh, "start"))],
 )  # fmt: skip
 def test_failure_of_one_process_ends_all(command, fails, trained, text, monkeypatch):
-    def fail(*_, **__):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(f"shardformer.{'layout' if command == 'eval' else 'cli'}.{fails}", fail)
+    let_fail(monkeypatch, *fails, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     ended = []
     simulate_failing_processes(monkeypatch, ended.append)
     more = {"generate": [f"prompts={text}"], "score": [str(text)]}

@@ -10,6 +10,7 @@ import pytest
 from shardformer.__main__ import main
 from shardformer.training.run_folder import Run
 from tests.runs import FAILED, USAGE
+from tests.surroundings import let_fail
 
 
 class Harm:
@@ -90,8 +91,5 @@ def test_settings_file_that_is_a_pipe_is_named(refused, run):
 
 
 def test_full_disk_is_reported(refused, monkeypatch, run):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Run, "write_documents", full)
+    let_fail(monkeypatch, Run, "write_documents", OSError(28, "No space left on device"))
     refused(FAILED, "No space left on device", "train", "--resume", "run", "steps=6")

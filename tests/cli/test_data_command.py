@@ -14,7 +14,7 @@ from shardformer.data import Characters, builtin, prepare, sources, tfrecords
 from shardformer.data.source import SourceOptions
 from shardformer.data.token_folder import TokenFolder
 from shardformer.data.vocabulary import Bytes
-from tests.surroundings import change_text_limits
+from tests.surroundings import change_text_limits, let_fail
 
 
 @pytest.fixture
@@ -41,10 +41,7 @@ def test_what_is_shown(folder, capsys):
 
 
 def test_a_folder_that_cannot_be_written_is_shown(folder, monkeypatch, capsys):
-    def refuse(*_):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(data_command, "replacing", refuse)
+    let_fail(monkeypatch, data_command, "replacing", PermissionError(13, "Permission denied"))
     assert main(["data", "show", "tokens"]) == 0
     assert "tokens (lengths.png was not drawn: Permission denied)" in capsys.readouterr().out
 
@@ -181,13 +178,12 @@ def test_a_pipe_is_not_imported(tmp_path, capsys):
 
 
 def test_progress_of_a_packed_file_is_shown_as_it_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "SECONDS_BETWEEN_REPORTS", 0.0)
     change_text_limits(monkeypatch, look_ahead=1 << 16)
     lines = "".join(f"{hashlib.sha256(str(n).encode()).hexdigest()}\n" for n in range(60_000))
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(lines.encode()))
     calls = []
     recipe = sources.find_recipe([str(tmp_path / "a.txt.gz")], SourceOptions())
-    prepare.prepare(recipe, Bytes(), tmp_path / "out", lambda done, total: calls.append(done / total))
+    prepare.prepare(recipe, Bytes(), tmp_path / "out", lambda done, total: calls.append(done / total), 0.0)
     assert calls == sorted(calls)
     assert len([share for share in calls if 0.05 < share < 0.95]) >= 3
     assert calls[-1] == 1

@@ -1,7 +1,5 @@
 """Invalid arguments: one message with the fix, the right exit status, and nothing written or changed."""
 
-from unittest import mock
-
 import jax
 import pytest
 
@@ -9,6 +7,7 @@ from shardformer.analysis import explain
 from shardformer.training.run_folder import Run
 from tests import runs
 from tests.runs import FAILED, USAGE
+from tests.surroundings import let_fail
 
 LBFGS = ("optimizer=lbfgs", "clip=0", "weight_decay=0")
 
@@ -123,7 +122,7 @@ def test_values_that_do_not_fit_the_machine_are_rejected(refused, text, tmp_path
 @pytest.mark.parametrize("pictures", ["file", "file/within"])
 def test_pictures_inside_a_file_are_rejected(refused, tmp_path, monkeypatch, pictures):
     (tmp_path / "file").touch()
-    monkeypatch.setattr(explain, "tour", mock.Mock(side_effect=AssertionError("it computes before it refuses")))
+    let_fail(monkeypatch, explain, "tour", AssertionError("it computes before it refuses"))
     refused(USAGE, f"pictures={pictures} is a file, or inside one; name a folder", "explain", f"pictures={pictures}")
 
 
@@ -180,7 +179,7 @@ def test_a_text_that_has_changed(refused, run, tmp_path):
 def test_more_memory_than_there_is(refused, text, monkeypatch):
     # Raised by hand: a CPU that runs out while it computes never answers.
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes.")
-    monkeypatch.setattr(Run, "restore", mock.Mock(side_effect=error))
+    let_fail(monkeypatch, Run, "restore", error)
     refused(FAILED, "out of memory (RESOURCE_EXHAUSTED", "train", "tiny", "mesh=1x1", f"data={text}")
 
 

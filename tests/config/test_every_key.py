@@ -158,13 +158,31 @@ def bounds_without_row(fields, messages) -> list[str]:
     )
 
 
+def test_bound_without_a_row_is_noticed():
+    field = dataclasses.field(metadata={"least": 1, "below": 2})
+    messages = ["rate must be at least 1", "speed must be below 2"]
+    assert bounds_without_row({"rate": field}, messages) == ["rate below"]
+    assert bounds_without_row({"rate": field, "speed": field}, messages) == ["rate below", "speed least"]
+
+
 def test_every_bound_has_a_row():
     messages = [message for _, message in rejections(rows.test_every_rule)]
     messages += [message for _, message in rejections(rows.test_invalid_window_is_rejected)]
     assert bounds_without_row(FIELDS, messages) == []
 
 
+def conditions_without_row(fields, messages) -> set[str]:
+    """Returns the keys with a condition that no message starts with."""
+    conditional = {name for name, field in fields.items() if field.metadata["needs"] or field.metadata["used_if"]}
+    return conditional - {message.split()[0] for message in messages}
+
+
 def test_every_condition_of_a_key_has_a_row():
-    given = {message.split()[0] for _, message in rejections(rows.test_key_without_effect_is_rejected)}
-    conditional = {name for name, field in FIELDS.items() if field.metadata["needs"] or field.metadata["used_if"]}
-    assert conditional - given == set()
+    messages = [message for _, message in rejections(rows.test_key_without_effect_is_rejected)]
+    assert conditions_without_row(FIELDS, messages) == set()
+
+
+def test_condition_without_a_row_is_noticed():
+    needing = dataclasses.field(metadata={"needs": "a", "used_if": None})
+    free = dataclasses.field(metadata={"needs": None, "used_if": None})
+    assert conditions_without_row({"a": needing, "b": needing, "c": free}, ["b needs a"]) == {"a"}

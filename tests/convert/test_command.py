@@ -21,6 +21,7 @@ from tests import runs as command_line
 from tests.convert.conftest import GOLDENS, convert
 from tests.convert.test_gptj import bits, on_host
 from tests.runs import FAILED, USAGE
+from tests.surroundings import before_call, let_fail
 
 
 def state_of(folder):
@@ -278,7 +279,7 @@ def test_what_a_killed_conversion_left_goes_with_the_next(recorded, tmp_path, mo
         raise RunError("killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(runs, "write_run", killed)
+        before_call(patch, runs, "write_run", killed)
         patch.setattr(shutil, "rmtree", lambda *_, **__: None)
         assert convert(recorded / "rotary-1", tmp_path / "dst") == FAILED
     assert list(tmp_path.iterdir())
@@ -289,23 +290,21 @@ def test_what_a_killed_conversion_left_goes_with_the_next(recorded, tmp_path, mo
 
 
 def test_two_conversions_to_one_target(recorded, tmp_path, monkeypatch, capsys):
-    write = runs.write_run
+    statuses = []
 
-    def meanwhile(folder, *rest, **named):
-        monkeypatch.setattr(runs, "write_run", write)
-        assert convert(recorded / "rotary-1", tmp_path / "dst") == USAGE
-        write(folder, *rest, **named)
+    def convert_meanwhile(*_, **__):
+        statuses.append(convert(recorded / "rotary-1", tmp_path / "dst"))
 
-    monkeypatch.setattr(runs, "write_run", meanwhile)
+    before_call(monkeypatch, runs, "write_run", convert_meanwhile)
     assert convert(recorded / "rotary-1", tmp_path / "dst") == 0
+    assert statuses == [USAGE]
     assert ".dst.tmp is in use by process" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["dst"]
     assert Run.open(tmp_path / "dst")
 
 
 def test_a_target_that_came_while_the_source_was_read(recorded, tmp_path, monkeypatch):
-    open_state = gptj_state.open_state
-    monkeypatch.setattr(gptj_state, "open_state", lambda *args: (tmp_path / "dst").mkdir() or open_state(*args))
+    before_call(monkeypatch, gptj_state, "open_state", lambda *_: (tmp_path / "dst").mkdir())
     assert convert(recorded / "rotary-1", tmp_path / "dst") == USAGE
     assert [path.name for path in tmp_path.iterdir()] == ["dst"]
     assert not list((tmp_path / "dst").iterdir())
@@ -314,7 +313,7 @@ def test_a_target_that_came_while_the_source_was_read(recorded, tmp_path, monkey
 @pytest.mark.parametrize("to_gptj", [False, True])
 def test_all_is_on_the_disk_before_it_has_its_name(recorded, trained, tmp_path, monkeypatch, to_gptj):
     target, synced = tmp_path / "dst", {False: [], True: []}
-    monkeypatch.setattr(new_folder, "sync", lambda path: synced[target.exists()].append(path))
+    before_call(monkeypatch, new_folder, "sync", lambda path: synced[target.exists()].append(path))
     assert convert(trained if to_gptj else recorded / "rotary-1", target) == 0
     temporary = min(synced[False])  # the folder of the other files
     assert {path.relative_to(temporary) for path in synced[False] if path != temporary} == {
@@ -334,10 +333,7 @@ def test_non_finite_numbers_on_both_sides_hide_no_difference(same):
 )
 @pytest.mark.parametrize("to_gptj", [False, True])
 def test_full_disk_names_the_target(recorded, trained, tmp_path, monkeypatch, capsys, error, to_gptj):
-    def fail(path):
-        raise error
-
-    monkeypatch.setattr(new_folder, "sync", fail)
+    let_fail(monkeypatch, new_folder, "sync", error)
     assert convert(trained if to_gptj else recorded / "rotary-1", tmp_path / "dst") == 1
     assert f"cannot write {tmp_path / 'dst'}: {error.strerror or error}" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -208,14 +208,10 @@ def test_the_format_before_zip_is_rejected_by_name(tmp_path, capsys):
 def test_an_archive_of_a_million_entries_is_rejected_at_once(tmp_path):
     path = tmp_path / "a.bin"
     with zipfile.ZipFile(path, "w") as archive:
-        for key in range(3000):
-            archive.writestr(f"archive/data/{key:0500d}", b"")
-    content = path.read_bytes()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_files, "MAX_DIRECTORY", 1_000_000)
-        with pytest.raises(UsageError, match="more than the limit"):
-            read_torch_file(path)
-    assert len(content) > 3_000_000
+        for key in range(150):  # with long names, which fill the list as a million short ones do
+            archive.writestr(f"archive/data/{key:060000d}", b"")
+    with pytest.raises(UsageError, match="more than the limit"):
+        read_torch_file(path)
 
 
 def test_the_writer_of_these_tests_writes_what_pytorch_writes():

@@ -135,12 +135,12 @@ def test_wrong_files_are_named(tmp_path, content):
     assert "\n" not in str(caught.value)
 
 
-def test_missing_and_oversized_files(tmp_path, monkeypatch):
+def test_missing_and_oversized_files(tmp_path):
     with pytest.raises(UsageError, match=r"nowhere\.json cannot be read.*takes chars, bytes, bpe:N"):
         hf_tokenizer.open_file(tmp_path / "nowhere.json")
-    monkeypatch.setattr(hf_tokenizer, "MAX_FILE", 10)
-    (tmp_path / "large.json").write_text("{" + " " * 20 + "}")
-    with pytest.raises(UsageError, match=r"large\.json has 22 bytes, which no tokenizer\.json has"):
+    with open(tmp_path / "large.json", "wb") as file:
+        file.truncate(hf_tokenizer.MAX_FILE + 1)  # it takes no room on the disk
+    with pytest.raises(UsageError, match=r"large\.json has 268,435,457 bytes, which no tokenizer\.json has"):
         hf_tokenizer.open_file(tmp_path / "large.json")
 
 

@@ -17,6 +17,7 @@ from shardformer.data.source import SourceOptions
 from shardformer.data.token_folder import TokenFolder
 from shardformer.data.vocabulary import Bytes, Characters
 from shardformer.errors import RunError, UsageError
+from tests.surroundings import before_call, change_text_limits
 
 DOCUMENTS = [f"document {n}: {'word ' * (n % 7)}é\n" for n in range(300)]
 # Of DOCUMENTS and of PROMPTS below, by the last version that wrote format 1 (424f664).
@@ -129,18 +130,16 @@ def test_a_touched_source_is_not_prepared_again(tmp_path, cache):
 
 
 def test_digests_are_remembered_until_a_file_changes(tmp_path, monkeypatch):
-    monkeypatch.setattr(digests, "SETTLED", -1.0)
     path = tmp_path / "x"
     path.write_bytes(b"abc")
-    (first,) = digests.digest_files([path])
+    (first,) = digests.digest_files([path], settled=-1.0)
     read = []
 
     def count(opened):
         if opened == path:  # a thread of an earlier test may still read its files
             read.append(opened)
-        return open(opened, "rb")
 
-    monkeypatch.setattr(digests, "open_regular", count)
+    before_call(monkeypatch, digests, "open_regular", count)
     assert digests.digest_files([path]) == [first]
     assert not read
     change_one_byte(path)
@@ -156,11 +155,10 @@ def test_a_file_that_changed_just_now_is_not_remembered(tmp_path, cache):
 
 
 @pytest.mark.parametrize("content", [b"", b"[1]", b'{"x": 5}', b"\xff", b"[" * 10**5])
-def test_a_damaged_memory_of_digests_is_ignored(tmp_path, monkeypatch, content):
-    monkeypatch.setattr(digests, "SETTLED", -1.0)
+def test_a_damaged_memory_of_digests_is_ignored(tmp_path, content):
     path = tmp_path / "x"
     path.write_bytes(b"abc")
-    (expected,) = digests.digest_files([path])
+    (expected,) = digests.digest_files([path], settled=-1.0)
     (memory,) = (tmp_path / "cache" / "digests").iterdir()
     memory.write_bytes(content)
     assert digests.digest_files([path]) == [expected]
@@ -180,14 +178,13 @@ def test_moved_prompt_borders_are_other_data(tmp_path):
 def test_two_processes_at_one_folder_do_not_share_data(tmp_path, monkeypatch):
     """The second process waits for the first, and detects that its folder contains different text."""
     mine, other = write_texts(tmp_path / "a.jsonl"), write_texts(tmp_path / "b.jsonl", DOCUMENTS[:50])
-    write_part, started, released = prepare._write_part, threading.Event(), threading.Event()
+    started, released = threading.Event(), threading.Event()
 
-    def wait_in_the_lock(*given):
+    def wait_in_the_lock(*_):
         started.set()
         released.wait(30)
-        return write_part(*given)
 
-    monkeypatch.setattr(prepare, "_write_part", wait_in_the_lock)
+    before_call(monkeypatch, prepare, "_write_part", wait_in_the_lock)
     first = threading.Thread(target=prepare.prepare, args=(find_recipe(mine), Bytes(), tmp_path / "out"))
     first.start()
     assert started.wait(30)
@@ -274,7 +271,7 @@ def test_bpe_learns_from_training_documents_only(tmp_path):
 
 
 def test_bpe_learns_from_the_training_part_of_one_long_text(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "IN_MEMORY", 1000)
+    change_text_limits(monkeypatch, in_memory=1000)
     (tmp_path / "a.txt").write_text("train me\n" * 950 + "held out\n" * 50)
     source = sources.find_source(str(tmp_path / "a.txt"), SourceOptions(), print)
     assert isinstance(source, sources.TextFiles)

@@ -10,6 +10,7 @@ from shardformer import Config, data
 from shardformer.data import listing, sources
 from shardformer.data.source import SourceOptions
 from shardformer.errors import UsageError
+from tests.surroundings import let_fail
 
 TEXT = "ab" * 100
 
@@ -140,7 +141,7 @@ def test_all_files_that_are_not_utf8_are_named_first(tmp_path, monkeypatch):
     for number in range(5):
         write(tmp_path / "texts" / f"{number}.txt", TEXT.encode() + (b"\xff" if number % 2 else b""))
     source = sources.find_source(str(tmp_path / "texts"), SourceOptions(), print)
-    monkeypatch.setattr(os, "rename", None)  # nothing is prepared
+    let_fail(monkeypatch, os, "rename", AssertionError("nothing is prepared"))
     with pytest.raises(UsageError, match=r"2 of 5 files are not UTF-8: .*1\.txt, .*3\.txt; convert them"):
         data.load_corpus(Config.of(data=str(tmp_path / "texts"), seq=4, batch=2), lambda _: None)
     assert isinstance(source, sources.TextFiles)

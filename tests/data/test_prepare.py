@@ -9,20 +9,19 @@ import os
 import shutil
 import threading
 import time
-from unittest import mock
 
 import numpy as np
 import pytest
 import zstandard
 
 from shardformer import Config, data, files
-from shardformer.data import builtin, hf_tokenizer, prepare, recipe, sources, text_files
+from shardformer.data import builtin, hf_tokenizer, prepare, sources, text_files
 from shardformer.data.sources import SourceOptions
 from shardformer.data.token_folder import TokenFolder
 from shardformer.data.tokens import SPLITS
 from shardformer.data.vocabulary import Bytes, Characters, TokenIds
 from shardformer.errors import RunError, UsageError
-from tests.surroundings import change_text_limits
+from tests.surroundings import change_text_limits, let_fail
 
 DOCUMENTS = [f"document {n}: {'word ' * (n % 7)}é\n" for n in range(300)]
 
@@ -121,7 +120,7 @@ def write_ids(path, ids):
 
 @pytest.mark.parametrize("name", ["a.bin", "a.npy"])
 def test_a_prepared_token_file_trains_as_the_file_itself(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(recipe, "IDS_OF_ITEM", 70)
+    change_text_limits(monkeypatch, ids=70)
     path = write_ids(tmp_path / name, np.arange(1003) * 7 % 600)
     folder = make([path], tmp_path / "out", TokenIds(600))
     assert len(folder.index["splits"]["train"]["parts"]) == 13
@@ -203,11 +202,10 @@ def test_killed_and_started_again(tmp_path, monkeypatch):
 
 def test_killed_while_the_index_is_written(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "alone"}])  # its other two splits are empty
-    save = np.save
-    monkeypatch.setattr(np, "save", mock.Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        make([path], tmp_path / "out")
-    monkeypatch.setattr(np, "save", save)
+    with monkeypatch.context() as patch:
+        let_fail(patch, np, "save", KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            make([path], tmp_path / "out")
     folder = make([path], tmp_path / "out", named_validation=False)
     assert sum(split["documents"] for split in folder.index["splits"].values()) == 1
 
@@ -216,7 +214,7 @@ def test_killed_write_leaves_nothing_in_the_finished_folder(tmp_path, monkeypatc
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in DOCUMENTS])
     replace = os.replace
     monkeypatch.setattr(files.Path, "unlink", lambda *_, **__: None)  # a killed process cleans up nothing
-    monkeypatch.setattr(os, "replace", mock.Mock(side_effect=KeyboardInterrupt))
+    let_fail(monkeypatch, os, "replace", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         make([path], tmp_path / "out")
     monkeypatch.undo()
@@ -229,7 +227,7 @@ def test_killed_write_leaves_nothing_in_the_finished_folder(tmp_path, monkeypatc
 def test_a_full_disk_is_reported_and_the_next_start_goes_on(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in DOCUMENTS])
     with monkeypatch.context() as patch:
-        patch.setattr(prepare._PartWriter, "write", mock.Mock(side_effect=OSError(28, "No space left on device")))
+        let_fail(patch, prepare._PartWriter, "write", OSError(28, "No space left on device"))
         with pytest.raises(RunError, match=r"cannot write .*\.out\.preparing-.*: No space left on device; the same"):
             make([path], tmp_path / "out")
     assert sum(len(documents(make([path], tmp_path / "out"), split)) for split in SPLITS) == len(DOCUMENTS)

@@ -151,13 +151,11 @@ def test_ids_beyond_the_vocabulary(tmp_path):
         load(path, tokenizer="chars")
 
 
-def test_fingerprints_of_large_files_see_changes(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokens, "SAMPLED_BLOCK", 64)
-    monkeypatch.setattr(tokens, "SAMPLED_BLOCKS", 16)
+def test_fingerprints_of_large_files_see_changes(tmp_path):
     path = tmp_path / "a.bin"
     for content in (bytes(1000), bytes(100_000)):
         found = set()
         for changed in (content, b"x" + content[1:], content[:-1] + b"x", content + b"\0"):
             path.write_bytes(changed)
-            found.add(tokens.fingerprint_file(path))
+            found.add(tokens.fingerprint_file(path, block=64, blocks=16))
         assert len(found) == 4

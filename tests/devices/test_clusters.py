@@ -1,5 +1,6 @@
 """The membership of a process is read from SLURM, Open MPI, GKE and a TPU VM's metadata server."""
 
+import jax
 import pytest
 
 from shardformer.config import Config
@@ -7,6 +8,7 @@ from shardformer.devices import clusters, processes
 from shardformer.devices.clusters import Membership
 from shardformer.errors import UsageError
 from tests.launch import metadata_server
+from tests.surroundings import before_call
 
 SLURM = {"SLURM_JOB_ID": "4101", "SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
 OPEN_MPI = {
@@ -91,17 +93,15 @@ def test_a_tpu_vm_of_one_worker_is_single():
         assert clusters.find_membership(TPU | {"GCE_METADATA_IP": f"127.0.0.1:{port}"}) is None
 
 
-def test_a_tpu_whose_metadata_server_does_not_answer(monkeypatch):
-    monkeypatch.setattr(clusters, "METADATA_SECONDS", 0)
+def test_a_tpu_whose_metadata_server_does_not_answer():
     with pytest.raises(UsageError, match=r"metadata server 127\.0\.0\.1:9 does not answer.*set TPU_SKIP_MDS_QUERY=1"):
-        clusters.find_membership(TPU | {"GCE_METADATA_IP": "127.0.0.1:9"})
+        clusters.find_membership(TPU | {"GCE_METADATA_IP": "127.0.0.1:9"}, clusters.Patience(seconds=0))
 
 
-def test_a_silent_metadata_server_is_reported_while_waiting(monkeypatch, capsys):
-    monkeypatch.setattr(clusters, "METADATA_SECONDS", 1.5)
-    monkeypatch.setattr(clusters, "REMIND", 0.5)
+def test_a_silent_metadata_server_is_reported_while_waiting(capsys):
+    patience = clusters.Patience(seconds=1.5, silence=0.5)
     with pytest.raises(UsageError, match="does not answer"):
-        clusters.find_membership(TPU | {"GCE_METADATA_IP": "127.0.0.1:9"})
+        clusters.find_membership(TPU | {"GCE_METADATA_IP": "127.0.0.1:9"}, patience)
     error = capsys.readouterr().err
     assert error.startswith("waiting for the metadata server 127.0.0.1:9, which does not answer")
     assert error.count("\n") == 1
@@ -121,6 +121,6 @@ def test_a_kubernetes_job_needs_the_package_of_its_api(monkeypatch):
         assert timeouts == {"initialization_timeout": 9, "heartbeat_timeout_seconds": 2}
         raise ValueError("coordinator_address should be defined.")
 
-    monkeypatch.setattr(processes.jax.distributed, "initialize", initialize)
+    before_call(monkeypatch, jax.distributed, "initialize", initialize)
     with pytest.raises(UsageError, match=r"indexed Kubernetes job; pip install 'jax\[k8s\]'"):
         processes.join_processes(Config.of(mesh="1x1", start_timeout=9))

@@ -9,58 +9,37 @@ import pytest
 
 from shardformer.devices import host
 
-
-def start_as(monkeypatch, command: list[str]) -> None:
-    """Makes this process look like one that this command started."""
-    monkeypatch.setattr(sys, "orig_argv", command)
+MODULE = ("python", "-m", "shardformer")
+MADVISE = "always [madvise] never"
 
 
-@pytest.fixture
-def restarts(monkeypatch, tmp_path):
-    """The restarts of a process that was started as `python -m shardformer train tiny`."""
-    found = []
-    monkeypatch.setattr(
-        os, "execv", lambda program, words: found.append((program, words, os.environ["GLIBC_TUNABLES"]))
-    )
-    start_as(monkeypatch, ["python", "-m", "shardformer", "train", "tiny"])
-    monkeypatch.setenv("GLIBC_TUNABLES", "")
-    monkeypatch.delenv("GLIBC_TUNABLES")
-    monkeypatch.setattr(host, "SETTING", tmp_path / "enabled")
-    host.SETTING.write_text("always [madvise] never")
-    return found
+def find_restart(tmp_path, command=MODULE, environment=None, setting=MADVISE) -> list[str] | None:
+    """Returns the restart of a process that was started as `command` with the arguments `train tiny`."""
+    path = tmp_path / "enabled"
+    if setting:
+        path.write_text(setting)
+    words = ["train", "tiny"]
+    return host.find_restart(words, [*command, *words], environment or {}, path)
 
 
-def test_a_command_restarts_with_huge_pages_once(restarts):
-    for _ in range(2):
-        host.restart_with_huge_pages(["train", "tiny"])
-    again = [sys.executable, "-m", "shardformer", "train", "tiny"]
-    assert restarts == [(sys.executable, again, "glibc.malloc.hugetlb=1")]
+@pytest.mark.parametrize("command", [MODULE, ("python", "/venv/bin/shardformer")])
+def test_a_command_restarts_with_huge_pages_once(tmp_path, command):
+    assert find_restart(tmp_path, command) == [sys.executable, *command[1:], "train", "tiny"]
+    assert find_restart(tmp_path, command, {host.TUNABLES: "glibc.malloc.hugetlb=1"}) is None
 
 
-def test_settings_of_the_user_stay(restarts, monkeypatch):
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=3")
-    host.restart_with_huge_pages(["train", "tiny"])
-    assert not restarts
-
-
-def test_the_installed_command_restarts(restarts, monkeypatch):
-    start_as(monkeypatch, ["python", "/venv/bin/shardformer", "train", "tiny"])
-    host.restart_with_huge_pages(["train", "tiny"])
-    assert restarts[0][1] == [sys.executable, "/venv/bin/shardformer", "train", "tiny"]
+def test_settings_of_the_user_stay(tmp_path):
+    assert find_restart(tmp_path, environment={host.TUNABLES: "glibc.malloc.check=3"}) is None
 
 
 @pytest.mark.parametrize("program", [[], ["-m", "ipykernel_launcher"], ["script.py"], ["-"]])
-def test_another_program_that_calls_the_command_goes_on(restarts, monkeypatch, program):
-    start_as(monkeypatch, ["python", *program, "train", "tiny"])
-    host.restart_with_huge_pages(["train", "tiny"])
-    assert not restarts
+def test_another_program_that_calls_the_command_goes_on(tmp_path, program):
+    assert find_restart(tmp_path, ["python", *program]) is None
 
 
 @pytest.mark.parametrize("setting", ["[always] madvise never", "always madvise [never]", None])
-def test_other_kernel_settings_restart_nothing(restarts, setting):
-    host.SETTING.write_text(setting) if setting else host.SETTING.unlink()
-    host.restart_with_huge_pages(["train", "tiny"])
-    assert not restarts
+def test_other_kernel_settings_restart_nothing(tmp_path, setting):
+    assert find_restart(tmp_path, setting=setting) is None
 
 
 @pytest.mark.multiprocess

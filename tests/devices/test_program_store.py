@@ -2,7 +2,6 @@
 
 import os
 import time
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from shardformer.devices.program_store import ProgramStore
 from shardformer.devices.programs import KeptProgram
 from tests.checkpoint import places
 from tests.checkpoint.conftest import memory_buckets  # noqa: F401 (fixture)
-from tests.surroundings import simulate_processes
+from tests.surroundings import let_fail, simulate_processes
 
 ORDER = (0, 1, 2, 3)
 TURNED = (0, 2, 1, 3)
@@ -124,11 +123,15 @@ def test_key_depends_on_the_machine(monkeypatch, change):
     assert program_store.make_key("text", devices) != before
 
 
-def test_key_depends_on_settings_and_compiler_options(monkeypatch):
+def test_key_depends_on_settings_and_compiler_options():
     devices = jax.devices()
     keys = {program_store.make_key("text", devices, options) for options in (None, {"xla_a": True}, {"xla_a": False})}
-    monkeypatch.setattr(jax, "config", SimpleNamespace(values={"jax_default_matmul_precision": "float32"}))
-    keys.add(program_store.make_key("text", devices))
+    before = jax.config.jax_default_matmul_precision
+    try:
+        jax.config.update("jax_default_matmul_precision", "float32")
+        keys.add(program_store.make_key("text", devices))
+    finally:
+        jax.config.update("jax_default_matmul_precision", before)
     assert len(keys) == 4
 
 
@@ -161,10 +164,8 @@ def test_damaged_program_is_compiled_again(kept, capsys, at):
 
 
 def test_program_of_another_backend_is_compiled_again(kept, monkeypatch, capsys):
-    def fail(*_, **__):
-        raise ValueError("unknown executable\nmore")
-
-    monkeypatch.setattr(program_store.serialize_executable, "deserialize_and_load", fail)
+    error = ValueError("unknown executable\nmore")
+    let_fail(monkeypatch, program_store.serialize_executable, "deserialize_and_load", error)
     assert compiled_by(kept[0]) == 1
     assert capsys.readouterr().err.endswith("(unknown executable)\n")
 

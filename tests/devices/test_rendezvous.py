@@ -250,7 +250,7 @@ def test_a_loss_that_is_not_utf_8_is_reported(watched):
 
 
 @pytest.fixture
-def watched(monkeypatch):
+def watched():
     """Returns the watch of process 0 of 3, the links of the two others to it, and a function for its reason to end."""
     reasons = queue.Queue()
 
@@ -258,9 +258,8 @@ def watched(monkeypatch):
         reasons.put(reason)
         watch.links.clear()  # and so the thread ends, where the process would
 
-    monkeypatch.setattr(rendezvous, "end_process", end)
     pairs = [connect_pair() for _ in range(2)]
-    watch = rendezvous.Watch({i: rendezvous.Link(own) for i, (own, _) in enumerate(pairs, start=1)}, 3, silence=2)
+    watch = rendezvous.Watch({i: rendezvous.Link(own) for i, (own, _) in enumerate(pairs, start=1)}, 3, 2, end)
     yield watch, [rendezvous.Link(other) for _, other in pairs], lambda: reasons.get(timeout=10)
     for own, other in pairs:
         own.close()
@@ -315,15 +314,14 @@ def test_an_orderly_end_is_no_death(watched):
     assert not watch.ending.is_set()
 
 
-def test_a_long_wait_for_the_last_process_is_no_silence(monkeypatch):
+def test_a_long_wait_for_the_last_process_is_no_silence():
     reasons = queue.Queue()
-    monkeypatch.setattr(rendezvous, "end_process", reasons.put)
     pairs = [connect_pair() for _ in range(2)]
     links = {index: rendezvous.Link(own) for index, (own, _) in enumerate(pairs, start=1)}
     others = [rendezvous.Link(other) for _, other in pairs]
     links[1].heard -= 100  # it said hello long before process 2
     others[1].send(rendezvous.ALIVE)  # which is heard first
-    watch = rendezvous.Watch(links, 3, silence=60)
+    watch = rendezvous.Watch(links, 3, 60, reasons.put)
     with pytest.raises(queue.Empty):
         reasons.get(timeout=0.5)
     for other in others:

@@ -14,6 +14,7 @@ from shardformer.inference.sampling import Sampling
 from shardformer.layout import mesh
 from shardformer.model import Decoder, Model
 from tests import sharded, shared
+from tests.surroundings import before_call
 
 SEQ = 8
 GREEDY = Sampling(temperature=0)
@@ -157,8 +158,7 @@ def test_every_token_is_drawn_with_its_own_key():
 @pytest.mark.slow
 def test_other_sampling_values_do_not_recompile(monkeypatch):
     own, traced = Generator(model()), []
-    prefill = own.decoder.prefill
-    monkeypatch.setattr(own.decoder, "prefill", lambda *args: traced.append(1) or prefill(*args))
+    before_call(monkeypatch, own.decoder, "prefill", lambda *_: traced.append(1))
     for options in ({"temperature": 0}, {"top_k": 3}, {"top_p": 0.5, "seed": 2}, {"tokens": 3 * SEQ, "stride": 3}):
         for length in (1, 3, SEQ + 1):
             own.generate(parameters(), prompt(length), Sampling(**{"tokens": 4} | options), vocab_size=shared.VOCAB - 1)
@@ -227,8 +227,8 @@ def test_prompts_of_unknown_ids_are_rejected(bad, message):
 def test_an_ended_row_does_not_fill_the_context_of_others(monkeypatch):
     own = Generator(model())
     (first,) = own.continue_prompts(parameters(), [prompt(SEQ)], dataclasses.replace(GREEDY, tokens=1))
-    reads, read = [], own._read
-    monkeypatch.setattr(own, "_read", lambda *args, **kwargs: reads.append(1) or read(*args, **kwargs))
+    reads = []
+    before_call(monkeypatch, own, "_read", lambda *_, **__: reads.append(1))
     sampling = dataclasses.replace(GREEDY, tokens=SEQ - 2)
     rows = own.continue_prompts(
         parameters(), [prompt(SEQ), prompt(1)], sampling, stops=lambda ids: ids == list(first.ids)
@@ -251,10 +251,7 @@ def test_logprobs_include_entries_that_the_tokenizer_lacks():
 @pytest.mark.slow
 def test_batch_bounds_the_rows_of_one_pass(monkeypatch):
     own, rows = Generator(model()), []
-    prefill = own.decoder.prefill
-    monkeypatch.setattr(
-        own.decoder, "prefill", lambda params, *args: rows.append(len(args[0])) or prefill(params, *args)
-    )
+    before_call(monkeypatch, own.decoder, "prefill", lambda params, ids, *_: rows.append(len(ids)))
     sampling = Sampling(tokens=3, samples=10, temperature=5.0)
     found = list(own.stream(parameters(), PROMPTS[:2], sampling, batch=4))
     assert set(rows) == {4}
@@ -264,8 +261,7 @@ def test_batch_bounds_the_rows_of_one_pass(monkeypatch):
 
 def test_a_stream_computes_only_the_rows_that_are_taken(monkeypatch):
     own, passes = Generator(model()), []
-    read = own._read
-    monkeypatch.setattr(own, "_read", lambda *args, **kwargs: passes.append(1) or read(*args, **kwargs))
+    before_call(monkeypatch, own, "_read", lambda *_, **__: passes.append(1))
     rows = own.stream(parameters(), [[1]], Sampling(tokens=2, samples=50_000), batch=4)
     assert [next(rows) for _ in range(4)]
     assert len(passes) == 1

@@ -67,13 +67,13 @@ def put_everywhere(self, cached_BgSK, new_B1gK, slot):
 
 
 @pytest.mark.slow
-def test_a_token_that_every_shard_stores_is_detected(monkeypatch):
-    monkeypatch.setattr(SplitContext, "put", put_everywhere)
+def test_a_token_that_every_shard_stores_is_detected(broken):
+    broken(SplitContext, "put", put_everywhere)
     assert write(new_model("dp1.cp2.mp2", **T5), **T5) != one_device(write, "dp1.cp2.mp2")
 
 
-def test_tokens_in_another_order_change_the_scores(monkeypatch):
-    monkeypatch.setattr(context, "to_rows", lambda x, axis: x)
+def test_tokens_in_another_order_change_the_scores(broken):
+    broken(context, "to_rows", lambda x, axis: x)
     off = score(new_model("dp1.cp2.mp2", **T5), **T5) - one_device(score, "dp1.cp2.mp2")
     assert np.abs(off).max() > 1  # nat
 

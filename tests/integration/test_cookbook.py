@@ -14,6 +14,7 @@ from shardformer.errors import UsageError
 from shardformer.layout import mesh
 from shardformer.model import Decoder, Model, lora
 from shardformer.optim import chain
+from shardformer.parallel import microbatch as microbatch_module
 from shardformer.parallel.microbatch import AccumulationType, microbatch
 from shardformer.training.trainer import Trainer
 from tests import asserts, reference_update, shared
@@ -200,10 +201,10 @@ def test_merged_adapters_give_the_same_logits():
 
 
 @pytest.mark.slow
-def test_a_sum_for_a_mean_is_seen(monkeypatch):
+def test_a_sum_for_a_mean_is_seen(broken):
     """In the gradient itself: a clip that binds, or adam, would hide a factor."""
     got, expected = one_gradient(accum=2), whole_gradient()
-    monkeypatch.setattr("shardformer.parallel.microbatch.microbatch", summed_microbatch)
+    broken(microbatch_module, "microbatch", summed_microbatch)
     wrong = one_gradient(accum=2)
     assert asserts.worst_relative(got, expected) < 1e-5
     assert asserts.worst_relative(wrong, expected) > 0.5
@@ -284,17 +285,17 @@ def test_zero_splits_what_it_says_over_dp(mesh, zero):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["multisteps", "manual"])
-def test_a_part_that_is_no_number_takes_its_step_with_it(monkeypatch, mode):
+def test_a_part_that_is_no_number_takes_its_step_with_it(broken, mode):
     """Its gradient alone breaks, in one part of four: the step is reported, and the state is that of its start."""
     overrides = {"mesh": "4x2", "batch": 16, "accum": 4, "accum_mode": mode, "zero": 1}
     trainer = Trainer(shared.trainer(**overrides).config, shared.trainer(**overrides).model.mesh)
     whole = trainer.model.loss_and_grad_of_part
 
-    def broken(params, batch, key, part):
+    def add_infinity(params, batch, key, part):
         losses, grads = whole(params, batch, key, part)
         return losses, jax.tree.map(lambda g: jnp.where(part == 1, jnp.inf, g), grads)
 
-    monkeypatch.setattr(trainer.model, "loss_and_grad_of_part", broken)
+    broken(trainer.model, "loss_and_grad_of_part", add_infinity)
     before = shared.on_host(start(**overrides))
     after, metrics = trainer.step(start(**overrides), shared.batch(0, rows=16), 0)
     assert not np.isfinite(np.asarray(metrics)).all()

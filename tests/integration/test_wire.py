@@ -3,7 +3,6 @@
 import functools
 import math
 import re
-import types
 from collections import Counter
 
 import jax
@@ -211,30 +210,29 @@ def test_zero_3_gathers_bfloat16_and_sums_float32():
 
 
 @pytest.fixture
-def plain_products(monkeypatch):
-    monkeypatch.setattr(layer, "linear", lambda x, w: x @ w)
+def plain_products(broken):
+    broken(layer, "linear", lambda x, w: x @ w)
 
 
-def without_fan_out(monkeypatch):
-    monkeypatch.setattr(collectives, "fan_out", lambda x, *_: x)
+def without_fan_out(broken):
+    broken(collectives, "fan_out", lambda x, *_: x)
 
 
-def without_the_cast_to_dp(monkeypatch):
-    unmarked = {"vary": lambda x, axes: x}
-    monkeypatch.setattr(replicas, "collectives", types.SimpleNamespace(**vars(collectives) | unmarked))
+def without_the_cast_to_dp(broken):
+    broken(replicas.Replicated, "make_local", lambda self, params: params)
 
 
 @pytest.mark.parametrize("mistake", [without_fan_out, without_the_cast_to_dp])
-def test_a_missing_cast_is_refused(monkeypatch, mistake):
-    mistake(monkeypatch)
+def test_a_missing_cast_is_refused(broken, mistake):
+    mistake(broken)
     with pytest.raises(ValueError, match="manual axis types do not match"):
         sent_by_step(new_trainer(mesh="4x2"))
 
 
 @pytest.mark.slow
-def test_without_fan_out_every_product_sends_its_gradient(monkeypatch, plain_products):
+def test_without_fan_out_every_product_sends_its_gradient(broken, plain_products):
     _, right = step("4x2", "parallel", True)
-    without_fan_out(monkeypatch)
+    without_fan_out(broken)
     t = new_trainer(mesh="4x2")
     wrong = sent_by_step(t)
     assert count(wrong["mp"], in_loop=True)[activation(t)] > count(right["mp"], in_loop=True)[activation(t)]
@@ -246,6 +244,6 @@ def test_without_fan_out_every_product_sends_its_gradient(monkeypatch, plain_pro
 
 
 @pytest.mark.slow
-def test_without_the_dp_cast_every_iteration_reduces_gradients(monkeypatch, plain_products):
-    without_the_cast_to_dp(monkeypatch)
+def test_without_the_dp_cast_every_iteration_reduces_gradients(broken, plain_products):
+    without_the_cast_to_dp(broken)
     assert count(sent_by_step(new_trainer(mesh="4x2"))["dp"], in_loop=True)

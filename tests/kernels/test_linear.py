@@ -10,6 +10,7 @@ import pytest
 from shardformer.kernels import linear as linear_module
 from shardformer.kernels.linear import PIECE_ELEMENTS, linear, split_columns, split_heads, stack_slices
 from tests import asserts, sharded
+from tests.surroundings import change_pieces
 
 X, W, DY = sharded.normal(0, 2, 5, 8), sharded.normal(1, 8, 12), sharded.normal(2, 2, 5, 12)
 
@@ -32,7 +33,7 @@ def test_linear_equals_the_plain_product(dtype, tolerance):
 
 @pytest.mark.parametrize(("columns", "products"), [(256, ["64x256xbf16"]), (512, ["64x256xbf16"] * 2)])
 def test_a_wide_gradient_on_a_tpu_is_several_products(monkeypatch, columns, products):
-    monkeypatch.setattr(linear_module, "PIECE_ELEMENTS", 64 * 256)
+    change_pieces(monkeypatch, 64 * 256)
     x, w = jnp.zeros((4, 64), jnp.bfloat16), jnp.zeros((64, columns), jnp.bfloat16)
 
     def backward(x, w):
@@ -44,7 +45,7 @@ def test_a_wide_gradient_on_a_tpu_is_several_products(monkeypatch, columns, prod
 
 
 def test_products_in_pieces_are_the_product(monkeypatch):
-    monkeypatch.setattr(linear_module, "PIECE_ELEMENTS", 1 << 12)
+    change_pieces(monkeypatch, 1 << 12)
     x, dy = sharded.normal(0, 6, 32), sharded.normal(1, 6, 512)
     np.testing.assert_allclose(linear_module._product_in_pieces(x, dy), x.T @ dy, rtol=1e-5, atol=1e-5)
 

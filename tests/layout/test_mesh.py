@@ -15,7 +15,7 @@ from shardformer.devices import clusters, processes, rendezvous
 from shardformer.errors import RunError, UsageError
 from shardformer.layout import mesh
 from tests import shared
-from tests.surroundings import simulate_processes
+from tests.surroundings import answer_for_processes, before_call, let_fail, simulate_processes
 
 EIGHT_HEADS = Config.of(batch=12, heads=8)
 
@@ -102,7 +102,7 @@ def test_a_mesh_that_these_devices_cannot_make(shape, needed):
 )
 def test_cpu_devices_of_one_process(monkeypatch, shape, batch, count, expected):
     counts = []
-    monkeypatch.setattr(mesh, "use_cpu_devices", lambda count, many_in_flight: counts.append(count))
+    before_call(monkeypatch, mesh, "use_cpu_devices", lambda count, many_in_flight: counts.append(count))
     monkeypatch.setattr(processes, "join_processes", lambda config: None)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
@@ -126,7 +126,6 @@ def test_keys_name_the_processes_and_come_before_the_environment(monkeypatch):
     monkeypatch.setattr(mesh.jax.distributed, "initialize", lambda *named, **options: calls.append((named, options)))
     monkeypatch.setattr(rendezvous, "connect", lambda *args: calls.append(args[:4]) or {})
     monkeypatch.setattr(rendezvous, "Watch", lambda *args: calls.append(args))
-    monkeypatch.setattr(mesh, "use_cpu_devices", lambda count, many_in_flight: None)
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "elsewhere:1")
     for name in clusters.SLURM:
         monkeypatch.setenv(name, "2")
@@ -193,11 +192,8 @@ def test_one_stage_is_none():
 
 
 def test_mesh_without_neighbours_on_the_wire_is_made(monkeypatch):
-    def no_such_neighbours(*_, **__):
-        raise NotImplementedError("physical axes must be split")
-
     neighbours = mesh.make(shared.tiny(mesh="4x2"))
-    monkeypatch.setattr(mesh.jax, "make_mesh", no_such_neighbours)
+    let_fail(monkeypatch, jax, "make_mesh", NotImplementedError("physical axes must be split"))
     assert mesh.make(shared.tiny(mesh="4x2")) == neighbours  # on the CPU any order is as good
 
 
@@ -210,7 +206,7 @@ def test_what_fails_on_one_process_fails_on_all(monkeypatch):
     with pytest.raises(RunError, match=r"^TimeoutError$"):
         processes.succeed_or_fail_together(lambda: (_ for _ in ()).throw(TimeoutError()))
     for kind in (RunError, UsageError):
-        monkeypatch.setattr(processes, "gather_documents", lambda own, kind=kind: [own, f"{kind.__name__}:there: it"])
+        answer_for_processes(monkeypatch, lambda own, kind=kind: [own, f"{kind.__name__}:there: it"])
         with pytest.raises(kind, match=r"^process 1: there: it$"):
             processes.succeed_or_fail_together(lambda: 7)
 
@@ -221,7 +217,7 @@ def test_what_the_first_process_does_the_others_only_hear_of(monkeypatch):
         simulate_processes(monkeypatch, 1, process)
         processes.run_on_first_process(lambda process=process: done.append(process))
     assert done == [0]
-    monkeypatch.setattr(processes, "gather_documents", lambda own: ["RunError:disk full", own])
+    answer_for_processes(monkeypatch, lambda own: ["RunError:disk full", own])
     with pytest.raises(RunError, match=r"^process 0: disk full$"):
         processes.run_on_first_process(lambda: 1 / 0)
 

@@ -12,6 +12,7 @@ from shardformer.errors import UsageError
 from shardformer.layout import mesh
 from shardformer.training.trainer import Trainer
 from tests import shared, wire
+from tests.surroundings import simulate_devices
 
 
 class InSlice:
@@ -30,7 +31,7 @@ def in_slices(monkeypatch):
 
     def give(slices, platform="cpu"):
         devices = [InSlice(device, i % slices, platform) for i, device in enumerate(jax.devices())]
-        monkeypatch.setattr(mesh.jax, "devices", lambda: devices)
+        simulate_devices(monkeypatch, devices)
         monkeypatch.setattr(mesh, "Mesh", lambda devices, axes: devices)
         return devices
 

@@ -4,6 +4,7 @@ import ast
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -200,10 +201,9 @@ def test_names_that_a_file_assigns_stay(tmp_path):
 
 def test_progress_of_a_long_migration_is_shown(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(migrate, "SECONDS_TO_PROGRESS", -1)
     (tmp_path / "a.py").write_text("")
     (tmp_path / "b.py").write_text("")
-    assert main(["legacy", "--migrate", "."]) == 0
+    assert migrate.migrate([Path()], seconds_to_progress=-1) == 0
     assert capsys.readouterr().err.splitlines()[1] == "1 of 2 files read, next b.py"
 
 

@@ -14,6 +14,7 @@ from shardformer.errors import RunError
 from shardformer.logs import curves
 from shardformer.logs.metrics_file import COLUMNS
 from tests.launch import ROOT
+from tests.surroundings import before_call
 
 
 def run_with(out, rows):
@@ -30,8 +31,7 @@ def row(step, **more):
 def figure(monkeypatch):
     """The figure that was saved last."""
     saved = []
-    savefig = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, path: (saved.append(self), savefig(self, path)))
+    before_call(monkeypatch, Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
     return lambda: saved[-1]
 
 

@@ -14,6 +14,7 @@ import pytest
 from shardformer.logs import command_start
 from shardformer.logs.goodput import CLOCK, COMPILING, KINDS, Goodput
 from tests import runs
+from tests.surroundings import before_call
 
 
 class Clock:
@@ -106,11 +107,9 @@ def test_missing_folder_does_not_fail_a_finished_run(tmp_path):
     assert goodput.finish().startswith("goodput ")
 
 
-def test_start_includes_the_imports_of_the_command(monkeypatch):
+def test_start_includes_the_imports_of_the_command():
     clock = Clock()
-    monkeypatch.setattr(command_start.time, "time", clock)
-    monkeypatch.setattr(command_start, "_measure_age", lambda: 3.0)
-    command_start.note_start()
+    command_start.note_start(age=3.0, clock=clock)
     clock.now += 8
     goodput = Goodput(clock)
     goodput.restart(command_start.take_start())
@@ -122,21 +121,21 @@ def test_start_includes_the_imports_of_the_command(monkeypatch):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs Linux's /proc")
 def test_age_of_a_process_counts_its_interpreter():
-    program = "import time; time.sleep(0.5); from shardformer.logs.command_start import _measure_age as m; print(m())"
+    program = "import time; time.sleep(0.5); from shardformer.logs.command_start import measure_age as m; print(m())"
     began = time.monotonic()
     age = float(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout)
     assert 0.5 <= age <= time.monotonic() - began + 0.02  # /proc counts hundredths
 
 
 @pytest.mark.parametrize(("ago", "age"), [(2, 2), (1000, 30), (-5, 0), ("never", 30)])
-def test_installation_before_the_command_does_not_count(monkeypatch, ago, age):
+def test_installation_before_the_command_does_not_count(tmp_path, monkeypatch, ago, age):
     """A script installed for 28 seconds, and was then replaced by the trainer."""
     now = time.time()
     ticks = os.sysconf("SC_CLK_TCK")
     stat = f"1 (python) {' '.join(['0'] * 19)} {int((time.clock_gettime(time.CLOCK_BOOTTIME) - 30) * ticks)} 0"
-    monkeypatch.setattr(command_start.Path, "read_text", lambda _: stat)
+    (tmp_path / "stat").write_text(stat)
     monkeypatch.setenv("SHARDFORMER_STARTED", ago if ago == "never" else str(now - ago))
-    assert command_start._measure_age() == pytest.approx(age, abs=0.5)
+    assert command_start.measure_age(tmp_path / "stat") == pytest.approx(age, abs=0.5)
 
 
 def test_damaged_record_begins_again(tmp_path):
@@ -150,8 +149,7 @@ def test_damaged_record_begins_again(tmp_path):
 def test_goodput_of_a_resumed_run_adds_up_to_the_wall_time(tmp_path, capsys, monkeypatch):
     marks = []
     for name in ("restart", "finish"):
-        method = getattr(CLOCK, name)
-        monkeypatch.setattr(CLOCK, name, lambda *began, method=method: marks.append(time.time()) or method(*began))
+        before_call(monkeypatch, CLOCK, name, lambda *_: marks.append(time.time()))
     assert not runs.train("tiny", "mesh=4x2", "steps=20", "log_every=1", f"data={runs.text(tmp_path)}",
                           f"out={tmp_path}/run", stop_after=10)  # fmt: skip
     time.sleep(2)

@@ -11,6 +11,7 @@ from shardformer.__main__ import main
 from shardformer.errors import UsageError
 from shardformer.logs import run_sheet
 from shardformer.logs.metrics_file import open_metrics_file
+from tests.surroundings import before_call
 
 
 def make_run(folder, steps, **changes):
@@ -26,8 +27,8 @@ def make_run(folder, steps, **changes):
 
 @pytest.fixture
 def figure(monkeypatch):
-    saved, savefig = [], Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (saved.append(self), savefig(self, *a, **k)))
+    saved = []
+    before_call(monkeypatch, Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
     return lambda: saved[-1]
 
 

@@ -5,6 +5,7 @@ import pytest
 from shardformer.errors import UsageError
 from shardformer.logs import observers, step_profiler
 from shardformer.logs.step_profiler import StepProfiler
+from tests.surroundings import let_fail
 
 
 @pytest.mark.parametrize(
@@ -59,9 +60,7 @@ def test_profiler_traces_the_given_steps(tmp_path, calls, steps, expected):
 
 
 def test_failing_profiler_is_reported_once(tmp_path, calls, monkeypatch):
-    def fail(*_):
-        raise RuntimeError("Only one profile may be run at a time.")
-
-    monkeypatch.setattr(step_profiler.jax.profiler, "start_trace", fail)
+    error = RuntimeError("Only one profile may be run at a time.")
+    let_fail(monkeypatch, step_profiler.jax.profiler, "start_trace", error)
     said = trace((3, 5), 3, 6, calls, tmp_path)
     assert said == ["the profile failed: Only one profile may be run at a time.; training continues"]

@@ -11,12 +11,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from shardformer.analysis.program_collectives import parse_collectives
-from shardformer.kernels import linear
 from shardformer.layout import mesh, resolve
 from shardformer.model import Loss
 from shardformer.parallel.scattering import Scattering
 from shardformer.training.trainer import Trainer
 from tests import asserts, sharded, shared
+from tests.surroundings import change_pieces
 
 
 @pytest.mark.parametrize(("by_layer", "rows"), [(False, (8, 8)), (True, (2, 8))])
@@ -76,8 +76,7 @@ def test_staged_step_has_the_gradients_of_a_plain_step(shape, stages, stage):
 def test_exchanging_step_has_the_gradients_of_a_plain_step(monkeypatch):
     """Gradients in pieces of 8 columns, as a TPU exchanges larger ones."""
     plain = loss_and_grads(new_trainer(mesh="8x1"))
-    monkeypatch.setattr(linear, "PIECE_ELEMENTS", 64)
-    monkeypatch.setattr(linear, "LANES", 8)
+    change_pieces(monkeypatch, 64, lanes=8)
     layout = resolve(shared.tiny(mesh="8x1", zero=3))
     scattering = Scattering((2, 4), exchange=True, in_pieces=True)
     layout = dataclasses.replace(layout, replicas=dataclasses.replace(layout.replicas, scattering=scattering))

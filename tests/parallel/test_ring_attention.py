@@ -141,14 +141,14 @@ def twin_of_an_undone_zigzag(numbers):
 @pytest.mark.parametrize(
     "twin", [twin_of_a_missed_block, twin_of_a_block_counted_twice, twin_of_an_undone_zigzag], ids=lambda f: f.__name__
 )
-def test_broken_ring_is_detected(monkeypatch, twin):
-    monkeypatch.setattr(ring_attention, "indices_in_ring", twin(ring_attention.indices_in_ring))
+def test_broken_ring_is_detected(broken, twin):
+    broken(ring_attention, "indices_in_ring", twin(ring_attention.indices_in_ring))
     assert not is_exact(2, Ring(block=4), "plain")
 
 
-def test_gradients_left_on_other_shards_are_detected(monkeypatch):
+def test_gradients_left_on_other_shards_are_detected(broken):
     def take(x_BgTK):
         return context.take(x_BgTK.swapaxes(1, 2), lax.axis_index("cp"), 2).swapaxes(1, 2)
 
-    monkeypatch.setattr(ring_attention, "_scatter", take)
+    broken(ring_attention, "_scatter", take)
     assert not is_exact(2, Gathered(block=4), "plain")

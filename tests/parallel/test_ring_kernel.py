@@ -61,7 +61,7 @@ def test_kernel_gives_the_numbers_of_one_device(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_pair_of_chunks_given_to_other_queries_is_detected(monkeypatch):
+def test_a_pair_of_chunks_given_to_other_queries_is_detected(monkeypatch, broken):
     """The twin: every visitor counts as one that precedes this shard."""
-    monkeypatch.setattr(ring_kernel, "_visitor_precedes", lambda step: lax.axis_index("cp") >= 0)
+    broken(ring_kernel, "_visitor_precedes", lambda step: lax.axis_index("cp") >= 0)
     assert min(off_by(monkeypatch)) > 1e-3

@@ -11,6 +11,7 @@ from shardformer.model import Model
 from shardformer.parallel import collectives
 from shardformer.shards import Dropout
 from tests import sharded, shared
+from tests.surroundings import before_call
 
 KEY = jax.random.key(3)
 EXAMPLES = jnp.arange(8)
@@ -98,13 +99,8 @@ def test_every_layer_site_and_step_has_its_own_mask():
 )
 def test_sites_of_dropout_keep_their_numbers(monkeypatch, block, sites):
     """A resumed run draws the masks of the version that began it: 0 after the embedding, 1 + i in layer i."""
-    numbers, at = [], Dropout.at
-
-    def record(dropout, index):
-        numbers.append(index)
-        return at(dropout, index)
-
-    monkeypatch.setattr(Dropout, "at", record)
+    numbers = []
+    before_call(monkeypatch, Dropout, "at", lambda dropout, index: numbers.append(index))
     config = shared.tiny(mesh="1x1", layers=2, block=block, dropout=0.1, scan=False)
     model = Model.on(config, mesh.make(config))
     key = jax.ShapeDtypeStruct((2,), jnp.uint32)

@@ -62,11 +62,11 @@ def count_loops(**overrides):
     return str(jax.make_jaxpr(t.model.loss_and_grad)(t.model.abstract, BATCH, KEY)).count("= while[")
 
 
-def test_only_full_remat_runs_blocks_again(monkeypatch):
+def test_only_full_remat_runs_blocks_again(broken):
     once = count_loops(remat="none")
     assert count_loops(remat="dots") == count_loops(remat="attention") == once
     assert count_loops(remat="full") > once
-    monkeypatch.setattr(blockwise_attention, "checkpoint_name", lambda x, name: x)
+    broken(blockwise_attention, "checkpoint_name", lambda x, name: x)
     assert count_loops(remat="dots", lr=1.0) > once  # another configuration: the first keeps what it has traced
 
 

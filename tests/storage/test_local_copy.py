@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from shardformer.errors import RunError, UsageError
-from shardformer.storage import bucket, cache_folder, copy_files, copy_to_disk, local_copy, local_path, on_disk
-from tests.surroundings import hide_home
+from shardformer.storage import bucket, cache_folder, copy_files, copy_to_disk, local_path, on_disk
+from tests.surroundings import change_copies, hide_home, simulate_free_space
 
 
 @pytest.fixture(autouse=True)
 def small_ranges(monkeypatch):
-    monkeypatch.setattr(local_copy, "RANGE", 10)
+    change_copies(monkeypatch, range=10)
 
 
 def put(place, **contents):
@@ -87,7 +87,7 @@ def test_interrupted_copy_is_invisible_and_continues(place, monkeypatch):
             raise OSError(5, "the network is gone", str(path))
         return read(path, *more)
 
-    monkeypatch.setattr(local_copy, "THREADS", 1)
+    change_copies(monkeypatch, threads=1)
     with (
         replace_reads(read_three),
         pytest.raises(RunError, match=rf"cannot copy {place} to .*: the network is gone; start again"),
@@ -119,7 +119,7 @@ def test_object_that_changes_during_the_copy_is_rejected(place, monkeypatch):
             path.write_bytes(b"y" * 25)
         return read(path, start, *more)
 
-    monkeypatch.setattr(local_copy, "THREADS", 1)
+    change_copies(monkeypatch, threads=1)
     with (
         replace_reads(change),
         pytest.raises(RunError, match=f"{place}/a has changed while it was copied; start again"),
@@ -172,8 +172,7 @@ def test_copy_errors_name_the_fix(place, monkeypatch):
     with pytest.raises(UsageError, match=f"{place} does not exist"):
         copy_to_disk(place, print)
     put(place, a=b"x" * 25)
-    usage = local_copy.shutil.disk_usage("/")._replace(free=24)
-    monkeypatch.setattr(local_copy.shutil, "disk_usage", lambda _: usage)
+    simulate_free_space(monkeypatch, 24)
     with pytest.raises(UsageError, match=r"has 0.0 GB to copy, and the disk of .* has room for 0.0 GB.*CACHE="):
         copy_to_disk(place, print)
 

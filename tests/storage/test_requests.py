@@ -4,6 +4,7 @@ import http.server
 import re
 import threading
 
+import obstore
 import pytest
 from obstore import exceptions
 from obstore.store import S3Store
@@ -11,7 +12,7 @@ from obstore.store import S3Store
 from shardformer.storage import BucketPath, bucket, requests
 from shardformer.storage.bucket import ChangedError, UnansweredError
 from tests.storage.faults import RESET, Scripted
-from tests.surroundings import change_patience
+from tests.surroundings import before_call, change_patience, open_buckets
 
 OBJECT = BucketPath("s3", "bucket", "runs/a")
 XML = "<Error><Code>{}</Code><Message>{}</Message><RequestId>1</RequestId></Error>"
@@ -169,7 +170,7 @@ def rejecting_server(monkeypatch):
         options = {"endpoint": f"http://127.0.0.1:{server.server_address[1]}", "region": "us-east-1"}
         options |= {"access_key_id": "x", "secret_access_key": "y"}
         s3 = S3Store("bucket", **options, client_options={"allow_http": True})
-        monkeypatch.setattr(bucket, "open_bucket", lambda *_: s3)
+        open_buckets(monkeypatch, lambda *_: s3)
         yield answer
         server.shutdown()
 
@@ -202,8 +203,8 @@ def test_unanswered_head_is_not_asked_by_get(monkeypatch):
     asked = []
     change_patience(monkeypatch, first=-1)
     monkeypatch.setattr(bucket, "_store", lambda _: None)
-    monkeypatch.setattr("obstore.head", lambda *_: fail(RESET)())
-    monkeypatch.setattr("obstore.get_range", lambda *_, **__: asked.append(1))
+    before_call(monkeypatch, obstore, "head", lambda *_: fail(RESET)())
+    before_call(monkeypatch, obstore, "get_range", lambda *_, **__: asked.append(1))
     with pytest.raises(UnansweredError):
         bucket.head(OBJECT)
     assert not asked

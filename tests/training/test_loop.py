@@ -25,7 +25,7 @@ from shardformer.training.stop_signal import StopSignal
 from shardformer.training.trainer import IN_FLIGHT, choose_steps_ahead
 from tests import runs, shared
 from tests.integration import made_up
-from tests.surroundings import simulate_failing_processes, simulate_processes
+from tests.surroundings import answer_for_processes, simulate_failing_processes, simulate_processes
 from tests.training.bad_batches import NAN, bad_batches
 from tests.training.uneven_run import STEPS, contents, losses, uneven_words
 
@@ -160,7 +160,7 @@ def test_slow_steps_are_not_dispatched_ahead():
 def test_processes_agree_once_on_the_steps_ahead(monkeypatch):
     """Their clocks differ: here the first process finds the steps slow, and this one does not."""
     simulate_processes(monkeypatch, 2)
-    monkeypatch.setattr(processes, "text_of_first_process", lambda own: "0")
+    answer_for_processes(monkeypatch, lambda text: ["0", text])
     pacing, chosen = loop.Pacing(), []
     for _ in range(4):
         pacing.count_read()

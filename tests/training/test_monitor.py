@@ -1,8 +1,8 @@
 """Scores and samples of a run during training equal those of the commands on its checkpoints."""
 
-import importlib.util
 import json
 import re
+import sys
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ from shardformer.errors import RunError
 from shardformer.training.monitor import JsonLines, Monitor
 from tests import runs, shared
 from tests.launch import QUICK_COMPILATION, Forked, finished, free_port
+from tests.surroundings import let_fail
 
 PROMPTS = ("the cat", "To be, or")
 WORDS = ("tiny", "mesh=2x1", "steps=6", "eval_every=4", "eval_batches=1", "keep_every=2", "ema=0.5", "lr=1e-2",
@@ -184,8 +185,7 @@ def test_scores_equal_those_of_harness(tmp_path, text):
 
 
 def test_tasks_need_the_harness(tmp_path, text, monkeypatch, capsys):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == "lm_eval" else find(name))
+    monkeypatch.setitem(sys.modules, "lm_eval", None)  # as where it is not installed
     assert runs.train(*WORDS, "eval_tasks=x", f"data={text}", f"out={tmp_path / 'run'}") == runs.USAGE
     assert "eval_tasks needs lm-evaluation-harness: pip install" in capsys.readouterr().err
 
@@ -240,10 +240,7 @@ def test_record_waits_for_a_full_disk(tmp_path):
 
 @pytest.mark.parametrize("policy", ["continue", "stop"])
 def test_full_disk_obeys_on_save_error(tmp_path, text, prompts, monkeypatch, capsys, policy):
-    def fail(*_):
-        raise RunError("cannot write texts.jsonl: No space left on device")
-
-    monkeypatch.setattr(JsonLines, "append", fail)
+    let_fail(monkeypatch, JsonLines, "append", RunError("cannot write texts.jsonl: No space left on device"))
     words = [*WORDS, f"data={text}", f"eval_prompts={prompts}", f"out={tmp_path / 'run'}", f"on_save_error={policy}"]
     assert runs.train(*words) == (0 if policy == "continue" else runs.FAILED)
     printed = "".join(capsys.readouterr())

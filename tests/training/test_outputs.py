@@ -1,7 +1,5 @@
 """The outputs of a run: rows, trackers, pictures and profiles."""
 
-from unittest import mock
-
 import pytest
 
 from shardformer import checkpoint, session
@@ -10,7 +8,7 @@ from shardformer.logs import curves, metrics_file
 from shardformer.model import flops
 from shardformer.training import outputs
 from tests import runs
-from tests.surroundings import note_documents
+from tests.surroundings import let_fail, note_documents
 
 
 def test_unreadable_records_are_reported_to_all_processes(tmp_path, text, monkeypatch, capsys):
@@ -86,9 +84,8 @@ def test_observer_failure_does_not_stop_training(tmp_path, text, monkeypatch, ca
     assert (out / "curves.png").exists()
     assert list((out / "tensorboard").iterdir())
     capsys.readouterr()
-    broken = mock.Mock(side_effect=ValueError("ParseException"))
-    monkeypatch.setattr(curves, "draw_curves", broken)
-    monkeypatch.setattr(outputs, "TensorBoardEvents", broken)
+    let_fail(monkeypatch, curves, "draw_curves", ValueError("ParseException"))
+    let_fail(monkeypatch, outputs, "TensorBoardEvents", ValueError("ParseException"))
     assert runs.train(*words[1:], f"out={tmp_path}/run", curves=True) == 0
     said = capsys.readouterr().out
     assert "TensorBoard did not start: ParseException; training continues\n" in said

@@ -5,8 +5,8 @@ import pytest
 
 from shardformer import checkpoint
 from shardformer.__main__ import main
-from shardformer.layout import mesh
 from tests import runs
+from tests.surroundings import simulate_devices
 from tests.training.uneven_run import STEPS, contents, losses, uneven_words
 
 
@@ -72,7 +72,7 @@ def test_resume_on_another_mesh(tmp_path, text, finished_run, mesh):
 def test_resume_on_half_of_the_devices(tmp_path, text, finished_run, monkeypatch, capsys):
     out = tmp_path / "run"
     assert runs.train(*uneven_words(text), f"out={out}", stop_after=20) == 0
-    monkeypatch.setattr(mesh, "find_devices", lambda: jax.devices()[:4])
+    simulate_devices(monkeypatch, jax.devices()[:4])
     assert runs.train("--resume", out, "accum=auto") == 0
     said = capsys.readouterr().out
     assert "8 devices before, 4 now: mesh=4x2 becomes mesh=2x2, batch=8 stays\n" in said

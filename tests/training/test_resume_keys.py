@@ -12,6 +12,7 @@ from shardformer.config import FIELDS, FIXED_ON_RESUME
 from shardformer.config.parsing import choices, plain_type
 from shardformer.errors import UsageError
 from tests import runs
+from tests.surroundings import before_call
 
 # The values of keys that take few; `other_value` makes those of the others.
 VALUES = {"mesh": "2x4", "steps": 50, "accum": 2, "decay_steps": 10, "profile": "4:5", "coordinator": "localhost:1"}
@@ -56,7 +57,7 @@ def trained(monkeypatch) -> list[Config]:
         found.append(config)
         raise UsageError("the trainer was reached")
 
-    monkeypatch.setattr(session, "Trainer", end)
+    before_call(monkeypatch, session, "Trainer", end)
     return found
 
 

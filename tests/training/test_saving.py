@@ -22,7 +22,7 @@ from shardformer.training.checkpoint_progress import Best
 from shardformer.training.run_folder import Run
 from shardformer.training.saving import RunCheckpoints
 from tests import runs, shared
-from tests.surroundings import before_sync, simulate_processes
+from tests.surroundings import answer_for_processes, before_call, before_sync, let_fail, simulate_processes
 from tests.training.test_run_folder import CORPUS
 
 
@@ -34,9 +34,9 @@ def state(step: int):
     return shared.trainer().init()._replace(step=jnp.int32(step))
 
 
-def make_checkpoints(tmp_path, said=None, lock=None, **settings) -> RunCheckpoints:
+def make_checkpoints(tmp_path, said=None, lock=None, clock=time.monotonic, **settings) -> RunCheckpoints:
     run = Run.create(shared.tiny(vocab=0, out=str(tmp_path / "run"), **settings), CORPUS)
-    return RunCheckpoints(run, Best(), [].append if said is None else said.append, lock)
+    return RunCheckpoints(run, Best(), [].append if said is None else said.append, lock, clock)
 
 
 def save(each: RunCheckpoints, step: int) -> None:
@@ -49,10 +49,9 @@ def test_by_the_number_of_steps(tmp_path):
     assert not any(map(make_checkpoints(tmp_path, save_every=0).is_due, range(1, 31)))
 
 
-def test_by_the_clock(tmp_path, monkeypatch):
+def test_by_the_clock(tmp_path):
     now = [1000.0]
-    monkeypatch.setattr(saving.time, "monotonic", lambda: now[0])
-    with make_checkpoints(tmp_path, save_every=0, save_minutes=2.0) as each:
+    with make_checkpoints(tmp_path, clock=lambda: now[0], save_every=0, save_minutes=2.0) as each:
         taken = []
         for step in range(1, 11):
             now[0] += 50
@@ -66,9 +65,7 @@ def test_several_processes_ask_the_clock_together(tmp_path, monkeypatch):
     """Their clocks differ: one that is late makes all of them save, at a step that all of them log."""
     asked = []
     simulate_processes(monkeypatch, 2)
-    monkeypatch.setattr(
-        processes, "first_message_from_any_process", lambda text: asked.append(text) or "process 1: late"
-    )
+    answer_for_processes(monkeypatch, lambda text: asked.append(text) or [text, "late"])
     each = make_checkpoints(tmp_path, save_every=0, save_minutes=2.0, log_every=4)
     assert [step for step in range(1, 13) if each.is_due(step)] == [4, 8, 12]
     assert asked == [""] * 3
@@ -86,8 +83,8 @@ def test_the_kept_ones(tmp_path):
 
 def test_training_waits_for_the_copy_alone(tmp_path, monkeypatch):
     """The writer is blocked; the loop is not, until the next save."""
-    go, write = threading.Event(), checkpoint.saver.documents.write_documents
-    monkeypatch.setattr(checkpoint.saver.documents, "write_documents", lambda *given: go.wait(60) and write(*given))
+    go = threading.Event()
+    before_call(monkeypatch, checkpoint.saver.documents, "write_documents", lambda *_: go.wait(60))
     with make_checkpoints(tmp_path) as each:
         goodput.CLOCK.take("save")
         save(each, 5)
@@ -106,8 +103,8 @@ def test_training_waits_for_the_copy_alone(tmp_path, monkeypatch):
 
 def test_what_is_saved_is_the_state_of_its_step(tmp_path, monkeypatch):
     """The next step writes into the buffers that the writer has not read yet."""
-    go, write = threading.Event(), checkpoint.saver.array_files.write_arrays
-    monkeypatch.setattr(checkpoint.saver.array_files, "write_arrays", lambda *given: go.wait(60) and write(*given))
+    go = threading.Event()
+    before_call(monkeypatch, checkpoint.saver.array_files, "write_arrays", lambda *_: go.wait(60))
     trainer = shared.trainer()
     with make_checkpoints(tmp_path) as each:
         trained, _ = trainer.step(trainer.init(), shared.batch(), 0)
@@ -194,16 +191,15 @@ def test_a_full_disk_in_a_run(tmp_path, text, monkeypatch, capsys):
 
 def full_from(step: int, monkeypatch) -> list[int]:
     """The disk has no room for rows from a step on, while the list that it returns has fewer than three of them."""
-    flush, failed = CsvFile.flush, []
+    failed = []
 
     def full(self):
         row = self._unwritten.decode().splitlines()[-1:]
         if row and int(row[0].partition(",")[0]) >= step and len(failed) < 3:
             failed.append(step)
             raise RunError(f"cannot write {self._path}: [Errno 28] No space left on device")
-        flush(self)
 
-    monkeypatch.setattr(CsvFile, "flush", full)
+    before_call(monkeypatch, CsvFile, "flush", full)
     return failed
 
 
@@ -238,7 +234,7 @@ def test_processes_learn_of_a_failed_write_at_the_next_save(tmp_path, monkeypatc
 
     def train():
         with make_checkpoints(tmp_path, save_every=5) as each:
-            monkeypatch.setattr(processes, "first_message_from_any_process", lambda own: told.pop(0))
+            monkeypatch.setattr(processes, "first_message_from_any_process", lambda text: told.pop(0))
             each.write(each.take_snapshot(state(5)), 5)
 
     with pytest.raises(RunError, match=r"process 0: cannot write metrics\.csv; the run is saved as step 5"):
@@ -313,7 +309,7 @@ def test_folder_lost_during_the_last_save_costs_nothing(tmp_path, monkeypatch):
             make_checkpoints(tmp_path, lock=lock) as each,
             monkeypatch.context() as patch,
         ):
-            patch.setattr(os, "rename", lambda *_: os.replace(tmp_path / "run", tmp_path / "moved") or disk_full())
+            before_call(patch, os, "rename", lambda *_: os.replace(tmp_path / "run", tmp_path / "moved") or disk_full())
             save(each, 1)
             until_done(each)
 
@@ -323,9 +319,7 @@ def test_folder_lost_during_the_last_save_costs_nothing(tmp_path, monkeypatch):
 
 
 def test_silent_store_does_not_end_training(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.EIO, "unreachable")
-
+    unreachable = OSError(errno.EIO, "unreachable")
     said = []
     with make_checkpoints(tmp_path, said, on_save_error="continue") as each:
         assert each.update_best(5, 2.0)
@@ -333,13 +327,13 @@ def test_silent_store_does_not_end_training(tmp_path, monkeypatch):
         each.wait()
         with monkeypatch.context() as patch:
             before_sync(patch, disk_full)
-            patch.setattr(saving.checkpoint, "list_steps", refuse)
+            let_fail(patch, saving.checkpoint, "list_steps", unreachable)
             save(each, 10)
             each.wait()
         assert each.best == Best(5, 2.0)
         assert len(said) == 1
         with monkeypatch.context() as patch:  # published, but what to delete cannot be listed
-            patch.setattr(folders, "list_steps", refuse)
+            let_fail(patch, folders, "list_steps", unreachable)
             save(each, 15)
             each.wait()
         assert len(said) == 2
@@ -349,9 +343,9 @@ def test_silent_store_does_not_end_training(tmp_path, monkeypatch):
 
 def test_a_long_name_of_a_lost_folder(tmp_path, monkeypatch):
     def cut(text):
-        return text.encode()[:2048].decode(errors="ignore")  # as in a run of two or more processes
+        return [text.encode()[:2048].decode(errors="ignore")]  # as in a run of two or more processes
 
-    monkeypatch.setattr(processes, "text_of_first_process", cut)
+    answer_for_processes(monkeypatch, cut)
     place = tmp_path / ("\u904b" * 80)
 
     class Lost:

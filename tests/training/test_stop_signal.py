@@ -12,18 +12,13 @@ from shardformer.logs.progress import Progress
 from shardformer.training import stop_signal
 from shardformer.training.stop_signal import StopSignal
 from tests import runs
+from tests.surroundings import before_call, note_exits
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 
 
 def test_line_about_a_signal_comes_before_those_of_its_stop(monkeypatch, capfd):
-    announce = StopSignal._announce
-
-    def announce_late(stop):
-        time.sleep(0.2)
-        announce(stop)
-
-    monkeypatch.setattr(StopSignal, "_announce", announce_late)
+    before_call(monkeypatch, StopSignal, "_announce", lambda stop: time.sleep(0.2))
     with StopSignal() as stop:
         runs.terminate()
         assert stop.is_requested()
@@ -31,15 +26,14 @@ def test_line_about_a_signal_comes_before_those_of_its_stop(monkeypatch, capfd):
     assert capfd.readouterr().out == "\nSIGTERM: stopping; Ctrl-C now ends at once\nstopped\n"
 
 
-def test_blocked_output_does_not_hold_up_a_stop(monkeypatch):
-    monkeypatch.setattr(stop_signal, "ANNOUNCE_SECONDS", 0.01)
+def test_blocked_output_does_not_hold_up_a_stop():
     released, shown = threading.Event(), []
 
     def show(line: str) -> None:
         released.wait(10)
         shown.append(line)
 
-    with StopSignal() as stop, stop.printed_by(show, plan="stopping"):
+    with StopSignal(announce_seconds=0.01) as stop, stop.printed_by(show, plan="stopping"):
         runs.terminate()
         assert stop.is_requested()
         assert not shown
@@ -73,7 +67,7 @@ def until(condition) -> bool:
 
 def test_second_ctrl_c_ends_the_process(monkeypatch, capfd):
     ended = []
-    monkeypatch.setattr(os, "_exit", ended.append)
+    note_exits(monkeypatch, ended.append)
     with StopSignal() as stop:
         assert not stop.is_requested()
         signal.raise_signal(signal.SIGINT)
@@ -120,7 +114,7 @@ def test_signal_stops_whatever_standard_output_is(number, output):
 
 def test_output_that_blocks_does_not_delay_the_second_ctrl_c(monkeypatch):
     ended, released = [], threading.Event()
-    monkeypatch.setattr(os, "_exit", ended.append)
+    note_exits(monkeypatch, ended.append)
     with StopSignal() as stop, stop.printed_by(lambda line: released.wait(60), plan=""):
         signal.raise_signal(signal.SIGINT)
         assert until(stop.is_requested)

@@ -18,6 +18,7 @@ from shardformer.training.run_folder import Run
 from shardformer.training.stop_signal import StopSignal
 from shardformer.training.trainer import Trainer
 from tests import launch, runs
+from tests.surroundings import before_call
 from tests.training.uneven_run import STEPS, contents, uneven_words
 
 SECONDS = 240
@@ -130,15 +131,14 @@ def test_second_ctrl_c_ends_a_slow_step_at_once(tmp_path, text):
 def test_no_step_is_dispatched_after_a_signal(tmp_path, text, monkeypatch, capsys):
     """Steps this slow are not dispatched ahead: the signal comes while step 5 is in flight."""
     monkeypatch.setattr(trainer, "VERY_SLOW_STEP", 0.0)
-    reads, read = [], Trainer.read_metrics
+    reads = []
 
-    def interrupted(metrics):
+    def interrupt(_):
         reads.append(1)
         if len(reads) == 5:
             runs.terminate()
-        return read(metrics)
 
-    monkeypatch.setattr(Trainer, "read_metrics", staticmethod(interrupted))
+    before_call(monkeypatch, Trainer, "read_metrics", interrupt)
     assert runs.train(*uneven_words(text), f"out={tmp_path}/run") == 0
     assert f"SIGTERM: stopped after step 5 of {STEPS}" in capsys.readouterr().out
     assert len(reads) == 5
@@ -147,15 +147,14 @@ def test_no_step_is_dispatched_after_a_signal(tmp_path, text, monkeypatch, capsy
 
 def terminate_at_evaluated_batch(monkeypatch, number: int) -> list[int]:
     """Sends SIGTERM during a batch of an evaluation; returns the list of the batches that are evaluated."""
-    evaluated, sums = [], Trainer.sums
+    evaluated = []
 
-    def interrupted(self, params, batch):
+    def interrupt(*_):
         evaluated.append(len(evaluated) + 1)
         if len(evaluated) == number:
             runs.terminate()
-        return sums(self, params, batch)
 
-    monkeypatch.setattr(Trainer, "sums", interrupted)
+    before_call(monkeypatch, Trainer, "sums", interrupt)
     return evaluated
 
 

@@ -46,7 +46,7 @@ class Migration(NamedTuple):
     helpers: set[str]  # the files that the result imports
 
 
-def migrate(paths: Iterable[Path]) -> int:
+def migrate(paths: Iterable[Path], seconds_to_progress: float = SECONDS_TO_PROGRESS) -> int:
     """Prints the patch of all files, for `patch -p1`, and on standard error what stays.
 
     Returns 0 if nothing stays; 1 if a name stays or a file cannot be read, as `--check` does.
@@ -58,7 +58,7 @@ def migrate(paths: Iterable[Path]) -> int:
     helpers: dict[Path, str] = {}  # the path that each gets, in order
     printed = time.monotonic()
     for number, (file, root) in enumerate(roots.items()):
-        if time.monotonic() > printed + SECONDS_TO_PROGRESS:
+        if time.monotonic() > printed + seconds_to_progress:
             printed = time.monotonic()
             print(f"{number} of {len(roots)} files read, next {file}", file=sys.stderr)
         try:
