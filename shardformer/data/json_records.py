@@ -103,7 +103,8 @@ class _Buffer:
             else:
                 if end - self._position > self._most:
                     raise UsageError(f"{location}, has more than {self._most:,} characters; cut it into documents")
-                if end < len(self._text) or self._is_complete:  # else a number may go on
+                follows = self._text[end : end + 1]
+                if self._is_complete or (follows and follows not in ".eE"):  # else a number may go on
                     result, self._position = self._text[self._position : end], end
                     return result
             if len(self._text) - self._position > self._most:
