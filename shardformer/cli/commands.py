@@ -185,7 +185,7 @@ COMMANDS = {
         "measure time and memory on this machine",
         (
             "bench step [key=value ...]          a train step against other implementations",
-            "bench race [key=value ...]          validation loss against CPU seconds, with other implementations",
+            "bench race [key=value ...]          validation loss against CPU seconds, ours and others",
             "bench mesh [key=value ...]          meshes against each other",
             "bench scaling [key=value ...]       how time and memory grow with each size",
             "bench accumulation [key=value ...]  time and memory of microbatches",

@@ -13,7 +13,7 @@ DEFAULTS = {
     "ema_names": "*", "skip_limit": 5, "rollbacks": 3, "skip_window": 128, "t5_buckets": 32, "embed_split": "vocab",
     "long_conversations": "drop", "json_as_text": False, "pack": True, "mask_documents": False,
     "lora_rank_pattern": "", "lora_alpha_pattern": "", "norm_plus_one": False,
-    "embed_bias": False, "embed_norm": False, "embed_scale": False, "from_step": 0, "eval_include": "",
+    "embed_bias": False, "embed_norm": False, "from_step": 0, "eval_include": "",
     "eval_tokens": 64, "score_every": None, "heartbeat": 60,
 }  # fmt: skip
 RUN = Config.of(vocab=61, ema=0.9, skip_steps=6.0, positions="t5")
