@@ -58,7 +58,7 @@ def test_rotary_frequencies_are_transformers(name, tmp_path):
         (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic' is not a scaling"),
         (LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0, "attention_factor": 3.0}}, "attention_factor=3.0"),
         (LLAMA | {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 0.7}}, "mscale=0.7 of rope_type=yarn"),
-        (LLAMA | {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type='longrope' is not a scaling"),
+        (LLAMA | {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type=longrope needs short_factor"),
         (LLAMA | {"rope_interleaved": True}, "rope_interleaved=True is not computed"),
     ],
 )
