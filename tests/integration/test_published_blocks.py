@@ -116,7 +116,7 @@ WRONG = [
     ("olmo", {"qk_norm": "none"}), ("bloom", {"positions": "none"}), ("bloom", {"embed": "plain"}),
     ("granite", {"embed_scale": 1.0}), ("granite", {"residual_scale": 1.0}), ("granite", {"logits_scale": 1.0}),
     ("granite", {"rotary_scaling": "longrope:16,1.5,1,1.2,2,4"}), ("cohere", {"window_pattern": "fw"}),
-    ("cohere", {"window_pattern": "nf"}), ("cohere", {"norm": "layernorm"}), ("cohere", {"rotary_scaling": ""}),
+    ("cohere", {"window": 4}), ("cohere", {"norm": "rmsnorm"}), ("cohere", {"rotary_scaling": ""}),
 ]  # fmt: skip
 
 
