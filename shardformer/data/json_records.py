@@ -14,6 +14,11 @@ MARGIN = 16  # characters at the end of a buffer in which a value may be incompl
 ARRAY = re.compile(r"\ufeff?\s*\[")
 ARRAY_OF_OBJECTS = re.compile(r"\ufeff?\s*\[\s*\{")
 OBJECT = re.compile(r'\ufeff?\s*\{\s*(?:"|\}\s*$)')
+# Published files also wrap their records: {"data": [{...}]}, one conversation, or an array of arrays of messages.
+WRAPPED = re.compile(
+    r'\ufeff?\s*(?:\[\s*\[\s*\{|\{[^\[{}]*"(?:data|train|examples|instances|records|rows|messages|conversations)"'
+    r"\s*:\s*\[\s*\{)"
+)
 SPACE = re.compile(r"\s*")
 
 
@@ -33,6 +38,11 @@ def contains_records(beginning: str) -> bool:
     except (ValueError, RecursionError):
         return not line_feed and len(beginning) >= SNIFFED // 4  # the line is longer than what was read
     return True
+
+
+def wraps_records(beginning: str) -> bool:
+    """Returns whether a text starts with records that are inside of an object or of another array."""
+    return WRAPPED.match(beginning) is not None
 
 
 def read_array(file: BinaryIO, name: str, most: int) -> Iterator[tuple[bytes, str]]:

@@ -79,7 +79,7 @@ def find_recipe(names: list[str], options: SourceOptions, say: Say = print, *, w
     documents = [file for file in files if file not in token_files]
     for file in documents:
         check_suffix(file)
-        if not is_code(file):
+        if text_files.is_json(file) or not is_code(file):
             text_files.check_not_records(file)
     name = ",".join(name if is_url(name) else str(Path(expand_home(name)).resolve()) for name in names)
     one_text = len(files) == 1 and bool(documents) and text_files.FileRange(documents[0], 0, 0, True).is_plain

@@ -116,10 +116,18 @@ def is_json(path: Path) -> bool:
 
 def check_not_records(path: Path) -> None:
     """Raises UsageError for records of JSON under another suffix: as plain text, they would teach JSON."""
-    if not contains_records(path) and json_records.contains_records(_read_beginning(path)):
+    if contains_records(path):
+        return
+    beginning = _read_beginning(path)
+    if json_records.contains_records(beginning):
         raise UsageError(
             f"data={path} holds records of JSON, an array or a line for each; name it .json or .jsonl to learn its "
             "records; to learn the characters of JSON, make them the text of a record"
+        )
+    if json_records.wraps_records(beginning):
+        raise UsageError(
+            f"data={path} holds records inside of another object or array of JSON; write them as one array, or each on "
+            "a line of a .jsonl file; to learn the characters, make them the text of a record"
         )
 
 

@@ -1,5 +1,6 @@
 """A csv file of metrics by step. A row is written before the next step starts; a resumed run appends."""
 
+import math
 from pathlib import Path
 
 from shardformer.errors import RunError
@@ -8,6 +9,7 @@ from shardformer.files import read_text, replacing
 Row = dict[str, float | None]
 MAX_STEP = 2**63 - 1
 MAX_BYTES = 1 << 30
+MAX_ROWS = 8_000_000  # a run that logs every step has fewer
 
 
 class CsvFile:
@@ -49,12 +51,21 @@ class CsvFile:
         except OSError as error:
             raise RunError(f"cannot write {self._path}: {error}") from None
 
-    def read(self) -> list[Row]:
-        """Returns the rows, with None for an empty cell and for a column that an older version did not write."""
+    def read(self, most: int = MAX_ROWS, lowest: str = "") -> list[Row]:
+        """Returns the rows, with None for an empty cell and for a column that an older version did not write.
+
+        A file of more than `most` rows is thinned: of neighbouring rows, the first one with the least `lowest` remains.
+        """
         try:
-            header, *lines = read_text(self._path, MAX_BYTES).split("\n")
+            text = read_text(self._path, MAX_BYTES)
         except UnicodeDecodeError as error:
             raise RunError(f"{self._path} is damaged: {error}; move it away to continue without it") from None
+        if text.count("\n") > MAX_ROWS:
+            raise RunError(
+                f"{self._path} has more than {MAX_ROWS:,} rows; move it away to continue without it, and log fewer "
+                "steps: log_every=100"
+            )
+        header, *lines = text.split("\n")
         columns = header.split(",")
         if columns[0] != "step" or not set(columns) <= set(self._columns) or len(set(columns)) < len(columns):
             raise RunError(
@@ -62,7 +73,10 @@ class CsvFile:
                 "move it away to continue without it"
             )
         rows = []
-        for number, line in enumerate(lines[:-1], start=2):  # a last line without its line feed was cut by a kill
+        complete = list(enumerate(lines[:-1], start=2))  # a last line without its line feed was cut by a kill
+        if len(complete) > most:
+            complete = _thin(complete, most, columns.index(lowest) if lowest in columns else 0)
+        for number, line in complete:
             try:
                 rows.append(dict.fromkeys(self._columns) | _parse(columns, line))
             except ValueError:
@@ -82,6 +96,22 @@ def get_step(row: Row) -> int:
     step = row["step"]
     assert step is not None
     return int(step)
+
+
+def _thin(lines: list[tuple[int, str]], most: int, cell: int) -> list[tuple[int, str]]:
+    """Returns about `most` of the lines: of each group the first one with the least cell, and the last line."""
+
+    def rank(numbered: tuple[int, str]) -> float:
+        cells = numbered[1].split(",", cell + 1)
+        try:
+            value = float(cells[cell])
+        except (ValueError, IndexError):
+            return math.inf
+        return math.inf if math.isnan(value) else value
+
+    size = -(-len(lines) // most)
+    kept = [min(lines[start : start + size], key=rank) for start in range(0, len(lines), size)]
+    return kept if kept[-1] is lines[-1] else [*kept, lines[-1]]
 
 
 def _parse(columns: list[str], line: str) -> Row:

@@ -1,6 +1,7 @@
 """`plot`: two or more runs on one sheet, drawn from their metrics.csv."""
 
 import os
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from shardformer.errors import UsageError
 from shardformer.files import replacing
 from shardformer.logs.curves import compute_running_mean, select_drawable
 from shardformer.logs.metrics_file import Series, find_best_validation, find_last_step, read_metrics
+from shardformer.tables import escape
 
 # Okabe and Ito's colours are distinct for colour-blind people; the line styles are distinct in grey as well.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -52,7 +54,8 @@ def draw_runs(folders: list[Path], by: str, path: Path) -> Path:
     legend = figure.legend(lines, labels, loc="outside lower center", ncols=min(len(labels), 2) or 1, frameon=False)
     for text in legend.get_texts():
         text.set_parse_math(False)  # a $ in a name does not begin a formula
-    with replacing(path) as temporary:
+    with replacing(path) as temporary, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph ")  # of a character of a name, which it prints as it is
         figure.savefig(temporary)
     return path
 
@@ -70,7 +73,7 @@ def _name_runs(folders: list[Path]) -> list[str]:
     unclear = [f"{path.parent.name}/{path.name}" if names.count(path.name) > 1 else path.name for path in paths]
     # matplotlib leaves labels that begin with _ out of a legend.
     printed = [f"./{name}" if name.startswith("_") else name for name in unclear]
-    return [os.fsencode(name).decode(errors="replace") for name in printed]
+    return [escape(os.fsencode(name).decode(errors="replace")) for name in printed]
 
 
 def _compute_x(folder: Path, series: Series, by: str) -> list[float | None]:

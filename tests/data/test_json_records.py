@@ -70,10 +70,24 @@ def test_records_under_another_suffix_are_rejected(tmp_path, name, text):
         read(path)
 
 
+@pytest.mark.parametrize("suffix", [".json", ".txt"])
+@pytest.mark.parametrize("wrapped", [{"version": 1, "data": [{"text": "x"}]}, {"messages": [{"role": "user"}]}])
+def test_records_inside_of_an_object_are_rejected(tmp_path, wrapped, suffix):
+    path = write(tmp_path, f"a{suffix}", json.dumps(wrapped, indent=1))
+    with pytest.raises(UsageError, match=r"holds records inside of another object or array"):
+        read(path)
+
+
+def test_array_of_arrays_is_no_text(tmp_path):
+    with pytest.raises(UsageError, match="holds records inside of another object or array"):
+        read(write(tmp_path, "a.txt", json.dumps([[{"role": "user", "content": "x"}]])))
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [("a.txt", "[a link] and {braces}\nmore"), ("a.txt", "{ a poem }"), 
-     ("settings.json", '{\n "a": 1\n}'), ("code.js", '[{"a": 1}].map(f)'), ("a.txt", '{"open')],
+     ("settings.json", '{\n "a": 1\n}'), ("tasks.json", '{\n "tasks": [{"a": 1}]\n}'),
+     ("code.js", '[{"a": 1}].map(f)'), ("a.txt", '{"open')],
 )  # fmt: skip
 def test_other_texts_stay_texts(tmp_path, name, text):
     assert "".join(read(write(tmp_path, name, text * 20))) == text * 20

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardformer.errors import RunError
-from shardformer.logs import metrics_file
+from shardformer.logs import csv_file, metrics_file
 from shardformer.logs.metrics_file import read_metrics
 from tests.shared import room
 
@@ -172,3 +172,28 @@ def test_reading_and_drawing_do_not_load_tensorflow():
     modules = "shardformer.logs.metrics_file, shardformer.logs.curves, shardformer.logs.progress"
     check = f"import sys, {modules}; sys.exit('tensorflow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
+
+
+@pytest.mark.parametrize("lowest", ["val_loss", ""])
+def test_rows_of_a_long_file_are_thinned(tmp_path, lowest):
+    write(tmp_path, range(1, 1001), val_loss=3.0)
+    with (tmp_path / "metrics.csv").open("a") as file:
+        file.write(",".join(["1001", "2.0", "1.5", *[""] * (len(metrics_file.COLUMNS) - 3)]) + "\n")
+        file.write(",".join(["1002", "2.0", "nan", *[""] * (len(metrics_file.COLUMNS) - 3)]) + "\n")
+        file.write(",".join(["1003", "2.0", *[""] * (len(metrics_file.COLUMNS) - 2)]) + "\n")
+    rows = metrics_file.open_metrics_file(tmp_path).read(100, lowest)
+    steps = [int(row["step"]) for row in rows]
+    assert steps[:2] == [1, 12]
+    assert steps[-1] == 1003
+    assert len(steps) <= 101
+    assert (1001 in steps) == bool(lowest)
+    assert len(metrics_file.open_metrics_file(tmp_path).read()) == 1003
+
+
+def test_file_of_too_many_rows_is_rejected(tmp_path, monkeypatch):
+    monkeypatch.setattr(csv_file, "MAX_ROWS", 10)
+    write(tmp_path, range(1, 10))
+    assert len(metrics_file.read_metrics(tmp_path)["step"]) == 9
+    write(tmp_path, range(1, 12))
+    with pytest.raises(RunError, match="has more than 10 rows; move it away"):
+        metrics_file.read_metrics(tmp_path)

@@ -10,7 +10,7 @@ from shardformer import preset
 from shardformer.__main__ import main
 from shardformer.errors import UsageError
 from shardformer.logs import run_sheet
-from shardformer.logs.metrics_file import open_metrics_file
+from shardformer.logs.metrics_file import COLUMNS, MAX_POINTS, open_metrics_file
 from tests.surroundings import before_call
 
 
@@ -87,3 +87,22 @@ def test_a_name_that_begins_with_an_underscore_is_in_the_legend(tmp_path, figure
     run_sheet.draw_runs([make_run(tmp_path / "_a", [1])], "step", tmp_path / "runs.png")
     (legend,) = figure().legends
     assert [text.get_text() for text in legend.get_texts()] == ["./_a: 1 steps"]
+
+
+def test_control_characters_of_names_are_escaped(tmp_path, figure, recwarn):
+    run_sheet.draw_runs([make_run(tmp_path / "a\x07\x1b[2J", [1, 2])], "step", tmp_path / "runs.png")
+    label = figure().axes[0].lines[0].get_label()
+    assert label.startswith(r"a\x07\x1b[2J: 2 steps")
+    assert not [warning for warning in recwarn if "Glyph" in str(warning.message)]
+
+
+def test_long_run_is_drawn_in_time(tmp_path, figure):
+    """A running mean over 3% of a million rows would take minutes."""
+    folder = make_run(tmp_path / "long", [1])
+    empty = "," * (len(COLUMNS) - 2)
+    with (folder / "metrics.csv").open("a") as file:
+        file.writelines(f"{step},{2.0 + step % 7}{empty}\n" for step in range(2, 60_001))
+    run_sheet.draw_runs([folder], "step", tmp_path / "runs.png")
+    [thin, mean] = figure().axes[0].lines
+    assert 10_000 < len(thin.get_xdata()) <= MAX_POINTS + 1
+    assert mean.get_label().startswith("long: 60,000 steps")

@@ -127,6 +127,7 @@ def _has_role(message) -> bool:
 
 
 def _check_message(message, location: str) -> dict:
+    message = _rename_functions(message)
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ROLES:
         raise RowError(location, f"has the role {role!r:.50}; expected {', '.join(ROLES)}", f"role {role!r:.50}")
@@ -143,6 +144,15 @@ def _check_message(message, location: str) -> dict:
     if reasoning is not None:  # as transformers names it for templates
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     return message
+
+
+def _rename_functions(message):
+    """Returns a message of OpenAI's first form of tools, function_call and role function, in today's form."""
+    if not isinstance(message, dict):
+        return message
+    if isinstance(message.get("function_call"), dict) and not message.get("tool_calls"):
+        message = message | {"tool_calls": [{"type": "function", "function": message["function_call"]}]}
+    return message | {"role": "tool"} if message.get("role") == "function" else message
 
 
 def _is_content(content, calls_tools: bool) -> bool:

@@ -57,6 +57,17 @@ def test_arguments_beside_the_name_and_empty_ones_are_parsed():
     ]
 
 
+def test_function_calls_are_tool_calls():
+    """OpenAI's first form: templates do not know it, so that an empty turn would be trained on."""
+    call = {"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": '{"a": 1}'}}
+    result = {"role": "function", "name": "f", "content": "2"}
+    [_, calls, answer] = parse(messages=[USER, call, result]).messages
+    assert calls["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]
+    assert answer == result | {"role": "tool"}
+    [_, plain] = parse(messages=[USER, {"role": "assistant", "content": "a", "function_call": None}]).messages
+    assert "tool_calls" not in plain
+
+
 def test_weight_0_is_read_only():
     turn = {"role": "assistant", "content": "a"}
     assert parse(messages=[USER, turn | {"weight": 0}, USER, turn | {"weight": 1}]).unlearned == {1}
