@@ -1,7 +1,8 @@
 """Random bodies of xmap with collectives, drawn from a seed, and their gradients; they run on jax 0.4.13 and today's.
 
 A body transforms a vector `h` of 4 in some random steps, with a replicated matrix `w` and a split vector `v`. A step is
-an operation, a collective, or a transform (scan, cond, remat, vmap, jit, custom_vjp) of further steps.
+an operation, a collective, or a transform (scan, cond, remat, vmap, jit, custom_vjp) of further steps. In the last
+groups, each body has an xmap of its own.
 """
 
 import jax
@@ -12,6 +13,8 @@ from jax import lax
 from .programs.registry import on, xmap
 
 PROGRAMS_IN_A_GROUP = 10
+FIRST_NESTED_GROUP = 30
+GROUPS = 36
 # The sizes of the named axes in their order, their mesh axes, and the mesh.
 LAYOUTS = {
     "vmapped": ({"i": 8}, {}, {}),
@@ -176,6 +179,20 @@ def draw_jit(draw, depth, collectives):
     return jax.jit(draw.steps(depth, collectives))
 
 
+def draw_xmap(draw, depth, collectives):
+    """An xmap within the body; no collective is over its own axis: 0.4.13 differentiates these wrongly from outside."""
+    f, numbers = draw.steps(depth, collectives), draw.numbers(3, 4)
+
+    def instance(x, h, w, v):
+        return f(h * x, w, v) * (1 + lax.axis_index("inner")).astype(h.dtype) / 2
+
+    def nested(h, w, v):
+        mapped = xmap(instance, in_axes=(["inner", ...], [...], [...], [...]), out_axes=["inner", ...])
+        return jnp.sum(mapped(numbers, h, w, v), 0)
+
+    return nested
+
+
 # Programs -------------------------------------------------------------------------------------------------------------
 
 
@@ -187,7 +204,7 @@ def draw_body(seed, group):
     """Returns the body of one program: (x, w, v) -> the results, and whether each of them is split over the axes."""
     sizes = LAYOUTS[layout_of(group)][0]
     draw = Draw(seed, sizes, collectives_in_branches=group // len(LAYOUTS) % 3 == 2)
-    f, names = draw.steps(2), tuple(sizes)
+    f, names = draw_steps_of_body(draw, group), tuple(sizes)
     numbers, reduced, order = draw.numbers(4), draw.random.randint(3), draw.random.randint(4)
 
     def loss(x, w, v):
@@ -204,6 +221,13 @@ def draw_body(seed, group):
         return value, gradients, aux
 
     return body, reduced != 0
+
+
+def draw_steps_of_body(draw, group):
+    if group < FIRST_NESTED_GROUP:
+        return draw.steps(2)
+    before, nested, after = draw.steps(0), draw_xmap(draw, 2, True), draw.steps(0)
+    return lambda h, w, v: after(nested(before(h, w, v), w, v), w, v)
 
 
 def run_programs(seeds, group, resources=True):

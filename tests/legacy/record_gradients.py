@@ -9,11 +9,9 @@ import sys
 
 import numpy as np
 
-GROUPS = 30
-
 
 def record(out):
-    from tests.legacy.gradient_programs import PROGRAMS_IN_A_GROUP, run_programs, summarize
+    from tests.legacy.gradient_programs import GROUPS, PROGRAMS_IN_A_GROUP, run_programs, summarize
 
     seeds, found = [], []
     for group in range(GROUPS):

@@ -40,6 +40,8 @@ from tests.legacy.migrated_code import SCALE, migrated, run
         ("import jax\nx.device_buffer.y\njax.core.get_aval(x)", "import jax\nx.addressable_data(0).y\njax.typeof(x)"),
         ("from jax.experimental.pjit import pjit\nimport jax\nf = pjit(g, in_axis_resources=(a, None))",
          "import jax\nf = jax.jit(g, in_shardings=(a, jax.sharding.PartitionSpec()))"),
+        ("from jax.experimental.pjit import pjit\nf = pjit(in_axis_resources=a, fun=g)",
+         "import jax\nf = jax.jit(g, in_shardings=a)"),
         ("import jax\nfrom jax.experimental import host_callback as h\ny = h.call(f, x, result_shape=s)\n"
          "h.id_tap(g, x)",
          "import jax\nimport jax.experimental\n"

@@ -190,6 +190,8 @@ def _pjit(file: Speller, call: ast.Call, number: int = 0, start: str = "") -> Re
             text, replaced = _shardings(file, value, spec.text, top=name == "in_axis_resources")
             uses_spec |= replaced
             arguments.append(f"{RESOURCES[name]}={text}")
+        elif name == "fun":  # jit accepts it by position only
+            arguments.insert(0, file.text(value))
         else:
             arguments.append(f"{name}={file.text(value)}")
     imports = (*jit.imports, *(spec.imports if uses_spec else ()))
