@@ -9,9 +9,11 @@ A notebook may supply batches and validation (`OwnBatches`), an evaluation and a
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ from shardformer.errors import UsageError
 from shardformer.files import replacing
 from shardformer.inference.prompts import read_prompts
 from shardformer.layout import mesh, specs
-from shardformer.logs import curves, goodput, observers
+from shardformer.logs import goodput, observers
 from shardformer.logs.observers import Observer
 from shardformer.model import Model, flops, lora
 from shardformer.optim.schedule import decay_end, warmup_steps, wsd_decay_steps
@@ -148,6 +150,8 @@ class Session:
             run.check_same_start()
             trainer = Trainer(run.config, mesh.make(run.config))
             lock = stack.enter_context(run.locked())
+            if lock:
+                stack.enter_context(_importing("shardformer.logs.curves"))
             if self.is_new:  # check a second time: another run may have started and ended there while this one waited
                 processes.run_on_first_process(run.refuse_to_overwrite)
             self._say_start(run, trainer)
@@ -256,10 +260,31 @@ def _make_monitor(run: Run, first_step: int, stop: StopSignal, say: Say) -> Moni
     )
 
 
+@contextlib.contextmanager
+def _importing(module: str) -> Iterator[None]:
+    """Imports a module in another thread, and waits for the end of that thread after the block.
+
+    A thread that still imports while the interpreter ends could abort the process.
+    """
+
+    def load() -> None:
+        with contextlib.suppress(Exception):  # the import is repeated where the module is used, and raises there
+            importlib.import_module(module)
+
+    thread = threading.Thread(target=load, name=f"import {module}")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
 def draw_curves(run: Run, lock: Lock | None, say: Say) -> None:
     """Draws curves.png; a failure is printed and does not fail the run."""
     if lock and (run.records / "metrics.csv").exists():
         try:
+            from shardformer.logs import curves  # matplotlib, which `train` imports while XLA compiles
+
             say(f"curves: {curves.draw_curves(run.records)}")
             lock.check_still_locked()
             storage.upload_records(run.out)

@@ -26,7 +26,7 @@ if jax.__version_info__ < (0, 11):
     QUICK_COMPILATION += " --xla_cpu_use_fusion_emitters=false"
 SECONDS = 240  # more than any of them takes on a busy machine
 ROOT = Path(__file__).parents[1]
-# The command without TensorFlow and without the sample at the end, which take seconds of every start.
+# The command without events and without the sample at the end, which take time in every start.
 WITHOUT_LUXURY = """
 import gc
 import sys

@@ -97,7 +97,7 @@ class TrainBatches:
 def stream(make: Callable[[int], Batch], first_step: int, through_tf: bool) -> "BatchStream":
     """Returns an endless iterator over the batches from a step on, which tf.data or a thread makes ahead of time.
 
-    tf.data carries documents and TFRecords. Token files are memory-mapped and use a thread: twice the tokens per
+    tf.data carries TFRecords and the texts of TensorFlow Datasets. All other data uses a thread: twice the tokens per
     CPU-second of tf.data around the same function, and TensorFlow is not imported.
     """
     return _TfDataBatches(make, first_step) if through_tf else _ThreadedBatches(make, first_step)

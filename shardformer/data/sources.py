@@ -31,11 +31,12 @@ def find_source(name: str, options: SourceOptions, say: Say) -> Source:
     if name == "auto":
         return _find_shakespeare_or_builtin(say)
     if name == "tiny_shakespeare":
-        return Texts(name, shakespeare.load_splits())
+        return Texts(name, shakespeare.load_splits(), through_tf=True)
     if name == "builtin":
         return Texts(name, split_text(builtin.text(), SHARE))
     if name.startswith("tfds:"):
-        return Texts(name, shakespeare.load_tfds_documents(name.removeprefix("tfds:"), options.field))
+        documents = shakespeare.load_tfds_documents(name.removeprefix("tfds:"), options.field)
+        return Texts(name, documents, through_tf=True)
     path = Path(expand_home(name))
     return _find_files(name, path, options, say)
 
@@ -122,7 +123,7 @@ def _find_documents(name: str, path: Path, options: SourceOptions, say: Say) -> 
 
 def _find_shakespeare_or_builtin(say: Say) -> Source:
     try:
-        return Texts("tiny_shakespeare", shakespeare.load_splits())
+        return Texts("tiny_shakespeare", shakespeare.load_splits(), through_tf=True)
     except UsageError as reason:
         say(f"Training on the built-in corpus: the numbers are then not Shakespeare's.\n{reason}")
         return Texts("builtin", split_text(builtin.text(), SHARE))

@@ -22,12 +22,16 @@ SAMPLED = 64 << 20  # bytes of text that a tokenizer is trained on
 
 
 class Texts(Source):
-    """A text of three splits in memory: tiny_shakespeare, the built-in corpus, one text file."""
+    """A text of three splits in memory: tiny_shakespeare, the built-in corpus, one text file.
+
+    through_tf: tf.data carries the batches, for texts that TensorFlow Datasets has loaded: TensorFlow is imported
+    already. For the other texts, its import would take longer than all other parts of a start.
+    """
 
     is_text = True
 
-    def __init__(self, name: str, documents: tuple[str, str, str], fixed_splits: bool = True):
-        self.name, self.texts, self.fixed_splits = name, documents, fixed_splits
+    def __init__(self, name: str, documents: tuple[str, str, str], fixed_splits: bool = True, through_tf: bool = False):
+        self.name, self.texts, self.fixed_splits, self.through_tf = name, documents, fixed_splits, through_tf
 
     def sample(self) -> Iterator[str]:
         return iter(text_files.cut_text(self.texts[0]))
@@ -43,7 +47,7 @@ class Texts(Source):
         splits = {
             split: Split.of_ids(result, self.name) for split, result in zip(SPLITS, ids, strict=True) if len(result)
         }
-        return OpenedSource(self.name, _fingerprint_documents(self.texts), splits, through_tf=True)
+        return OpenedSource(self.name, _fingerprint_documents(self.texts), splits, through_tf=self.through_tf)
 
 
 class TextFiles(Source):

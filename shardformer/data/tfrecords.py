@@ -225,10 +225,14 @@ def write_records(path: Path, rows: Iterable[np.ndarray]) -> None:
     """Writes Examples with an int64 list `text` to a .tfrecords file, as create_finetune_tfrecords.py does."""
     with replacing(path) as temporary, open(temporary, "wb") as file:
         for row in rows:
-            content = _format_example(row)
-            header = struct.pack("<Q", len(content))
-            checksums = [mask_checksum(crc32c(np.frombuffer(data, np.uint8)[None]))[0] for data in (header, content)]
-            file.write(b"".join([header, struct.pack("<I", checksums[0]), content, struct.pack("<I", checksums[1])]))
+            file.write(format_record(_format_example(row)))
+
+
+def format_record(content: bytes) -> bytes:
+    """Returns a TFRecord: the length, the content, and a checksum of each."""
+    header = struct.pack("<Q", len(content))
+    checksums = [mask_checksum(crc32c(np.frombuffer(data, np.uint8)[None]))[0] for data in (header, content)]
+    return b"".join([header, struct.pack("<I", checksums[0]), content, struct.pack("<I", checksums[1])])
 
 
 def mask_checksum(crc: np.ndarray) -> np.ndarray:

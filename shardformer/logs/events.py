@@ -1,10 +1,15 @@
 """The rows of metrics.csv as TensorBoard events."""
 
+import itertools
 import os
+import socket
+import struct
+import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+
+from shardformer.data.tfrecords import format_record
 
 # TensorBoard groups its charts by the part before the slash.
 TAGS = {
@@ -24,54 +29,87 @@ TAGS = {
     "peak_bytes": "memory/peak_bytes",
     "mfu": "speed/mfu",
 }
-_FLUSH_EVENTS_MS = 5000
+_VERSION = b"brain.Event:2"  # TensorBoard rejects a file whose first event has no version
+_VARINT, _FIXED64, _BYTES = 0, 1, 2  # the types of fields on the wire
+_FLOAT, _SCALAR = 1, 1  # DT_FLOAT of types.proto, DATA_CLASS_SCALAR of summary.proto
+_numbers = itertools.count()  # of the files of this process
 
 
 class TensorBoardEvents:
     """The observer that writes TensorBoard event files.
 
-    `tf.summary.scalar` needs the tensorboard package, which TensorFlow does not depend on. `tf.summary.write` does
-    not need it, and with this metadata TensorBoard shows the same charts.
+    It encodes the messages of event.proto and summary.proto itself: the import of TensorFlow takes more time than the
+    rest of a start, and the tensorboard package is not among the requirements.
     """
 
     def __init__(self, folder: Path, new: bool):
-        from shardformer.data.tensorflow import import_tensorflow  # needs seconds, so only where events are written
-
-        self._tf = import_tensorflow()
         # TensorBoard would merge the curves of an earlier run in this folder with the curves of this run.
         # The target of a link may be shared by other runs, so its files stay.
         if new and not folder.is_symlink():
             for earlier in folder.glob("events.out.tfevents.*"):
                 earlier.unlink()
         self._folder = folder
-        self._writer: Any = None  # TensorFlow has no types
-        self._metadata = self._tf.compat.v1.SummaryMetadata(data_class="DATA_CLASS_SCALAR")
-        self._metadata.plugin_data.plugin_name = "scalars"
+        self._file: int | None = None  # its descriptor
 
     def write(self, row: dict) -> None:
+        values = {tag: row[key] for key, tag in TAGS.items() if row.get(key) is not None}
         try:
-            self._writer = self._writer or self._open_file()
-            # TensorFlow would keep a Python number for ever, in its cache of scalars.
-            with self._writer.as_default(self._tf.constant(np.int64(row["step"]))):
-                for key, tag in TAGS.items():
-                    if row.get(key) is not None:
-                        value = self._tf.constant(np.float32(row[key]))
-                        self._tf.summary.write(tag, value, metadata=self._metadata)
-        except self._tf.errors.OpError as error:
-            self._writer = None  # readers stop at a torn event, so the next row starts a new file
-            raise self._describe(error) from None
+            if self._file is None:
+                self._file = self._open_file()
+                _write_all(self._file, format_record(format_version(time.time())))
+            _write_all(self._file, format_record(format_event(time.time(), row["step"], values)))
+        except OSError as error:
+            self.close()  # readers stop at a torn event, so the next row starts a new file
+            raise OSError(f"cannot write in {self._folder}: {error.strerror}") from None
 
     def close(self) -> None:
-        try:
-            if self._writer:
-                self._writer.close()
-        except self._tf.errors.OpError as error:
-            raise self._describe(error) from None
+        if self._file is not None:
+            file, self._file = self._file, None
+            os.close(file)
 
-    def _open_file(self) -> Any:
-        return self._tf.summary.create_file_writer(  # a short queue would flush every few rows
-            os.fsencode(self._folder), max_queue=10_000, flush_millis=_FLUSH_EVENTS_MS, filename_suffix=".v2"
-        )
+    def _open_file(self) -> int:
+        self._folder.mkdir(exist_ok=True)  # not its parents: a run folder that was moved stays away
+        stamp = f"{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        return os.open(self._folder / f"events.out.tfevents.{stamp}.v2", flags, 0o666)
 
-    def _describe(self, error: Any) -> OSError:
-        return OSError(f"cannot write in {self._folder}: {error.message.rpartition('; ')[2].partition(chr(10))[0]}")
+
+def format_version(now: float) -> bytes:
+    """Returns the Event that a file starts with."""
+    return _field(1, _FIXED64, struct.pack("<d", now)) + _field(3, _BYTES, _VERSION)
+
+
+def format_event(now: float, step: int, values: dict[str, float]) -> bytes:
+    """Returns the Event with the scalars of a step, by tag."""
+    summary = b"".join(_field(1, _BYTES, _format_value(tag, value)) for tag, value in values.items())
+    return _field(1, _FIXED64, struct.pack("<d", now)) + _field(2, _VARINT, _varint(step)) + _field(5, _BYTES, summary)
+
+
+def _format_value(tag: str, value: float) -> bytes:
+    """Returns a Summary.Value: a scalar tensor for the plugin `scalars`, as TensorFlow 2 writes it."""
+    plugin = _field(1, _BYTES, b"scalars")
+    metadata = _field(1, _BYTES, plugin) + _field(4, _VARINT, _varint(_SCALAR))
+    shape = _field(2, _BYTES, b"")  # of no dimension
+    tensor = _field(1, _VARINT, _varint(_FLOAT)) + shape + _field(5, _BYTES, np.float32(value).tobytes())
+    return _field(1, _BYTES, tag.encode()) + _field(8, _BYTES, tensor) + _field(9, _BYTES, metadata)
+
+
+def _field(number: int, type_: int, content: bytes) -> bytes:
+    """Returns a field of a protobuf message."""
+    length = _varint(len(content)) if type_ == _BYTES else b""
+    return _varint(number << 3 | type_) + length + content
+
+
+def _varint(value: int) -> bytes:
+    """Returns a number of 0 or more in groups of 7 bits, the lowest first; the highest bit marks that more follow."""
+    groups = bytearray()
+    while value > 0x7F:
+        groups.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*groups, value])
+
+
+def _write_all(file: int, content: bytes) -> None:
+    """Writes all of the content: a nearly full disk accepts a part of it first."""
+    while content:
+        content = content[os.write(file, content) :]

@@ -19,6 +19,19 @@ def test_not_imported_before_batches_are_asked_for():
     assert (ran.stdout, ran.stderr) == ("False\n", "")
 
 
+def test_batches_of_text_and_events_do_not_import_it(tmp_path):
+    ran = _run(
+        "import sys; from pathlib import Path; import numpy as np; from shardformer import Config, data\n"
+        "from shardformer.logs.events import TensorBoardEvents\n"
+        "config = Config.of(data='builtin'); corpus = data.load_corpus(config)\n"
+        "next(corpus.train_batches(config, 0, np.arange(2)))\n"
+        f"events = TensorBoardEvents(Path({str(tmp_path)!r}), new=True)\n"
+        "events.write({'step': 1, 'loss': 2.0}); events.close(); print('tensorflow' in sys.modules)"
+    )
+    assert (ran.stdout, ran.stderr) == ("False\n", "")
+    assert [*tmp_path.iterdir()]
+
+
 # A stand-in that writes while it loads, as TensorFlow's C++ does, and loads slowly.
 LOADING = """
 import os, time

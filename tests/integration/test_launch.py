@@ -12,7 +12,7 @@ from tests.launch import QUICK, finished, start
 
 @pytest.mark.multiprocess
 def test_quick_command_trains_as_the_installed_one(tmp_path, text):
-    """The installed one imports TensorFlow, writes events and prints a sample; both log the same losses."""
+    """The installed one writes events and prints a sample; both log the same losses."""
     words = ("tiny", "mesh=2x1", f"data={text}", "steps=4", "log_every=1", "eval_every=4", "program_cache=none")
     folders = {"real": ("-m", "shardformer"), "quick": QUICK}
     running = {

@@ -45,7 +45,6 @@ def test_a_new_run_starts_new_curves(tmp_path):
 
 
 def test_no_number_stays_in_memory(tmp_path):
-    """TensorFlow's cache of Python scalars never forgets one: 5 kB for each row of a long run."""
     events, step, number = TensorBoardEvents(tmp_path, new=True), 10**9 + 7, 1.0 / 7.0
     before = sys.getrefcount(step), sys.getrefcount(number)
     events.write({"step": step, "loss": number})
@@ -70,6 +69,18 @@ def test_after_a_full_disk_events_continue_in_a_new_file(tmp_path):
     events.close()
     (second,) = set(tmp_path.iterdir()) - {first}
     assert read(tmp_path, [second]) == {(3, "train/loss", 2.0)}
+
+
+def test_moved_run_folder_is_not_created_again(tmp_path):
+    events = TensorBoardEvents(tmp_path / "moved" / "tensorboard", new=True)
+    with pytest.raises(OSError, match=r"^cannot write in .*: No such file"):
+        events.write({"step": 1, "loss": 2.0})
+    assert not (tmp_path / "moved").exists()
+
+
+def test_large_steps_and_non_finite_values_are_read_back(tmp_path):
+    write(tmp_path, {"step": 2**40 + 300, "loss": float("inf")})
+    assert read(tmp_path) == {(2**40 + 300, "train/loss", float("inf"))}
 
 
 def test_a_folder_whose_name_is_not_utf8(tmp_path):

@@ -277,7 +277,7 @@ def test_lost_run_folder_ends_the_run_with_its_state_saved(tmp_path, text, monke
     assert runs.train(*words, f"out={out}", stop_after=5, act=lambda: place.append(lose(out))) == 1
     (error,) = capsys.readouterr().err.splitlines()
     if lose is deleted and out.exists() and not checkpoint.list_steps(out):
-        place = [out.with_name("run-saved")]  # TensorFlow's writer has recreated a folder for its events
+        place = [out.with_name("run-saved")]  # another writer has recreated the folder
     (step,) = checkpoint.list_steps(place[0])
     assert 5 <= step <= 12
     assert f"{out} was {'moved to' if lose is moved else 'deleted, or moved'}" in error
