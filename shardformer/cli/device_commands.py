@@ -4,6 +4,7 @@ import dataclasses
 
 from shardformer import storage
 from shardformer.analysis import live, traced, verify
+from shardformer.analysis.memory import format_device_bytes
 from shardformer.cli.arguments import parse_settings, say
 from shardformer.config import parsing
 from shardformer.config.keys import key
@@ -23,11 +24,13 @@ class MemoryOptions:
 
 
 def run_memory(arguments: list[str]) -> None:
-    """Prints, and draws, the bytes of one step."""
+    """Prints, and draws, the bytes of one step; of quantised weights, only their bytes."""
     options, rest = parsing.parse_known_options(arguments, MemoryOptions)
     settings = parse_settings(rest)
     traced.check_one_program(settings)  # before JAX looks for devices
     settings = mesh.start(settings, say=say)
+    if settings.stored.quantized:  # a step needs gradients
+        return say(format_device_bytes(settings))
     measured = live.measure(settings)
     say(live.format_measured(measured))
     if options.picture:
