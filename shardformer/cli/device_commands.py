@@ -7,6 +7,7 @@ from shardformer.analysis import live, traced, verify
 from shardformer.analysis.memory import format_device_bytes
 from shardformer.cli.arguments import parse_settings, say
 from shardformer.config import parsing
+from shardformer.config.key_rules import check_trainable
 from shardformer.config.keys import key
 from shardformer.config.parsing import PICTURES
 from shardformer.errors import RunError, UsageError
@@ -43,6 +44,7 @@ def run_memory(arguments: list[str]) -> None:
 def run_verify(arguments: list[str]) -> int:
     """Compares a sharded with a dense model; returns 1 if they differ."""
     settings = parse_settings(arguments)
+    check_trainable(settings)
     settings = mesh.start(settings, say=say)
     if settings.parallel.devices == 1:
         raise UsageError("mesh=1x1 is the dense model itself; give a mesh of several devices, such as mesh=4x2")
