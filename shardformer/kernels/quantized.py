@@ -14,7 +14,7 @@ LARGEST_CODE = 127
 UNIT = np.float32(1 / LARGEST_CODE)  # XLA would divide by a constant as it likes: by a product, or not
 # Elements of a tile that a CPU converts to float at once: 1 MB in float32, about half of a core's second-level cache.
 TILE_ELEMENTS = 1 << 18
-LANES = 64  # columns of a tile are a multiple of this number
+ROWS = 64  # rows of a tile are a multiple of this number
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("codes", "scales"), meta_fields=())
@@ -80,21 +80,40 @@ def _multiply_at_once(x_NI, codes, transposed, preferred):
 
 
 def _multiply_tiles(x_NI, codes, transposed, preferred):
-    """Multiplies by some output channels at a time, in a loop; the last tile has the remaining ones."""
-    product = functools.partial(_multiply_at_once, transposed=transposed, preferred=preferred)
-    axis = 0 if transposed else 1
-    outputs = codes.shape[axis]
-    size = max(TILE_ELEMENTS // x_NI.shape[1] // LANES, 1) * LANES
-    count = outputs // size
-    if count < 2:
-        return product(x_NI, codes)
+    """Multiplies by some rows of the stored codes at a time, which are contiguous; the last tile has the rest."""
+    size = max(TILE_ELEMENTS // codes.shape[1] // ROWS, 1) * ROWS
+    if codes.shape[0] < 2 * size:
+        return _multiply_at_once(x_NI, codes, transposed, preferred)
+    return (_join_outputs if transposed else _sum_over_inputs)(x_NI, codes, size, preferred)
+
+
+def _sum_over_inputs(x_NI, codes_IO, size, preferred):
+    """Adds up the products with tiles of inputs, in float32."""
+
+    def multiply_tile(start, size):
+        tile = lax.dynamic_slice_in_dim(codes_IO, start, size)
+        return _multiply_at_once(lax.dynamic_slice_in_dim(x_NI, start, size, 1), tile, False, jnp.float32)
+
+    def add_tile(i, y_NO):
+        return y_NO + multiply_tile(i * size, size)
+
+    count = codes_IO.shape[0] // size
+    y_NO = lax.fori_loop(1, count, add_tile, multiply_tile(0, size))
+    if rest := codes_IO.shape[0] - count * size:
+        y_NO = y_NO + multiply_tile(count * size, rest)
+    return y_NO.astype(preferred or x_NI.dtype)
+
+
+def _join_outputs(x_NI, codes_OI, size, preferred):
+    """Concatenates the products with tiles of outputs."""
 
     def multiply_tile(i):
-        return product(x_NI, lax.dynamic_slice_in_dim(codes, i * size, size, axis))
+        return _multiply_at_once(x_NI, lax.dynamic_slice_in_dim(codes_OI, i * size, size), True, preferred)
 
+    count = codes_OI.shape[0] // size
     y_tNo = lax.map(multiply_tile, jnp.arange(count))
     y_NO = jnp.moveaxis(y_tNo, 0, 1).reshape(x_NI.shape[0], count * size)
-    if count * size == outputs:
+    if count * size == codes_OI.shape[0]:
         return y_NO
-    rest = product(x_NI, lax.slice_in_dim(codes, count * size, outputs, axis=axis))
+    rest = _multiply_at_once(x_NI, codes_OI[count * size :], True, preferred)
     return jnp.concatenate([y_NO, rest], axis=1)

@@ -8,7 +8,7 @@ import pytest
 from shardformer.kernels import quantized
 from shardformer.kernels.quantized import Int8Matrix
 
-ROWS, INPUTS, OUTPUTS = 3, 512, 1600  # three tiles of 512 columns, and a remainder
+ROWS, INPUTS, OUTPUTS = 3, 600, 1600  # two tiles or more of either orientation, and a remainder
 
 
 def quantize_by_hand(w, axis):

@@ -8,6 +8,7 @@ import pytest
 
 from shardformer.analysis import dense_reference as reference
 from shardformer.config.names import CODES, LAYERS, SCALES
+from shardformer.kernels import quantized
 from shardformer.layout import mesh
 from shardformer.model import Decoder, Model
 from tests import shared
@@ -18,6 +19,13 @@ MODELS = {
     "adapters, gated": {"activation": "swiglu", "lora_rank": 2, "lora_targets": "q,down"},
 }
 MESHES = (("1x1", 0), ("4x2", 0), ("2x4", 0), ("4x2", 3))
+
+
+@pytest.fixture(autouse=True)
+def multiply_in_tiles(monkeypatch):
+    """Small matrices are multiplied in tiles too, with a last one that is shorter."""
+    monkeypatch.setattr(quantized, "ROWS", 4)
+    monkeypatch.setattr(quantized, "TILE_ELEMENTS", 12 * 16)
 
 
 def settings(name, shape="1x1", zero=0):
