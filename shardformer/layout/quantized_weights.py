@@ -1,5 +1,7 @@
 """`weights=int8`: a matrix is stored as two parameters, NAME_codes and NAME_scales, split as the matrix is."""
 
+from collections.abc import Callable
+
 import jax
 
 from shardformer.config.names import CODES, MATRICES, SCALES, is_stacked
@@ -12,7 +14,7 @@ from shardformer.parallel.stored_replicas import QuantizedReplicas
 class QuantizedWeights(FloatWeights):
     """The layers' matrices, the token table and the untied head as int8 codes and scales."""
 
-    multiply_table = staticmethod(quantized.multiply_table)
+    multiply_table: Callable = staticmethod(quantized.multiply_table)
 
     def is_quantized(self, name: str) -> bool:
         """Returns whether the parameter of this full name is stored as codes and scales."""
