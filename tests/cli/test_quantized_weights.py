@@ -46,11 +46,11 @@ def score(run, document, capsys):
     return measure
 
 
-def test_loss_rises_by_at_most_half_a_percent(score, monkeypatch):
+def test_loss_changes_by_at_most_half_a_percent(score, monkeypatch):
     exact, small = score(), score("weights=int8")
     assert 1 < exact < 3.5  # it has learned
     assert exact != small
-    assert small < MOST * exact
+    assert abs(small / exact - 1) < MOST - 1
     quantize = quantized.quantize
 
     def double_scales(w, axis):
@@ -58,7 +58,7 @@ def test_loss_rises_by_at_most_half_a_percent(score, monkeypatch):
         return codes, 2 * scales
 
     monkeypatch.setattr(quantized, "quantize", double_scales)
-    assert score("weights=int8") > MOST * exact
+    assert abs(score("weights=int8") / exact - 1) > MOST - 1  # this young model even gains from larger logits
 
 
 @pytest.mark.slow
