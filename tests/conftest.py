@@ -130,7 +130,7 @@ def finished_run(tmp_path_factory, text):
 
 
 def split_drawn_parameters(model, seed):
-    return jax.device_put(shared.drawn(model.config, seed), model.shardings)
+    return jax.device_put(model.layout.weights.store(shared.drawn(model.config, seed)), model.shardings)
 
 
 @pytest.fixture(scope="module", autouse=True)

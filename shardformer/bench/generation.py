@@ -76,6 +76,8 @@ def bench_generate(options: Measuring, settings: Config) -> None:
 
     theirs, why = None, "it is not installed; pip install transformers torch"
     try:
+        if settings.stored.quantized:
+            raise UsageError(f"weights={settings.stored.weights} is compared with weights=float of another run")
         theirs = load_transformers(settings, params)
     except UsageError as reason:  # transformers has no such model
         why = str(reason)
@@ -97,6 +99,7 @@ def bench_generate(options: Measuring, settings: Config) -> None:
                 contender.run(prompts, options.tokens)
             slopes.append(_last_against_first(arrivals))
         print(f"\n{count} rows{same}\n{_format(contenders, count * options.tokens)}")
+        print(_describe_bandwidth(params, contenders[0], options.tokens))
         print(f"the last tenth of the tokens costs {np.median(slopes):.2f} times the first tenth")
     if not theirs:
         print(f"\nwithout transformers: {why}")
@@ -130,6 +133,13 @@ def _last_against_first(arrivals: list[tuple[float, int]]) -> float:
     costs = [(later - sooner) / count for (sooner, _), (later, count) in itertools.pairwise(arrivals)]
     tenth = max(len(costs) // 10, 1)
     return float(np.median(costs[-tenth:]) / np.median(costs[:tenth])) if costs else 1.0
+
+
+def _describe_bandwidth(params, contender: Contender, tokens: int) -> str:
+    """Formats the rate at which the weights are read: once for each token of a row."""
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    rate = size * tokens / float(np.median(contender.turns))
+    return f"weights of {size / 1e6:,.1f} MB, read once a token: {rate / 1e9:,.2f} GB/s"
 
 
 def _format(contenders: list[Contender], tokens: int) -> str:

@@ -1,5 +1,8 @@
 """Restores a checkpoint onto the devices of any mesh; each process reads only its devices' slices."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -10,17 +13,28 @@ from shardformer.checkpoint.store import MANIFEST, Location
 from shardformer.errors import RunError
 
 
-def restore(folder: Location, like, ignored: tuple[str, ...] = ()):
+def keep_as_read(name: str, array: jax.Array) -> Any:
+    """Returns the array itself."""
+    return array
+
+
+def restore(
+    folder: Location, like, ignored: tuple[str, ...] = (), change: Callable[[str, jax.Array], Any] = keep_as_read
+):
     """Returns the checkpoint as the tree `like` of jax.ShapeDtypeStructs, each leaf split by its `.sharding`.
 
     `ignored` names top-level parts of the saved state that `like` may lack: a sampler ignores the optimizer.
+    `change(name, array)` replaces each leaf before the next is read, for example by quantised values.
     """
     stored = manifest.read_manifest(folder)
     documents.check_tree(folder, stored)
     wanted = manifest.flatten(like)
     _check_layout(folder, stored, wanted, ignored)
     with array_files.Reader(folder, stored) as reader:
-        leaves = {name: _read_onto_devices(reader, name, stored.leaves[name], leaf) for name, leaf in wanted.items()}
+        leaves = {
+            name: change(name, _read_onto_devices(reader, name, stored.leaves[name], leaf))
+            for name, leaf in wanted.items()
+        }
     return manifest.unflatten(like, leaves)
 
 

@@ -4,8 +4,10 @@ import dataclasses
 
 from shardformer import storage
 from shardformer.analysis import live, traced, verify
+from shardformer.analysis.memory import format_device_bytes
 from shardformer.cli.arguments import parse_settings, say
 from shardformer.config import parsing
+from shardformer.config.key_rules import check_trainable
 from shardformer.config.keys import key
 from shardformer.config.parsing import PICTURES
 from shardformer.errors import RunError, UsageError
@@ -23,11 +25,13 @@ class MemoryOptions:
 
 
 def run_memory(arguments: list[str]) -> None:
-    """Prints, and draws, the bytes of one step."""
+    """Prints, and draws, the bytes of one step; of quantised weights, only their bytes."""
     options, rest = parsing.parse_known_options(arguments, MemoryOptions)
     settings = parse_settings(rest)
     traced.check_one_program(settings)  # before JAX looks for devices
     settings = mesh.start(settings, say=say)
+    if settings.stored.quantized:  # a step needs gradients
+        return say(format_device_bytes(settings))
     measured = live.measure(settings)
     say(live.format_measured(measured))
     if options.picture:
@@ -40,6 +44,7 @@ def run_memory(arguments: list[str]) -> None:
 def run_verify(arguments: list[str]) -> int:
     """Compares a sharded with a dense model; returns 1 if they differ."""
     settings = parse_settings(arguments)
+    check_trainable(settings)
     settings = mesh.start(settings, say=say)
     if settings.parallel.devices == 1:
         raise UsageError("mesh=1x1 is the dense model itself; give a mesh of several devices, such as mesh=4x2")

@@ -38,7 +38,7 @@ def show(arguments: list[str]) -> None:
     mesh.use_cpu_devices(1)
     say(settings.to_json())
     parameters = Model.abstract_parameters(settings)
-    say(parameter_tables.format_splits(parameters, settings))
+    say(parameter_tables.format_splits(resolve(settings).weights.store(parameters), settings))
     trained = lora.select_trainable(parameters, settings)
     if settings.optimizer.lr_rules:
         say(parameter_tables.format_rules(trained, settings))

@@ -18,6 +18,7 @@ from shardformer.config.parallel_keys import ParallelKeys
 from shardformer.config.parsing import MeshSizes, parse_mesh
 from shardformer.config.run_keys import LaunchKeys, ProcessKeys, RunKeys
 from shardformer.config.training_keys import BadStepKeys, TrainingKeys
+from shardformer.config.weight_keys import WeightKeys
 from shardformer.errors import RunError, UsageError
 
 
@@ -34,6 +35,7 @@ class Config:
     optimizer: OptimizerKeys = dataclasses.field(default_factory=OptimizerKeys)
     bad_steps: BadStepKeys = dataclasses.field(default_factory=BadStepKeys)
     run: RunKeys = dataclasses.field(default_factory=RunKeys)
+    stored: WeightKeys = dataclasses.field(default_factory=WeightKeys)
     start: LaunchKeys = dataclasses.field(default_factory=LaunchKeys)
     processes: ProcessKeys = dataclasses.field(default_factory=ProcessKeys)
 
@@ -134,7 +136,7 @@ GROUPS = tuple(_GROUPS.values())
 FIELDS = {name: field for group in GROUPS for name, field in keys_of(group).items()}
 GROUP_OF = {name: attribute for attribute, group in _GROUPS.items() for name in keys_of(group)}
 ARCHITECTURE = key_names(ModelKeys)
-LAUNCH_ONLY_KEYS = key_names(LaunchKeys, ProcessKeys)
+LAUNCH_ONLY_KEYS = key_names(WeightKeys, LaunchKeys, ProcessKeys)
 # A checkpoint's arrays, its batches and its position in the schedule are valid only under these.
 FIXED_ON_RESUME = (*ARCHITECTURE, *(name for name, field in FIELDS.items() if field.metadata["fixed"]))
 

@@ -54,8 +54,18 @@ def check_given(c: "Config", given: dict[str, object]) -> None:
             raise UsageError(f"{name} does nothing {used_if.otherwise}; got {name}={shorten(value)}")
 
 
+def check_trainable(c: "Config") -> None:
+    """Rejects quantised weights, which have no gradient."""
+    require(
+        not c.stored.quantized,
+        f"weights={c.stored.weights} has no gradient, and is for generate, sample, score, eval and harness; train "
+        "and verify with weights=float",
+    )
+
+
 def check_zero(c: "Config") -> None:
-    """Rejects ZeRO on one dp; a rule of training only: a run with zero may be evaluated on one device."""
+    """Rejects ZeRO on one dp and quantised weights; rules of training only: a run may be evaluated with either."""
+    check_trainable(c)
     require(
         c.parallel.mesh == "auto" or not c.parallel.zero or c.parallel.replicas > 1,
         f"zero={c.parallel.zero} splits over dp, and mesh={c.parallel.mesh} has dp=1; give zero=0, or a mesh with "

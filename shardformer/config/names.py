@@ -9,7 +9,10 @@ PREFIX = "transformer/"  # of every parameter's module
 LAYERS = f"{PREFIX}layers"  # the stacked parameters of all layers
 MATRICES = ("q", "k", "v", "o", "up", "gate", "down")  # of a layer
 LORA_IN, LORA_OUT = "_lora_in", "_lora_out"  # the two factors of a matrix's adapter
-OF_KEY_VALUE_HEADS = {f"{matrix}{suffix}" for matrix in ("k", "v") for suffix in ("", "_bias", "_scale", LORA_OUT)}
+CODES, SCALES = "_codes", "_scales"  # the two parameters of a quantised matrix
+OF_KEY_VALUE_HEADS = {
+    f"{matrix}{suffix}" for matrix in ("k", "v") for suffix in ("", "_bias", "_scale", LORA_OUT, CODES, SCALES)
+}
 
 
 def is_stacked(module: str) -> bool:

@@ -6,6 +6,7 @@ products, as many as with all logits in memory; a backward pass that recomputed 
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -21,6 +22,12 @@ from shardformer.parallel.collectives import sum_to, vary_like
 LOGITS_AT_ONCE = {"cpu": 1 << 26, "gpu": 1 << 29, "tpu": 1 << 29}
 
 
+def multiply_table(h_BTD: Array, table: Array, tied: bool) -> Array:
+    """Returns the float32 logits of a table [v, D] if it is tied, else [D, v]."""
+    spec = "btd,vd->btv" if tied else "btd,dv->btv"
+    return jnp.einsum(spec, h_BTD, table.astype(h_BTD.dtype), preferred_element_type=jnp.float32)
+
+
 class Vocabulary(NamedTuple):
     """The layout of the output vocabulary, constant in a trace."""
 
@@ -28,6 +35,7 @@ class Vocabulary(NamedTuple):
     axis: str  # the mesh axis that the entries are split over
     tied: bool  # a shard's table is [v, D], the rows of an embedding; otherwise [D, v]
     cap: float | None = None  # logits are cap * tanh(logit / cap)
+    multiply: Callable = multiply_table  # of activations and the table
 
 
 class TokenLoss(NamedTuple):
@@ -40,8 +48,7 @@ class TokenLoss(NamedTuple):
 
 def project(h_BTD: Array, table: Array, bias_v: Array | None, vocabulary: Vocabulary) -> Array:
     """Returns this shard's logits_BTv in float32; padded entries are -inf."""
-    spec = "btd,vd->btv" if vocabulary.tied else "btd,dv->btv"
-    logits_BTv = jnp.einsum(spec, h_BTD, table.astype(h_BTD.dtype), preferred_element_type=jnp.float32)
+    logits_BTv = vocabulary.multiply(h_BTD, table, vocabulary.tied)
     if bias_v is not None:
         logits_BTv = logits_BTv + bias_v[None, None]
     logits_BTv = soft_cap(logits_BTv, vocabulary.cap)

@@ -9,6 +9,7 @@ from shardformer.kernels.remat import Remat
 from shardformer.layout.choose_attention import Rows, choose_attention, without_kernel
 from shardformer.layout.choose_layers import Loop, choose_loop, choose_loss_chunk, choose_pipeline, choose_remat
 from shardformer.layout.choose_replicas import choose_replicas
+from shardformer.layout.float_weights import FLOAT, FloatWeights
 from shardformer.parallel.pipeline import Pipeline
 from shardformer.parallel.replicas import Replicated
 
@@ -28,6 +29,7 @@ class Layout:
     loss_chunk: int | None = None  # tokens whose logits exist together; None: all
     pipeline: Pipeline | None = None
     replicas: Replicated = REPLICATED
+    weights: FloatWeights = FLOAT  # how the matrices are stored
     reasons: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)  # by field
     rows: Rows = NO_ROWS  # that the attention is for
 
@@ -57,4 +59,14 @@ def resolve(config: Config, hardware: Hardware = CPU, torus: tuple[int, ...] = (
     replicas, why_replicas = choose_replicas(config, hardware, torus)
     reasons = {"loss_chunk": why_chunk, "pipeline": why_pipeline, "replicas": why_replicas}
     layout = Layout(config, hardware, torus, loss_chunk=chunk, pipeline=pipeline, replicas=replicas, reasons=reasons)
+    layout = _quantize(layout) if config.stored.quantized else layout
     return layout.for_rows(Rows.of_training(config))
+
+
+def _quantize(layout: Layout) -> Layout:
+    """Returns the layout with matrices stored as codes and scales."""
+    from shardformer.layout.quantized_weights import QuantizedWeights, make_replicas
+
+    reasons = layout.reasons | {"weights": f"weights={layout.config.stored.weights}"}
+    replicas = make_replicas(layout.replicas)
+    return dataclasses.replace(layout, weights=QuantizedWeights(), replicas=replicas, reasons=reasons)

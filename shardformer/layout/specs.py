@@ -9,7 +9,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from shardformer.config import Config
-from shardformer.config.names import has_key_value_heads, is_stacked
+from shardformer.config.names import CODES, SCALES, has_key_value_heads, is_stacked
 
 # Split columns (outputs) or rows (inputs) of a matrix, as Megatron does. pp splits the leading L of stacked layers.
 RULES = (
@@ -47,12 +47,24 @@ RULES = (
 
 def parameter_spec(name: str, config: Config) -> P:
     """Returns the spec of one parameter by its full name ('transformer/layers/q')."""
+    if name.endswith(CODES):
+        return parameter_spec(name.removesuffix(CODES), config)
+    if name.endswith(SCALES):
+        return _spec_of_scales(name.removesuffix(SCALES), config)
     for pattern, spec in RULES:
         if fnmatch.fnmatchcase(name, pattern):
             if config.shares_kv_heads and has_key_value_heads(name):
                 spec = P()
             return P("pp", *spec[1:]) if config.parallel.pp > 1 and is_stacked(name) else spec
     raise KeyError(f"no rule in specs.py covers the parameter {name!r}; add one by name")
+
+
+def _spec_of_scales(matrix: str, config: Config) -> P:
+    """Returns the spec of a quantised matrix's scales: of its columns, or of the rows of the token table."""
+    axes = [*parameter_spec(matrix, config), None, None, None]
+    axes = axes[: 3 if is_stacked(matrix.rpartition("/")[0]) else 2]
+    axes[-1 if matrix.endswith("/tokens") else -2] = None
+    return P(*axes)
 
 
 def parameter_specs(parameters, config: Config):

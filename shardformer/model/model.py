@@ -17,17 +17,19 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardformer.config import Config
-from shardformer.config.names import Stream
+from shardformer.config.names import CODES, SCALES, Stream
 from shardformer.devices import programs
 from shardformer.errors import UsageError
 from shardformer.kernels.threefry import STANDARD, THREEFRY
 from shardformer.layout import Layout, resolve, specs
 from shardformer.layout.choose_attention import NoKernel
+from shardformer.layout.float_weights import FloatWeights
 from shardformer.layout.mesh import resolve_on
 from shardformer.model.lora import TrainableAdapters
 from shardformer.parallel import collectives
 from shardformer.parallel.layer_exchange import apply_to_full_matrices
 from shardformer.parallel.microbatch import run_in_sequence
+from shardformer.parallel.replicas import map_named
 from shardformer.shards import CausalTransformerShard, Dropout
 
 ROWS = P("dp")  # batch rows: split over dp, replicated over mp; see also Model.row_spec
@@ -71,7 +73,8 @@ class Model:
         if isinstance(mesh, Mesh):
             programs.reject_unsafe_cache(config, mesh.devices.flat[0].platform)
         self.row_spec = ROWS if config.parallel.pp == 1 else P(("dp", "pp"))  # each stage embeds different rows
-        self.shapes = self.abstract_parameters(config)
+        self._weights = layout.weights
+        self.shapes = self._weights.store(self.abstract_parameters(config))
         self.zero_dimensions = specs.zero_dimensions(self.shapes, config)
         self.specs = specs.split_over_dp(specs.parameter_specs(self.shapes, config), self.zero_dimensions, config)
         self.grad_specs = self.trainable.select(self.specs)
@@ -84,7 +87,7 @@ class Model:
         # A pipeline runs the microbatches in its stages.
         in_sequence = config.training.accum > 1 and config.parallel.pp == 1
         self.run_rows = functools.partial(run_in_sequence, count=config.training.accum) if in_sequence else run_at_once
-        initialise = functools.partial(_initialise, config.architecture)
+        initialise = functools.partial(_initialise_stored, config.architecture, self._weights)
         self._init = programs.jit(initialise, out_shardings=self.shardings)
 
     @classmethod
@@ -96,6 +99,30 @@ class Model:
     def abstract(self):
         """The float32 parameters' shapes and shardings, without arrays."""
         return with_shardings(self.shapes, self.shardings)
+
+    @property
+    def read_abstract(self):
+        """The shapes and shardings of the float32 parameters that a checkpoint has; `store` quantises them."""
+        if not self.config.stored.quantized:
+            return self.abstract
+        return type(self).on(self.config.replace(weights="float"), self.mesh).abstract
+
+    def store_leaf(self, name: str, leaf):
+        """Returns a parameter that was read, or the pair of its codes and scales, on the same devices."""
+        if not self._weights.is_quantized(name):
+            return leaf
+        module, _, matrix = name.rpartition("/")
+        shardings = tuple(self.shardings[module][f"{matrix}{suffix}"] for suffix in (CODES, SCALES))
+        quantize = functools.partial(self._weights.quantize, name)
+        return jax.block_until_ready(programs.jit(quantize, out_shardings=shardings)(leaf))
+
+    def store(self, params: dict) -> dict:
+        """Returns the stored form of float parameters on this mesh, made of one parameter after the other."""
+        return self._weights.name_parts(map_named(self.store_leaf, params))
+
+    def name_parts(self, params: dict) -> dict:
+        """Returns the stored form of parameters that have passed through `store_leaf`."""
+        return self._weights.name_parts(params)
 
     @property
     def not_scattered(self) -> list[str]:
@@ -254,6 +281,11 @@ def with_shardings(shapes, shardings):
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
     )
+
+
+def _initialise_stored(architecture: Config, weights: FloatWeights, seed):
+    """Draws the parameters in the form in which they are stored."""
+    return weights.store(_initialise(architecture, seed))
 
 
 @functools.lru_cache

@@ -1,6 +1,7 @@
 """LoRA's adapters: a product with a matrix, and the product with the two factors next to it."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import Array
@@ -25,6 +26,7 @@ class Adapters:
 
     config: Config
     dropout: Dropout | None = None
+    product: Callable = multiply  # with the matrix, which may be quantised
 
     def multiply(self, name: str, x: Array, w: Array) -> Array:
         """Returns the product with the matrix of this name, and with its adapter if it has one.
@@ -33,7 +35,7 @@ class Adapters:
         The factor next to the split dimension is replicated over mp: the first factor of a column split, the second of
         a row split, whose product joins the partial sums that are added up anyway.
         """
-        y = multiply(name, x, w)
+        y = self.product(name, x, w)
         if name not in self.config.lora.lora_names:
             return y
         rank, out = self.config.lora.adapters[name].rank, y.shape[-1]
@@ -59,4 +61,4 @@ class AdaptedProducts(LayerFeature):
 
     def change(self, inputs: LayerInputs, layer: int | Array, masks: Dropout | None) -> LayerInputs:
         """Returns the inputs with the products of adapted matrices."""
-        return inputs._replace(multiply=Adapters(self.config, masks).multiply)
+        return inputs._replace(multiply=Adapters(self.config, masks, inputs.multiply).multiply)

@@ -20,6 +20,10 @@ def choose_features(config: Config) -> tuple[LayerFeature, ...]:
         features.append(ScaledBranches(config))
     if config.training.dropout:
         features.append(DroppedBranches(config))
+    if config.stored.quantized:
+        from shardformer.shards.quantized_products import QuantizedProducts
+
+        features.append(QuantizedProducts(config))
     if config.lora.lora_rank:
         features.append(AdaptedProducts(config))
     return tuple(features)

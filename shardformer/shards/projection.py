@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import haiku as hk
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ class ProjectionShard(hk.Module):
 
     config: Config
     chunk: int | None = None  # tokens whose logits exist together; None: all
+    multiply: Callable = vocabulary_loss.multiply_table  # of activations and the table
     name: str = "head"
 
     def __call__(self, x_BTD: Array, tied_table_vD: Array | None = None) -> tuple:
@@ -36,7 +38,7 @@ class ProjectionShard(hk.Module):
             table = weight("w", [c.model.d_model, v], c.model.init_std or 1 / math.sqrt(c.model.d_model))
         if not tied and "head" in c.model.biased and c.model.head_bias:
             bias_v = zeros("bias", v)
-        return h_BTD, table, bias_v, Vocabulary(c.model.vocab, MP, tied, c.model.logits_cap)
+        return h_BTD, table, bias_v, Vocabulary(c.model.vocab, MP, tied, c.model.logits_cap, self.multiply)
 
     def logits(self, x_BTD: Array, tied_table_vD: Array | None = None) -> Array:
         """Returns this shard's logits_BTv in float32; padded entries are -inf."""

@@ -5,6 +5,7 @@ Their parameters are replicated over mp. Each shard slices the columns of the he
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -20,7 +21,9 @@ class SharedHeads(LayerFeature):
         """Returns the inputs with the columns of only this shard's head."""
 
         def select(name: str, p: Array) -> Array:
-            return _take_columns(p, self.config.model.key_value_heads) if name in OF_KEY_VALUE_HEADS else p
+            if name not in OF_KEY_VALUE_HEADS:
+                return p
+            return jax.tree.map(lambda part: _take_columns(part, self.config.model.key_value_heads), p)
 
         selected = {name: select(name, p) for name, p in inputs.params[LAYERS].items()}
         return inputs._replace(params=inputs.params | {LAYERS: selected})
@@ -29,5 +32,6 @@ class SharedHeads(LayerFeature):
 def _take_columns(p: Array, heads: int) -> Array:
     """Returns the columns of this shard's head; their gradients are summed over mp in float32."""
     size = p.shape[-1] // heads
+    p = p.astype(jnp.float32) if jnp.issubdtype(p.dtype, jnp.floating) else p  # codes have no gradient
     head = collectives.index(MP) * heads // lax.axis_size(MP)
-    return lax.dynamic_slice_in_dim(collectives.vary_over_mp(p.astype(jnp.float32)), head * size, size, axis=p.ndim - 1)
+    return lax.dynamic_slice_in_dim(collectives.vary_over_mp(p), head * size, size, axis=p.ndim - 1)

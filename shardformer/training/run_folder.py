@@ -243,10 +243,11 @@ class Run:
     def restore_params(self, model: Model, step: int = 0, averaged: bool = False, like=None):
         """Returns (step, parameters) of one checkpoint: the best by validation unless `step` names another.
 
-        `averaged` restores the average of the weights. `like` has the shapes of the parameters to restore.
+        `averaged` restores the average of the weights. `like` has the shapes of the parameters to restore. A model with
+        quantised weights quantises each parameter before the next is read; those of an average when all are read.
         """
         step, known = self.choose_step(step, averaged), checkpoint.list_steps(self.out)
-        like = model.abstract if like is None else like
+        like = model.read_abstract if like is None else like
         wanted = {"params": master_weights.round_shapes(like, self.config)}
         unread = ["step", "optimizer", "masters", "guard"]
         if averaged:
@@ -254,15 +255,18 @@ class Run:
         else:
             unread.append("average")
 
+        def store(name: str, leaf: jax.Array):
+            return leaf if averaged else model.store_leaf(name.removeprefix("params/"), leaf)
+
         def read(folder: Path):
             self.check_config(folder)
-            return checkpoint.restore(folder, wanted, ignored=tuple(unread))
+            return checkpoint.restore(folder, wanted, ignored=tuple(unread), change=store)
 
         state = self._read_on_all(read, step, known)
         if averaged:
             means = average.replace_by_average(state["average"], state["params"], step)
-            return step, master_weights.round_parameters(means, self.config)
-        return step, state["params"]
+            return step, model.store(master_weights.round_parameters(means, self.config))
+        return step, model.name_parts(state["params"])
 
     def choose_step(self, step: int = 0, averaged: bool = False) -> int:
         """Returns the step of the checkpoint to read: the best by validation unless `step` names another."""

@@ -110,6 +110,7 @@ def find_rule(make) -> tuple[str, int]:
 def rules_with_rows() -> set[tuple[str, int]]:
     context = {"mesh": "dp2.cp2.mp2", "batch": 8, "seq": 16, "layers": 4, "heads": 8, "vocab": 64}
     made = [lambda: check_zero(Config.of(zero=1, mesh="1x1"))]  # a rule of training only
+    made += [lambda: check_zero(Config.of(weights="int8", mesh="1x1"))]
     made += [functools.partial(Config.of, **changes) for changes, _ in rejections(rows.test_every_rule)]
     made += [functools.partial(Config.of, **changes) for changes, _ in rejections(rows.test_invalid_window_is_rejected)]
     for changes, _ in rejections(rows.test_split_context_that_cannot_run_is_rejected):

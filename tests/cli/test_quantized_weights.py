@@ -1,0 +1,122 @@
+"""`weights=int8` on the command line: the loss that it costs, its commands, and what rejects it."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from shardformer.__main__ import main
+from shardformer.checkpoint import restoring
+from shardformer.config.names import LAYERS
+from shardformer.kernels import quantized
+from shardformer.layout import mesh
+from shardformer.model import Model
+from shardformer.training.run_folder import Run
+from tests import runs
+from tests.runs import USAGE
+
+MOST = 1.005  # the loss with int8 weights, as a multiple of that with float weights
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, text):
+    out = tmp_path_factory.mktemp("quantized") / "run"
+    words = ("tiny", "mesh=1x1", f"data={text}", "steps=100", "eval_every=100", "ema=0.9", f"out={out}")
+    assert runs.train(*words) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory, text):
+    path = tmp_path_factory.mktemp("document") / "text.jsonl"
+    path.write_text(json.dumps({"text": text.read_text()[:3000]}) + "\n")
+    return path
+
+
+@pytest.fixture
+def score(run, document, capsys):
+    """Returns a function that scores the document with these words; its result is in nats per token."""
+
+    def measure(*words) -> float:
+        capsys.readouterr()
+        assert main(["score", str(run), str(document), *words]) == 0
+        return json.loads(capsys.readouterr().out)["nats_per_token"]
+
+    return measure
+
+
+def test_loss_changes_by_at_most_half_a_percent(score, monkeypatch):
+    exact, small = score(), score("weights=int8")
+    assert 1 < exact < 3.5  # it has learned
+    assert exact != small
+    assert abs(small / exact - 1) < MOST - 1
+    quantize = quantized.quantize
+
+    def double_scales(w, axis):
+        codes, scales = quantize(w, axis)
+        return codes, 2 * scales
+
+    monkeypatch.setattr(quantized, "quantize", double_scales)
+    assert abs(score("weights=int8") / exact - 1) > MOST - 1  # this young model even gains from larger logits
+
+
+@pytest.mark.slow
+def test_score_is_the_same_on_every_mesh_and_for_an_average(score):
+    assert score("weights=int8", "mesh=2x2") == pytest.approx(score("weights=int8"), abs=2e-6)
+    average = score("weights=int8", "ema=true")
+    assert average == pytest.approx(score("ema=true"), rel=MOST - 1)
+    assert average != score("weights=int8")
+
+
+@pytest.mark.slow
+def test_generate_and_eval_accept_it(run, tmp_path, capsys):
+    (tmp_path / "prompts").write_text("The\n")
+    assert main(["generate", str(run), f"prompts={tmp_path / 'prompts'}", "tokens=5", "weights=int8"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == 5
+    assert main(["eval", str(run), "weights=int8", "split=validation", "mesh=2x2"]) == 0
+    assert "validation" in capsys.readouterr().out
+
+
+def test_each_parameter_is_quantised_before_the_next_is_read(run, monkeypatch):
+    events, read, store = [], restoring._read_onto_devices, Model.store_leaf
+
+    def log_read(reader, name, *args):
+        events.append(("read", name.removeprefix("params/")))
+        return read(reader, name, *args)
+
+    def log_store(model, name, leaf):
+        events.append(("store", name))
+        return store(model, name, leaf)
+
+    monkeypatch.setattr(restoring, "_read_onto_devices", log_read)
+    monkeypatch.setattr(Model, "store_leaf", log_store)
+    opened = Run.open(run)
+    config = opened.config.for_inference("1x1").replace(weights="int8")
+    model = Model.on(config, mesh.make(config))
+    params = opened.restore_params(model)[1]
+    assert events[::2] == [("read", name) for _, name in events[1::2]]
+    assert events[1::2] == [("store", name) for _, name in events[1::2]]
+    assert jax.tree.structure(params) == jax.tree.structure(model.shapes)
+    assert params[LAYERS]["up_codes"].dtype == np.int8
+
+
+@pytest.mark.parametrize("command", ["train", "verify"])
+def test_commands_with_gradients_reject_it(command, capsys):
+    assert main([command, "tiny", "weights=int8", "mesh=2x1"]) == USAGE
+    assert "weights=int8 has no gradient" in capsys.readouterr().err
+
+
+def test_unknown_form_is_rejected(run, document, capsys):
+    assert main(["score", str(run), str(document), "weights=int7"]) == USAGE
+    assert "int8" in capsys.readouterr().err
+
+
+def test_show_prints_the_bytes_of_codes_and_scales(capsys):
+    def parameters(*words) -> float:
+        assert main(["show", "tiny", "mesh=1x1", "d_model=128", *words]) == 0
+        line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("parameters "))
+        number, unit = line.split()[1:3]
+        return float(number) * {"kB": 1e3, "MB": 1e6}[unit]
+
+    assert 0.25 < parameters("weights=int8") / parameters() < 0.28
