@@ -32,7 +32,7 @@ PLAIN = {
     "optimizer": "adamw", "dropout": 0, "embed_bias": False, "accum": 1, "ema": 0, "lr_rules": "", "lora_rank": 0,
     "activation": "gelu", "kv_heads": None, "attention_scale": None, "head_bias": True, "param_dtype": "float32",
     "moment_dtype": "float32", "window": None, "attention_cap": None, "head_dim": None, "qk_norm": "none",
-    "norm_plus_one": False, "embed_scale": False, "embed_norm": False, "logits_cap": None,
+    "norm_plus_one": False, "embed_scale": False, "embed_norm": False, "logits_cap": None, "experts": 0,
 }  # fmt: skip
 # Values that the reference implements, and the one that a rejection proposes.
 IMPLEMENTED = {

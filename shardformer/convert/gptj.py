@@ -28,7 +28,7 @@ FIXED = {
     "block": "parallel", "norm": "layernorm", "norm_eps": 1e-5, "bias": "ff", "head_bias": True, "tied": False,
     "activation": "gelu", "attention_scale": None, "rotary_theta": 10_000.0, "rotary_scaling": "", "t5_buckets": 32,
     "lora_rank": 0, "window": None, "attention_cap": None, "head_dim": None, "qk_norm": "none", "norm_plus_one": False,
-    "embed_scale": False, "embed_norm": False, "logits_cap": None,
+    "embed_scale": False, "embed_norm": False, "logits_cap": None, "experts": 0,
 }  # fmt: skip
 
 Array = np.ndarray | Filled | Readable

@@ -21,6 +21,7 @@ OPTIONS = [
     {"lora_rank": 2, "lora_targets": "q,k,v,o,up,down"},
     {"qk_norm": "head"}, {"qk_norm": "all"}, {"block": "sequential_four_norms"}, {"block": "sequential_post_norms"},
     {"activation": "swiglu", "lora_rank": 2, "lora_targets": "gate"},
+    {"experts": 4, "bias": "none", "activation": "swiglu", "shared_width": 8, "shared_gate": True, "balance_rate": 0.1},
 ]  # fmt: skip
 
 
