@@ -27,7 +27,7 @@ SIZES = {
     "Qwen/Qwen2.5-7B-Instruct": 7616, "Qwen/Qwen2.5-1.5B-Instruct": 1544, "microsoft/Phi-3-mini-4k-instruct": 3821,
     "OLMo 2 7B, instruct": 7299, "facebook/opt-125m": 125, "stabilityai/stablelm-3b-4e1t": 2795,
     "bigscience/bloom-560m": 559.2, "google/gemma-2b": 2506, "google/gemma-7b": 8538, "microsoft/phi-1_5": 1418,
-    "microsoft/phi-2": 2780, "bigcode/starcoder2-15b": 15_958,
+    "microsoft/phi-2": 2780, "mistralai/Mixtral-8x7B-v0.1": 46_703, "bigcode/starcoder2-15b": 15_958,
 }  # fmt: skip
 ENDS = {
     "EleutherAI/gpt-j-6b": (50256,),
