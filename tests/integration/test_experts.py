@@ -44,6 +44,7 @@ def expected(**_):
     config, batch = shared.tiny(mesh="1x1", **KEYS), shared.batch(0)
     with jax.enable_x64(True):
         exact = jax.tree.map(lambda p: jnp.asarray(p, jnp.float64), parameters())
+        batch = batch | {"weights": np.ones(batch["tokens"].shape)}
         (nats, _), gradients = jax.jit(functools.partial(dense_reference.losses_and_gradients, config))(exact, batch)
         return float(nats), jax.tree.map(np.asarray, gradients)
 

@@ -44,7 +44,7 @@ def test_values_and_gradients_of_a_grouped_product(product, first, experts):
 def test_dropped_token_is_noticed():
     groups = group_tokens(jnp.asarray(CHOICE), 0, EXPERTS, 4)
     lost = groups._replace(row_NC=groups.row_NC.at[3, 0].set(groups.token_M.shape[0]))
-    y = Blocks(4).multiply(dispatch(X, groups), W, groups.size_E)
+    y = Blocks(4).multiply(dispatch(jnp.asarray(X), groups), jnp.asarray(W), groups.size_E)
     want = mix_densely(X, W, GATE, 0, EXPERTS)
     np.testing.assert_allclose(combine(y, GATE, groups), want, atol=1e-5)
     assert np.abs(combine(y, GATE, lost) - want).max() > 1e-2
