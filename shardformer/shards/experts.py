@@ -157,7 +157,7 @@ class RoutesOfLayers(Records):
         """
         keys, tokens = self.config.experts, self.config.model.seq // self.config.parallel.cp
         rows = records.square_B.shape[0]
-        total = records.excess_B.sum() / rows
+        total = records.excess_B.sum() * (self.config.parallel.cp / rows)  # the sum over cp, which is then averaged
         if keys.router_z_loss:
             total += keys.router_z_loss * records.square_B.sum() / (rows * tokens)
         if keys.balance_loss:
