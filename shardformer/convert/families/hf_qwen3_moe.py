@@ -29,6 +29,7 @@ QWEN_3_MOE = dataclasses.replace(
         "moe_intermediate_size": 768, "norm_topk_prob": False,
     },
     fixed=QWEN_3.fixed | {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+    layer=_layer,
     aliases={"num_local_experts": "num_experts"},  # transformers 5 writes the first
     silent=(*QWEN_3.silent, "output_router_logits", "router_aux_loss_coef"),
 )  # fmt: skip
