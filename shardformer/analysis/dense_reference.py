@@ -32,8 +32,11 @@ NORMS = {
 }  # fmt: skip
 
 
-def logits(config, params: Params, tokens, masks: "Masks | None" = None, documents=None):
-    """Returns [B, T, vocab]; `masks` are of dropout, and `documents` [B, T] numbers the text of each token."""
+def logits(config, params: Params, tokens, masks: "Masks | None" = None, documents=None, routes: list | None = None):
+    """Returns [B, T, vocab]; `masks` are of dropout, and `documents` [B, T] numbers the text of each token.
+
+    Appends to `routes` what each layer's router did: (chosen [B, T, experts], shares [B, T, experts], log-partitions).
+    """
     c = config
     embed, layers = params["transformer/embed"], params["transformer/layers"]
     adapter_masks = masks if c.lora.lora_dropout else None
@@ -55,7 +58,7 @@ def logits(config, params: Params, tokens, masks: "Masks | None" = None, documen
         layer = {name: leaf[i] for name, leaf in layers.items()}
         if adapter_masks:
             layer = _drop_inputs_of_adapters(c, layer, adapter_masks.of_layer(i))
-        x = _layer(_resolve_window(c, i), params, layer, norms, x, masks and masks.of_layer(i), documents)
+        x = _layer(_resolve_window(c, i), params, layer, norms, x, masks and masks.of_layer(i), documents, routes)
     x = _norm(c, params.get("transformer/head/norm", {}), x)
     head = params.get("transformer/head", {})
     out = x @ (embed["tokens"].T if c.model.tied else head["w"])
@@ -75,9 +78,9 @@ def loss(config, params: Params, tokens, targets, weights=None, masks: "Masks | 
     return mean_nats, mean_nats + config.training.z_loss * mean_z
 
 
-def token_losses(config, params: Params, tokens, targets, masks: "Masks | None" = None, documents=None):
+def token_losses(config, params: Params, tokens, targets, masks: "Masks | None" = None, documents=None, routes=None):
     """Returns the nats and the squared log-partition of every token, each [B, T]."""
-    out = logits(config, params, tokens, masks, documents)
+    out = logits(config, params, tokens, masks, documents, routes)
     log_z = jax.nn.logsumexp(out, axis=-1)
     nats = log_z - jnp.take_along_axis(out, targets[..., None], axis=-1)[..., 0]
     return nats, jnp.square(log_z)
@@ -91,15 +94,27 @@ def losses_and_gradients(config, params: Params, batch: dict[str, Any], dropout_
     """
     weights = batch.get("weights", np.ones(batch["tokens"].shape, np.float32))
     rows = {**batch, "weights": weights / weights.sum(), "example": np.arange(len(weights))}
+    rows = jax.tree.map(jnp.asarray, rows)
 
-    def row_objective(params, row):
-        masks = make_masks(config, dropout_key, row["example"][None])
+    def run_row(params, row):
+        masks, routes = make_masks(config, dropout_key, row["example"][None]), []
         nats, squares = token_losses(
             config, params, row["tokens"][None], row["targets"][None], masks,
-            None if "documents" not in row else row["documents"][None],
+            None if "documents" not in row else row["documents"][None], routes,
         )  # fmt: skip
-        sums = (row["weights"] * nats[0]).sum(), (row["weights"] * squares[0]).sum()
-        return sums[0] + config.training.z_loss * sums[1], sums
+        return (row["weights"] * nats[0]).sum(), (row["weights"] * squares[0]).sum(), routes
+
+    def count_row(row):
+        return jnp.stack([chosen.sum((0, 1)) for chosen, _, _ in run_row(params, row)[2]])
+
+    counts: Any = jax.lax.map(count_row, rows).sum(0) if config.experts.experts else None  # [layers, experts]
+
+    def row_objective(params, row):
+        *sums, routes = run_row(params, row)
+        objective = sums[0] + config.training.z_loss * sums[1]
+        if routes:
+            objective = objective + _router_losses(config, routes, counts) / len(weights)
+        return objective, tuple(sums)
 
     def add_row(total, row):
         (_, sums), gradients = jax.value_and_grad(row_objective, has_aux=True)(params, row)
@@ -107,7 +122,12 @@ def losses_and_gradients(config, params: Params, batch: dict[str, Any], dropout_
 
     zero = jnp.zeros((), params["transformer/embed"]["tokens"].dtype)
     start = (zero, zero), jax.tree.map(jnp.zeros_like, params)
-    return jax.lax.scan(add_row, start, jax.tree.map(jnp.asarray, rows))[0]
+    losses, gradients = jax.lax.scan(add_row, start, rows)[0]
+    if "router_bias" in params["transformer/layers"]:  # its gradient is by definition the mean excess of a row
+        excess = (counts * config.experts.experts - counts.sum(1, keepdims=True)) / len(weights)
+        layers = gradients["transformer/layers"] | {"router_bias": excess}
+        gradients = gradients | {"transformer/layers": layers}
+    return losses, gradients
 
 
 class Masks:
@@ -168,18 +188,23 @@ def _resolve_window(c, i: int):
     return c.replace(window_pattern="", window_rotary_theta=None, **local)
 
 
-def _layer(c, params, layer, norms, x, masks, documents):
+def _layer(c, params, layer, norms, x, masks, documents, routes):
+    def feed_forward(h):
+        if c.experts.experts:
+            return _mix_experts(c, layer, h, routes)
+        return _feed_forward(layer, h, c.model.activation)
+
     def normed(kind, x):
         return _norm(c, norms[kind], x) if kind in norms else x
 
     if c.model.block.startswith("sequential"):
         y = _attention(c, params, layer, normed("attention_norm", x), masks, documents)
         x = x + _drop(masks, normed("post_attention_norm", y) * c.model.residual_scale, 1)
-        y = _feed_forward(layer, normed("feed_forward_norm", x), c.model.activation)
+        y = feed_forward(normed("feed_forward_norm", x))
         return x + _drop(masks, normed("post_feed_forward_norm", y) * c.model.residual_scale, 2)
     first = _norm(c, norms["norm" if c.model.block == "parallel" else "attention_norm"], x)
     second = first if c.model.block == "parallel" else _norm(c, norms["feed_forward_norm"], x)
-    branch = _attention(c, params, layer, first, masks, documents) + _feed_forward(layer, second, c.model.activation)
+    branch = _attention(c, params, layer, first, masks, documents) + feed_forward(second)
     return x + _drop(masks, branch * c.model.residual_scale, 1)
 
 
@@ -249,6 +274,40 @@ def _feed_forward(p, h, activation="gelu"):
     u = active(h @ p["gate"]) * u if activation in GATES else active(u)
     y = u @ p["down"]
     return y + p["down_bias"][None, None] if "down_bias" in p else y
+
+
+def _mix_experts(c, p, h, routes: list | None):
+    """Returns the sum of all experts' outputs, in which those that a token did not choose have the gate 0."""
+    keys, logits_ = c.experts, h @ p["router"]
+    scores = jax.nn.softmax(logits_) if keys.router == "softmax" else jax.nn.sigmoid(logits_)
+    ranked = scores + p["router_bias"][None, None] if keys.balance_rate else scores
+    place = jnp.argsort(jnp.argsort(-ranked, axis=-1, stable=True), axis=-1)  # equal scores: the lowest number first
+    chosen = (place < keys.experts_per_token).astype(h.dtype)
+    gates = scores * chosen
+    if keys.router_norm:
+        gates = gates / gates.sum(-1, keepdims=True)
+    if routes is not None:
+        shares = scores / scores.sum(-1, keepdims=True)
+        routes.append((chosen, shares, jax.nn.logsumexp(logits_, axis=-1)))
+    y = jnp.zeros_like(h)
+    for e in range(keys.experts):
+        expert = {n: p[f"expert_{n}"][e] for n in ("up", "gate", "down") if f"expert_{n}" in p}
+        y = y + gates[..., e, None] * _feed_forward(expert, h, c.model.activation)
+    if not keys.shared_width:
+        return y
+    shared = {n: p[f"shared_{n}"] for n in ("up", "gate", "down") if f"shared_{n}" in p}
+    every = _feed_forward(shared, h, c.model.activation)
+    return y + (jax.nn.sigmoid(h @ p["shared_scale"])[..., None] * every if keys.shared_gate else every)
+
+
+def _router_losses(c, routes: list, counts):
+    """Returns the balance loss and the router's z-loss of a row, summed over layers; `counts` are of the batch."""
+    total = 0.0
+    for (_, shares, log_z), count in zip(routes, counts, strict=True):
+        load = jax.lax.stop_gradient(count / count.sum())
+        total = total + c.experts.balance_loss * c.experts.experts * (load * shares.mean((0, 1))).sum()
+        total = total + c.experts.router_z_loss * (log_z**2).mean()
+    return total
 
 
 def _attention(c, params, p, h, masks=None, documents=None):

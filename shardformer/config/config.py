@@ -11,6 +11,7 @@ import json
 from shardformer.config import key_rules, old_files
 from shardformer.config.adapter_keys import AdapterKeys
 from shardformer.config.data_keys import DataKeys
+from shardformer.config.expert_keys import ExpertKeys
 from shardformer.config.keys import KeyGroup, compute_derived, format_value, keys_of
 from shardformer.config.model_keys import ModelKeys
 from shardformer.config.optimizer_keys import OptimizerKeys
@@ -28,6 +29,7 @@ class Config:
 
     # In the order of `--help` and config.json.
     model: ModelKeys = dataclasses.field(default_factory=ModelKeys)
+    experts: ExpertKeys = dataclasses.field(default_factory=ExpertKeys)
     parallel: ParallelKeys = dataclasses.field(default_factory=ParallelKeys)
     data: DataKeys = dataclasses.field(default_factory=DataKeys)
     training: TrainingKeys = dataclasses.field(default_factory=TrainingKeys)
@@ -78,11 +80,21 @@ class Config:
         """True if there are fewer key/value heads than shards of the model; mp / kv_heads shards then share each."""
         return self.model.key_value_heads < self.parallel.mp
 
+    @functools.cached_property
+    def expert_size(self) -> int:
+        """Feed-forward width of one expert."""
+        return self.experts.expert_width or self.model.ff_size
+
+    @functools.cached_property
+    def splits_experts(self) -> bool:
+        """True if each shard of the model has some of the experts; else it has a part of each expert's width."""
+        return self.experts.experts % self.parallel.mp == 0
+
     @property
     def architecture(self) -> "Config":
         """The model on one device: everything that its parameters depend on, besides the seed."""
         lora = {name: self.get(name) for name in ("lora_rank", "lora_targets")}
-        return Config(model=self.model).replace(mesh="1x1", **lora if self.lora.lora_rank else {})
+        return Config(model=self.model, experts=self.experts).replace(mesh="1x1", **lora if self.lora.lora_rank else {})
 
     def override(self, given: dict) -> "Config":
         """Returns this configuration with keys that a user gave; rejects a given key that has no effect."""
@@ -135,10 +147,13 @@ _GROUPS: dict[str, type[KeyGroup]] = {field.name: field.default_factory for fiel
 GROUPS = tuple(_GROUPS.values())
 FIELDS = {name: field for group in GROUPS for name, field in keys_of(group).items()}
 GROUP_OF = {name: attribute for attribute, group in _GROUPS.items() for name in keys_of(group)}
-ARCHITECTURE = key_names(ModelKeys)
+ARCHITECTURE = (
+    *key_names(ModelKeys),
+    *(name for name, field in keys_of(ExpertKeys).items() if field.metadata["fixed"]),
+)
 LAUNCH_ONLY_KEYS = key_names(WeightKeys, LaunchKeys, ProcessKeys)
 # A checkpoint's arrays, its batches and its position in the schedule are valid only under these.
-FIXED_ON_RESUME = (*ARCHITECTURE, *(name for name, field in FIELDS.items() if field.metadata["fixed"]))
+FIXED_ON_RESUME = tuple(dict.fromkeys([*ARCHITECTURE, *(n for n, field in FIELDS.items() if field.metadata["fixed"])]))
 
 
 def is_hugging_face(text: str | bytes) -> bool:

@@ -30,6 +30,8 @@ def check_rules(c: "Config") -> None:
     _check_kernel(c)
     _check_gradients(c)
     _check_adapters(c)
+    if c.experts.experts:
+        _check_experts(c)
     _check_lbfgs(c)
     _check_bad_steps(c)
     traced = parse_steps_range("profile", c.start.profile)
@@ -103,7 +105,8 @@ def _check_gradients(c: "Config") -> None:
 def _check_adapters(c: "Config") -> None:
     if not c.lora.lora_rank:
         return
-    matrices = [name for name in MATRICES if name != "gate" or c.model.gated]
+    dense = () if c.experts.experts else ("up", "gate", "down") if c.model.gated else ("up", "down")
+    matrices = [name for name in MATRICES if name in ("q", "k", "v", "o", *dense)]
     unknown = [name for name in c.lora.lora_names if name not in matrices]
     require(
         not unknown,
@@ -112,6 +115,24 @@ def _check_adapters(c: "Config") -> None:
     require(
         c.optimizer.name != "muon",
         "optimizer=muon updates full matrices, but lora_rank trains adapters; give optimizer=adamw",
+    )
+
+
+def _check_experts(c: "Config") -> None:
+    require(
+        "up" not in c.model.biased,
+        f"experts have no biases, and bias={c.model.bias} has them in the feed-forward; give bias=none or bias=norm",
+    )
+    require(
+        c.optimizer.name == "adamw" and c.optimizer.param_dtype == "float32" and not c.training.grad_metrics,
+        "experts are trained by optimizer=adamw with param_dtype=float32 and grad_metrics=false; got "
+        f"optimizer={c.optimizer.name} param_dtype={c.optimizer.param_dtype} "
+        f"grad_metrics={str(c.training.grad_metrics).lower()}",
+    )
+    require(
+        not (c.experts.balance_rate and c.lora.lora_rank),
+        f"balance_rate={c.experts.balance_rate} changes a bias of the model, and lora_rank trains only adapters; "
+        "give balance_rate=0",
     )
 
 
@@ -186,7 +207,13 @@ def _check_context(c: "Config") -> None:
 
 
 def _check_split_sizes(c: "Config", mp: int) -> None:
-    sizes = {"heads": c.model.heads, "feed-forward width": c.model.ff_size}
+    sizes = {"heads": c.model.heads}
+    if not c.experts.experts:
+        sizes["feed-forward width"] = c.model.ff_size
+    if c.experts.experts and not c.splits_experts:
+        sizes["the width of an expert"] = c.expert_size
+    if c.experts.shared_width:
+        sizes["shared_width"] = c.experts.shared_width
     if mp % c.model.key_value_heads:  # otherwise mp / kv_heads shards share each of them
         sizes["kv_heads"] = c.model.key_value_heads
     if c.model.positions == "learned":

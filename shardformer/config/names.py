@@ -8,6 +8,8 @@ AXES = (DP, MP, PP, CP)  # a mesh has the first two, and those after them only a
 PREFIX = "transformer/"  # of every parameter's module
 LAYERS = f"{PREFIX}layers"  # the stacked parameters of all layers
 MATRICES = ("q", "k", "v", "o", "up", "gate", "down")  # of a layer
+EXPERT_MATRICES = ("expert_up", "expert_gate", "expert_down")  # [experts, inputs, outputs] in each layer
+SHARED_MATRICES = ("shared_up", "shared_gate", "shared_down")  # of the expert that every token uses
 LORA_IN, LORA_OUT = "_lora_in", "_lora_out"  # the two factors of a matrix's adapter
 CODES, SCALES = "_codes", "_scales"  # the two parameters of a quantised matrix
 OF_KEY_VALUE_HEADS = {
@@ -22,7 +24,7 @@ def is_stacked(module: str) -> bool:
 
 def is_factor_of_product(name: str) -> bool:
     """Returns whether a parameter only multiplies activations: a matrix, an adapter's factor, an untied head."""
-    return name.removesuffix(LORA_IN).removesuffix(LORA_OUT) in (*MATRICES, "w")
+    return name.removesuffix(LORA_IN).removesuffix(LORA_OUT) in (*MATRICES, *EXPERT_MATRICES, *SHARED_MATRICES, "w")
 
 
 def has_key_value_heads(name: str) -> bool:

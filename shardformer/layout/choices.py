@@ -1,6 +1,7 @@
 """The Layout: the choices that a step follows, resolved once from the configuration and the hardware."""
 
 import dataclasses
+from typing import Any
 
 from shardformer.config import Config
 from shardformer.kernels.attention import Attention, Plain
@@ -30,6 +31,7 @@ class Layout:
     pipeline: Pipeline | None = None
     replicas: Replicated = REPLICATED
     weights: FloatWeights = FLOAT  # how the matrices are stored
+    experts: Any = None  # the grouped product of experts; None without experts
     reasons: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)  # by field
     rows: Rows = NO_ROWS  # that the attention is for
 
@@ -59,7 +61,10 @@ def resolve(config: Config, hardware: Hardware = CPU, torus: tuple[int, ...] = (
     replicas, why_replicas = choose_replicas(config, hardware, torus)
     reasons = {"loss_chunk": why_chunk, "pipeline": why_pipeline, "replicas": why_replicas}
     layout = Layout(config, hardware, torus, loss_chunk=chunk, pipeline=pipeline, replicas=replicas, reasons=reasons)
-    layout = _quantize(layout) if config.stored.quantized else layout
+    if config.stored.quantized:
+        layout = _quantize(layout)
+    if config.experts.experts:
+        layout = _add_experts(layout)
     return layout.for_rows(Rows.of_training(config))
 
 
@@ -70,3 +75,10 @@ def _quantize(layout: Layout) -> Layout:
     reasons = layout.reasons | {"weights": f"weights={layout.config.stored.weights}"}
     replicas = make_replicas(layout.replicas)
     return dataclasses.replace(layout, weights=QuantizedWeights(), replicas=replicas, reasons=reasons)
+
+
+def _add_experts(layout: Layout) -> Layout:
+    from shardformer.layout.choose_experts import choose_grouped_product  # not imported without experts
+
+    product, why = choose_grouped_product(layout.config, layout.hardware)
+    return dataclasses.replace(layout, experts=product, reasons=layout.reasons | {"experts": why})

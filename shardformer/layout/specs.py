@@ -22,6 +22,15 @@ RULES = (
     ("*/layers/gate", P(None, None, "mp")),
     ("*/layers/up_bias", P(None, "mp")),
     ("*/layers/down", P(None, "mp", None)),
+    ("*/layers/router", P()),
+    ("*/layers/router_bias", P()),
+    ("*/layers/expert_up", P(None, "mp", None, None)),  # see SPLIT_WIDTHS for experts that mp does not divide
+    ("*/layers/expert_gate", P(None, "mp", None, None)),
+    ("*/layers/expert_down", P(None, "mp", None, None)),
+    ("*/layers/shared_up", P(None, None, "mp")),
+    ("*/layers/shared_gate", P(None, None, "mp")),
+    ("*/layers/shared_down", P(None, "mp", None)),
+    ("*/layers/shared_scale", P()),
     ("*/layers/o_bias", P()),  # biases of row-parallel products are added once, after the sum
     ("*/layers/down_bias", P()),
     ("*/embed/tokens", P("mp", None)),
@@ -43,6 +52,12 @@ RULES = (
     ("*norm/scale", P()),
     ("*norm/offset", P()),
 )
+# Experts that do not divide over mp are split as dense matrices, by their width.
+SPLIT_WIDTHS = {
+    "expert_up": P(None, None, None, "mp"),
+    "expert_gate": P(None, None, None, "mp"),
+    "expert_down": P(None, None, "mp", None),
+}
 
 
 def parameter_spec(name: str, config: Config) -> P:
@@ -55,6 +70,8 @@ def parameter_spec(name: str, config: Config) -> P:
         if fnmatch.fnmatchcase(name, pattern):
             if config.shares_kv_heads and has_key_value_heads(name):
                 spec = P()
+            if not config.splits_experts:
+                spec = SPLIT_WIDTHS.get(name.rpartition("/")[2], spec)
             return P("pp", *spec[1:]) if config.parallel.pp > 1 and is_stacked(name) else spec
     raise KeyError(f"no rule in specs.py covers the parameter {name!r}; add one by name")
 

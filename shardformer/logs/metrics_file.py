@@ -1,6 +1,7 @@
 """`metrics.csv`: the record of a run, with one row for each logged step. All pictures are drawn from it.
 
-`gradients.csv` has the spread of per-example gradients at each logged step of a run with `grad_metrics=true`.
+`gradients.csv` has the spread of per-example gradients at each logged step of a run with `grad_metrics=true`;
+`experts.csv` has the load of each layer's experts at each logged step.
 """
 
 import math
@@ -94,3 +95,17 @@ class GradientsFile:
     def _compute_scale(self) -> float | None:
         """Returns the noise scale, or None while the estimate of the squared gradient norm is not positive."""
         return self._sums["variance"] / self._sums["signal"] if self._sums["signal"] > 0 else None
+
+
+class ExpertsFile:
+    """The file of the load of experts, opened by the first write. On resume it continues after `first_step`."""
+
+    def __init__(self, out: Path, first_step: int):
+        self._path, self._first_step = Path(out) / "experts.csv", first_step
+        self._file: CsvFile | None = None
+
+    def write(self, step: int, load: dict[str, float]) -> None:
+        if self._file is None:
+            self._file = CsvFile(self._path, ("step", *load))
+            self._file.begin(self._first_step)
+        self._file.append({"step": step, **load})

@@ -1,7 +1,7 @@
 """The arithmetic of a train step, and how much of a chip's peak it takes (MFU)."""
 
 from shardformer.config import Config
-from shardformer.config.names import is_stacked
+from shardformer.config.names import EXPERT_MATRICES, LAYERS, is_stacked
 from shardformer.devices.chips import Chip
 from shardformer.layout import specs
 from shardformer.model import lora
@@ -15,7 +15,7 @@ def flops_per_token(config: Config) -> int:
 
     Two of the six are the forward pass, two the activation's gradient, two the parameter's gradient. The frozen weights
     besides adapters have no parameter gradient; weights frozen by `lr_rules` count as trainable. Embedding tables do
-    not multiply, a tied head does. Recomputation (remat) does not count.
+    not multiply, a tied head does. Recomputation (remat) does not count. Experts count as often as a token uses them.
     """
     shapes = Model.abstract_parameters(config)
     trainable = _count_multiplying(lora.select_trainable(shapes, config), config)
@@ -26,9 +26,9 @@ def layer_flops_per_token(config: Config) -> tuple[int, int]:
     """Returns the layers' FLOPs (in a train step, in its forward pass), without the head."""
     shapes = Model.abstract_parameters(config)
     layers = {module: leaves for module, leaves in shapes.items() if is_stacked(module)}
-    trainable = specs.count_parameters(lora.select_trainable(layers, config))
+    trainable = _count_active(lora.select_trainable(layers, config), config)
     attention = attention_flops(config)
-    forward = 2 * specs.count_parameters(layers) + attention
+    forward = 2 * _count_active(layers, config) + attention
     return 2 * forward + 2 * trainable + attention, forward
 
 
@@ -44,7 +44,18 @@ def _count_multiplying(parameters: dict, config: Config) -> int:
     """Counts the parameters that multiply an activation."""
     table = specs.count_parameters(parameters.get(EMBED, {}))
     tied_head = config.model.padded_vocab * config.model.d_model if config.model.tied and EMBED in parameters else 0
-    return specs.count_parameters(parameters) - table + tied_head
+    return _count_active(parameters, config) - table + tied_head
+
+
+def _count_active(parameters: dict, config: Config) -> int:
+    """Counts the parameters that one token uses: of the experts, those that it chooses."""
+    total = specs.count_parameters(parameters)
+    if not config.experts.experts:
+        return total
+    leaves = parameters.get(LAYERS, {})
+    of_experts = sum(leaves[name].size for name in EXPERT_MATRICES if name in leaves)
+    unused = config.experts.experts - config.experts.experts_per_token
+    return total - of_experts * unused // config.experts.experts
 
 
 def describe_formula(config: Config) -> str:

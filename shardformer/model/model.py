@@ -87,6 +87,7 @@ class Model:
         # A pipeline runs the microbatches in its stages.
         in_sequence = config.training.accum > 1 and config.parallel.pp == 1
         self.run_rows = functools.partial(run_in_sequence, count=config.training.accum) if in_sequence else run_at_once
+        self.count_first = choose_counts(config)
         initialise = functools.partial(_initialise_stored, config.architecture, self._weights)
         self._init = programs.jit(initialise, out_shardings=self.shardings)
 
@@ -162,12 +163,13 @@ class Model:
         """
 
         def body(params, batch, dropout_key):
-            params = self.replicas.make_local(params)
+            params, rows = self.replicas.make_local(params), self.number_rows(batch)
+            counts = self.count_first(self, params, rows, dropout_key)
 
             def grad(batch):
-                return self._unscaled_loss_and_grad(params, batch, dropout_key)
+                return self._unscaled_loss_and_grad(params, batch, dropout_key, counts)
 
-            return self._mean(*self.run_rows(grad, self.number_rows(batch)))
+            return self._mean(*self.run_rows(grad, rows))
 
         in_specs = self.specs, self.row_spec, P()
         return self.shard_map(body, in_specs, (P(), self.grad_specs))(params, normalise_weights(batch), dropout_key)
@@ -177,8 +179,10 @@ class Model:
 
         def body(params, batch, dropout_key, part):
             size = batch["tokens"].shape[0] // self.config.training.accum
-            rows = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, part * size, size), self.number_rows(batch))
-            return self._mean(*self._unscaled_loss_and_grad(self.replicas.make_local(params), rows, dropout_key))
+            params, rows = self.replicas.make_local(params), self.number_rows(batch)
+            counts = self.count_first(self, params, rows, dropout_key)
+            rows = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, part * size, size), rows)
+            return self._mean(*self._unscaled_loss_and_grad(params, rows, dropout_key, counts))
 
         in_specs, batch = (self.specs, self.row_spec, P(), P()), normalise_weights(batch)
         return self.shard_map(body, in_specs, (P(), self.grad_specs))(params, batch, dropout_key, part)
@@ -227,27 +231,34 @@ class Model:
         rows = batch["tokens"].shape[0]
         return batch | {"examples": collectives.index(self.row_spec[0]) * rows + jnp.arange(rows)}
 
-    def local_objective(self, params, batch, dropout_key=None):
-        """Returns (the minimised loss, `Loss`) of this shard's rows."""
+    def local_objective(self, params, batch, dropout_key=None, counts=None):
+        """Returns (the minimised loss, `Loss`) of this shard's rows; `counts` are of the global batch."""
         tokens = batch["tokens"].shape[1]
         batch = self.layout.attention.take_batch(batch)
         dropout = self._draw_masks(dropout_key, batch, tokens) if self.has_dropout and dropout_key is not None else None
         weights = batch.get("weights")
         objective, token = self.shard.loss(
-            params, batch["tokens"], batch["targets"], dropout, batch.get("documents"), weights
+            params, batch["tokens"], batch["targets"], dropout, batch.get("documents"), weights, counts
         )
         by_token = Loss(token.nats_BT, jnp.square(token.log_z_BT), token.correct_BT.astype(jnp.float32))
         losses = jax.tree.map(lambda x_BT: (x_BT if weights is None else x_BT * weights).mean(), by_token)
         return objective, lax.stop_gradient(losses)
 
-    def _unscaled_loss_and_grad(self, params, batch, dropout_key):
+    def local_records(self, params, batch, dropout_key=None):
+        """Returns the records of the layers for this shard's rows."""
+        tokens = batch["tokens"].shape[1]
+        batch = self.layout.attention.take_batch(batch)
+        dropout = self._draw_masks(dropout_key, batch, tokens) if self.has_dropout and dropout_key is not None else None
+        return self.shard.record(params, batch["tokens"], dropout, batch.get("documents"))
+
+    def _unscaled_loss_and_grad(self, params, batch, dropout_key, counts=None):
         """Returns `Loss` and the gradient of this shard's rows, in float32 for the sums that follow.
 
         With ZeRO-3, the backward pass has already summed the gradients of split parameters over the replicas.
         """
 
         def objective(trainable):
-            return self.local_objective(self.trainable.replace(params, trainable), batch, dropout_key)
+            return self.local_objective(self.trainable.replace(params, trainable), batch, dropout_key, counts)
 
         (_, losses), grads = jax.value_and_grad(objective, has_aux=True)(self.trainable.select(params))
         return losses, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
@@ -262,6 +273,20 @@ class Model:
         c, key = self.config, jax.random.wrap_key_data(dropout_key, impl=STANDARD)
         position_T = self.layout.attention.positions(tokens // c.parallel.cp) if c.parallel.cp > 1 else None
         return Dropout(c.training.dropout, key, batch["examples"], c.parallel.sequence_parallel, position_T)
+
+
+def choose_counts(config: Config) -> Callable:
+    """Returns the function that counts the routes of a batch before the gradients of its microbatches."""
+    # The stages of a pipeline run all microbatches before the loss.
+    if not config.experts.balance_loss or config.training.accum == 1 or config.parallel.pp > 1:
+        return count_nothing
+    from shardformer.model.route_counts import count_routes  # not imported without experts
+
+    return count_routes
+
+
+def count_nothing(model, params, rows, dropout_key) -> None:
+    """Returns the counts of a batch whose objective needs none."""
 
 
 def run_at_once(function: Callable, batch: dict, accumulator=None):

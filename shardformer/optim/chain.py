@@ -10,12 +10,13 @@ from jax.sharding import PartitionSpec as P
 from optax.transforms import chain  # while shardformer.legacy is installed, optax.chain is replaced
 
 from shardformer.config import Config
+from shardformer.config.names import EXPERT_MATRICES, MATRICES, SHARED_MATRICES
 from shardformer.optim import lbfgs, moments, rules
 from shardformer.optim.muon import scale_by_muon
 from shardformer.optim.schedule import learning_rate
 
 # By name, because a stacked bias has the shape of a matrix.
-DECAYED = {"tokens", "q", "k", "v", "o", "up", "gate", "down", "w"}
+DECAYED = {"tokens", *MATRICES, *EXPERT_MATRICES, *SHARED_MATRICES, "router", "w"}
 
 
 def make_optimizer(config: Config, map_matrices: Callable = jax.tree.map) -> optax.GradientTransformationExtraArgs:
@@ -28,6 +29,10 @@ def make_optimizer(config: Config, map_matrices: Callable = jax.tree.map) -> opt
     if rules.any_frozen(config):
         by_label = {"trained": optimizer, "frozen": optax.set_to_zero()}
         optimizer = optax.partition(by_label, lambda tree: rules.label_frozen(tree, config))
+    if config.experts.balance_rate:
+        from shardformer.optim.router_bias import add_bias_update  # not imported without experts
+
+        optimizer = add_bias_update(optimizer, config)
     if config.optimizer.name == "lbfgs":
         optimizer = chain(optimizer, lbfgs.line_search())  # outside any mask: it evaluates the full objective
     if config.optimizer.moment_dtype != "float32":

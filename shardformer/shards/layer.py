@@ -46,6 +46,26 @@ class LayerFeature:
         raise NotImplementedError
 
 
+class Records:
+    """The arrays that layers give besides their activations; this class is that of layers which give none."""
+
+    def feed_forward(self) -> Any:
+        """Returns the feed-forward of one layer, a function of (the layer, h_BTD); None: the dense one."""
+
+    def start(self, x_BTD: Array) -> Any:
+        """Returns empty records of all layers for these rows, which a pipeline sends along with them."""
+
+    def add(self, records: Any, of_layers: list, first: Array | int) -> Any:
+        """Returns the records with those of the layers `first`, `first + 1`..."""
+
+    def stack(self, of_layers: list) -> Any:
+        """Returns the records of all layers."""
+
+    def complete(self, objective: Array, records: Any, constants: Any) -> Array:
+        """Returns the objective with the terms that depend on the records."""
+        return objective
+
+
 @dataclasses.dataclass
 class TransformerLayerShard(hk.Module):
     """Norms, attention, feed-forward and their biases, in the order that block= gives."""
@@ -55,6 +75,7 @@ class TransformerLayerShard(hk.Module):
     multiply: Callable = multiply
     after_branch: tuple[Callable, ...] = ()
     recompute: Callable | None = None  # wraps attention if its weights are not saved
+    sparse: Callable | None = None  # the feed-forward as a function of (this layer, h_BTD); None: the dense one
     name: str = "layers"
 
     def __call__(self, x_BTD: Array, options: AttentionOptions, cache: Cache | None = None) -> tuple[Array, Cache]:
@@ -87,19 +108,21 @@ class TransformerLayerShard(hk.Module):
         else:
             a_BThK, cache = self.method.attend_to_cache(q_BThK, k_BThK, v_BThK, cache, options)
         B, T, h, K = a_BThK.shape
-        stddev = self._residual_stddev(self.config.model.attention_size)
-        return self._linear("o", a_BThK.reshape(B, T, h * K), stddev), cache
+        stddev = self.residual_stddev(self.config.model.attention_size)
+        return self.linear("o", a_BThK.reshape(B, T, h * K), stddev), cache
 
     def feed_forward(self, h_BTD: Array) -> Array:
         """Returns this shard's slice of the hidden layer's contribution: a partial sum over mp."""
+        if self.sparse:
+            return self.sparse(self, h_BTD)
         f = collectives.local(self.config.model.ff_size)
-        u_BTf = self._linear("up", h_BTD, out=f)
+        u_BTf = self.linear("up", h_BTD, out=f)
         if "up" in self.config.model.biased:
             u_BTf = add_bias(u_BTf, zeros("up_bias", f))
         activate = ACTIVATIONS[self.config.model.activation]
-        gate_BTf = self._linear("gate", h_BTD, out=f) if self.config.model.gated else None
+        gate_BTf = self.linear("gate", h_BTD, out=f) if self.config.model.gated else None
         u_BTf = activate(u_BTf) if gate_BTf is None else activate(gate_BTf) * u_BTf
-        return self._linear("down", u_BTf, self._residual_stddev(self.config.model.ff_size))
+        return self.linear("down", u_BTf, self.residual_stddev(self.config.model.ff_size))
 
     @hk.name_like("__call__")  # else Haiku adds this method's name to the norm's path
     def branch(self, partial_BTD: Array, products: list[str], site: int, post_norm: str = "") -> Array:
@@ -125,7 +148,7 @@ class TransformerLayerShard(hk.Module):
         heads = self.config.model.heads if name == "q" else self.config.model.key_value_heads
         h = collectives.local(heads) or 1  # or a shared head
         K = self.config.model.head_size
-        y_BTd = self._linear(name, h_BTD, out=h * K)
+        y_BTd = self.linear(name, h_BTD, out=h * K)
         if name in self.config.model.biased:
             y_BTd = add_bias(y_BTd, zeros(f"{name}_bias", h * K))
         y_BThK = split_heads(y_BTd, h)
@@ -139,7 +162,7 @@ class TransformerLayerShard(hk.Module):
 
         return (self.recompute(attend) if self.recompute else attend)(q_BThK, k_BTgK, v_BTgK)
 
-    def _linear(self, name, x, stddev=None, out=None):
+    def linear(self, name, x, stddev=None, out=None):
         """Returns x[..., I] @ w[I, O] in the compute dtype; O is d_model unless `out` is given."""
         c = self.config
         w = weight(
@@ -147,6 +170,6 @@ class TransformerLayerShard(hk.Module):
         )
         return self.multiply(name, x, w)
 
-    def _residual_stddev(self, fan_in: int) -> float:
+    def residual_stddev(self, fan_in: int) -> float:
         """Shrinks with depth (GPT-2), so that the residual stream's variance does not grow with the layers."""
         return (self.config.model.init_std or 1 / math.sqrt(fan_in)) / math.sqrt(2 * self.config.model.layers)

@@ -1,9 +1,10 @@
-"""The features of the layers that a configuration switches on."""
+"""The features of the layers that a configuration switches on, and the records that they give."""
 
 from shardformer.config import Config
+from shardformer.layout import Layout
 from shardformer.shards.adapters import AdaptedProducts
 from shardformer.shards.dropout import DroppedBranches
-from shardformer.shards.layer import LayerFeature
+from shardformer.shards.layer import LayerFeature, Records
 from shardformer.shards.positions import Windows
 from shardformer.shards.scaled_branches import ScaledBranches
 from shardformer.shards.shared_heads import SharedHeads
@@ -27,3 +28,12 @@ def choose_features(config: Config) -> tuple[LayerFeature, ...]:
     if config.lora.lora_rank:
         features.append(AdaptedProducts(config))
     return tuple(features)
+
+
+def choose_records(layout: Layout) -> Records:
+    """Returns the records of a layout's layers; plain layers give none."""
+    if not layout.config.experts.experts:
+        return Records()
+    from shardformer.shards.experts import RoutesOfLayers  # not imported without experts
+
+    return RoutesOfLayers(layout)

@@ -20,7 +20,7 @@ from shardformer.shards import layer_groups
 from shardformer.shards.dropout import Dropout
 from shardformer.shards.embedding import EmbeddingShard
 from shardformer.shards.layer import LayerInputs, TransformerLayerShard
-from shardformer.shards.layer_features import choose_features
+from shardformer.shards.layer_features import choose_features, choose_records
 from shardformer.shards.parameters import unstack
 from shardformer.shards.positions import (
     RelativeBiasShard,
@@ -42,7 +42,7 @@ class CausalTransformerShard:
             AttentionOptions, frequency=frequency, rotary_factor=c.model.rotary_factor, cap=c.model.attention_cap
         )
         multiply_table = layout.weights.multiply_table
-        self._stage_layers, self._features = c.stage_layers, choose_features(c)
+        self._stage_layers, self._features, self.records = c.stage_layers, choose_features(c), choose_records(layout)
         self._embed = _function(lambda *args: EmbeddingShard(c)(*args))
         self._table = _function(lambda: EmbeddingShard(c).table())
         self._relative_bias = _function(lambda *args: RelativeBiasShard(c)(*args))
@@ -59,7 +59,8 @@ class CausalTransformerShard:
             embed = EmbeddingShard(c)
             x_BTD = embed(jnp.zeros((1, c.model.seq), jnp.int32), position_T[None])
             options = self._options(position_T)
-            layer = hk.transform(lambda: TransformerLayerShard(c, Plain())(x_BTD, options))
+            sparse = self.records.feed_forward()
+            layer = hk.transform(lambda: TransformerLayerShard(c, Plain(), sparse=sparse)(x_BTD, options))
             hk.transparent_lift(jax.vmap(layer.init))(jax.random.split(hk.next_rng_key(), c.model.layers))
             ProjectionShard(c)(x_BTD, embed.table() if c.model.tied else None)
 
@@ -68,7 +69,7 @@ class CausalTransformerShard:
 
     def logits(self, params: dict, tokens_BT: Array) -> Array:
         """Returns this shard's logits_BTv."""
-        return self._project(*self._forward(params, tokens_BT))
+        return self._project(*self._forward(params, tokens_BT)[:2])
 
     def loss(
         self,
@@ -78,13 +79,20 @@ class CausalTransformerShard:
         dropout: Dropout | None = None,
         documents_BT: Array | None = None,
         weights_BT: Array | None = None,
+        constants: Any = None,
     ) -> tuple[Array, TokenLoss]:
         """Returns (the mean that training minimises, each token's loss); only the first may be differentiated.
 
         With `documents_BT`, a row has two or more documents; attention and positions stop where a document ends.
+        `constants` are those of the global batch that `records` needs, if these rows are only a part of it.
         """
-        outside, x_BTD = self._forward(params, tokens_BT, dropout, documents_BT)
-        return self._token_loss(outside, x_BTD, targets_BT, self._tied_table(outside), weights_BT)
+        outside, x_BTD, records = self._forward(params, tokens_BT, dropout, documents_BT)
+        objective, token = self._token_loss(outside, x_BTD, targets_BT, self._tied_table(outside), weights_BT)
+        return self.records.complete(objective, records, constants), token
+
+    def record(self, params: dict, tokens_BT: Array, dropout: Dropout | None, documents_BT: Array | None) -> Any:
+        """Returns the records of the layers in a forward pass."""
+        return self._forward(params, tokens_BT, dropout, documents_BT)[2]
 
     def prefill(self, params: dict, tokens_BS: Array, length: Array) -> tuple[Array, list[Cache]]:
         """Returns logits_Bv after the first `length` tokens, and each layer's cache; later tokens are padding."""
@@ -96,7 +104,7 @@ class CausalTransformerShard:
 
         def layer(layer_type, x_BSD, inputs):
             stored, index = inputs
-            return self._apply(layout, stored, index if layer_type is None else layer_type, x_BSD, options)
+            return self._apply(layout, stored, index if layer_type is None else layer_type, x_BSD, options)[:2]
 
         x_BSD = self._embed(outside, tokens_BS, options.position_T[None])
         x_BSD, caches = self._run_layers(_by_type(layer, layout.loop), layout.loop, stacked, x_BSD)
@@ -122,7 +130,7 @@ class CausalTransformerShard:
 
         def layer(x_B1D, inputs):
             stored, cache, index = inputs
-            return self._apply(self.layout, stored, index, x_B1D, options, cache=cache)
+            return self._apply(self.layout, stored, index, x_B1D, options, cache=cache)[:2]
 
         x_B1D = self._embed(outside, token_B[:, None], position_T[None])
         inputs = per_layer, caches, list(range(self.config.stage_layers))
@@ -130,7 +138,7 @@ class CausalTransformerShard:
         return self._project(outside, x_B1D)[:, 0], caches
 
     def _forward(self, params, tokens_BT, dropout=None, documents_BT=None):
-        """Returns the parameters outside the layers, and x_BTD after all layers."""
+        """Returns the parameters outside the layers, x_BTD after all layers, and the records of the layers."""
         outside, stacked = self._gather_outside(params)
         layout = self._layout_for(tokens_BT.shape[1], bool(dropout and dropout.rate), documents_BT is not None)
         options = self._describe_rows(layout.attention, outside, tokens_BT.shape[1])
@@ -142,10 +150,11 @@ class CausalTransformerShard:
         if dropout:
             x_BTD = dropout.at(0)(x_BTD)
         if layout.pipeline:
-            return outside, self._run_stages(layout, stacked, x_BTD, options, dropout)
+            return outside, *self._run_stages(layout, stacked, x_BTD, options, dropout)
         layers, remat = self._numbered_layers(layout, options, dropout), layout.remat
         wrap = None if remat.layer is None else remat.recompute_layer
-        return outside, self._run_layers(layers, layout.loop, stacked, x_BTD, wrap)[0]
+        x_BTD, of_layers = self._run_layers(layers, layout.loop, stacked, x_BTD, wrap)
+        return outside, x_BTD, self.records.stack(of_layers)
 
     def _layout_for(self, tokens: int, dropout: bool = False, documents: bool = False) -> Layout:
         """Returns the layout for these rows, of which each shard has `tokens` tokens."""
@@ -177,7 +186,7 @@ class CausalTransformerShard:
         return self._relative_bias(outside, jnp.arange(tokens), jnp.arange(1))[0, :, :, 0]
 
     def _apply(self, layout, stored, layer, x_BTD, options: AttentionOptions, masks=None, cache=None):
-        """Applies one layer of the model with its stored parameters; returns x_BTD and the layer's cache.
+        """Applies one layer of the model with its stored parameters; returns x_BTD, the layer's cache and its record.
 
         `masks` are the layer's dropout. `layer` is its number in the model, or that of its type if types are scanned.
         """
@@ -188,12 +197,14 @@ class CausalTransformerShard:
 
         def call(*args):
             method, products, branches = layout.attention, inputs.multiply, inputs.after_branch
-            return TransformerLayerShard(self.config, method, products, branches, recompute)(*args)
+            sparse = self.records.feed_forward()
+            result = TransformerLayerShard(self.config, method, products, branches, recompute, sparse)(*args)
+            return *result, sparse and sparse.routes
 
         return _function(call)(_without_prefix(inputs.params), x_BTD, inputs.options, cache)
 
     def _numbered_layers(self, layout, options, dropout: Dropout | None, first=0) -> list[Callable]:
-        """Returns a layer of each type as a function of (x_BTD, (stored, index)) that keeps no cache.
+        """Returns a layer of each type as a function of (x_BTD, (stored, index)) that gives its record, not its cache.
 
         Layer `first + index` of the model has separate dropout masks.
         """
@@ -202,7 +213,8 @@ class CausalTransformerShard:
             stored, index = inputs
             masks = dropout and dropout.at(1 + first + index)
             number = first + index if layer_type is None else layer_type
-            return self._apply(layout, stored, number, x_BTD, options, masks)[0], None
+            x_BTD, _, record = self._apply(layout, stored, number, x_BTD, options, masks)
+            return x_BTD, record
 
         return _by_type(layer, layout.loop)
 
@@ -218,15 +230,17 @@ class CausalTransformerShard:
         layers_of = pipeline.distribute(stacked, schedule.rounds)
 
         def stage(rows, round_):
-            x_bTD, example_b, documents_bT = rows
+            x_bTD, example_b, documents_bT, records = rows
             masks = dropout and dropout._replace(example_B=example_b)
             first = (round_ * schedule.pp + lax.axis_index(PP)) * c.stage_layers
             layers = self._numbered_layers(layout, options._replace(documents_BT=documents_bT), masks, first)
-            return self._run_layers(layers, layout.loop, layers_of(round_), x_bTD)[0], example_b, documents_bT
+            x_bTD, of_layers = self._run_layers(layers, layout.loop, layers_of(round_), x_bTD)
+            return x_bTD, example_b, documents_bT, self.records.add(records, of_layers, first)
 
-        rows = x_BTD, dropout and dropout.example_B, options.documents_BT
+        rows = x_BTD, dropout and dropout.example_B, options.documents_BT, self.records.start(x_BTD)
         stage = layout.remat.recompute_layer(stage, in_loop=True)
-        return pipeline.run_stages(stage, rows, schedule)[0]
+        x_BTD, _, _, records = pipeline.run_stages(stage, rows, schedule)
+        return x_BTD, records
 
     def _project(self, outside, x_BTD):
         return self._logits(outside, x_BTD, self._tied_table(outside))

@@ -14,6 +14,8 @@ def choose_parts(config: Config, model: Model) -> tuple[Part, ...]:
     parts: list[Part] = []
     if config.training.accum_mode == "multisteps":  # with accum=1 too, because accum may change on resume
         parts.append(AccumulatedGradient())
+    if config.experts.balance_rate:
+        parts.append(RouterBiases())
     if config.optimizer.lr_rules:
         parts.append(FrozenParameters(config, model))
     if config.optimizer.param_dtype != "float32":
@@ -25,6 +27,15 @@ def choose_parts(config: Config, model: Model) -> tuple[Part, ...]:
     if config.bad_steps.skip_steps:
         parts.append(RollingGuard(config))
     return tuple(parts)
+
+
+class RouterBiases(Part):
+    """The routers' biases: their gradient is a count, which is no part of the gradient's norm."""
+
+    def select_gradient(self, state: TrainState, grads):
+        from shardformer.optim.router_bias import zero_biases  # not imported without experts
+
+        return zero_biases(grads)
 
 
 class FrozenParameters(Part):

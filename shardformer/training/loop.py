@@ -111,6 +111,11 @@ class TrainingLoop:
             with self.outputs.throughput.pause():
                 metrics = self.trainer.gradient_metrics(state, batch)
             self.outputs.write_gradients(step, metrics)
+        if self.config.experts.experts and self._is_logged(step):
+            jax.block_until_ready(state)
+            with self.outputs.throughput.pause():
+                load = self.trainer.expert_load(state, batch)
+            self.outputs.write_experts(step, load)
         return self.trainer.step(state, batch, step - 1)
 
     def _read(self, state: TrainState, step: int, metrics: jax.Array) -> dict:

@@ -14,7 +14,7 @@ from shardformer.errors import RunError
 from shardformer.logs import goodput, metrics_file
 from shardformer.logs.csv_file import CsvFile
 from shardformer.logs.events import TensorBoardEvents
-from shardformer.logs.metrics_file import GradientsFile
+from shardformer.logs.metrics_file import ExpertsFile, GradientsFile
 from shardformer.logs.observers import Observer, Observers, import_tracker
 from shardformer.logs.progress import NoProgress, Progress
 from shardformer.logs.step_profiler import StepProfiler
@@ -32,6 +32,7 @@ class Outputs:
 
     metrics: CsvFile | None
     gradients: GradientsFile | None
+    experts: ExpertsFile | None
     progress: NoProgress
     observers: Observers
     profiler: StepProfiler
@@ -65,6 +66,11 @@ class Outputs:
         """Writes the statistics of a step's gradients."""
         if gradients := self.gradients:
             self.checkpoints.try_to_write(lambda: gradients.write(step, metrics))
+
+    def write_experts(self, step: int, load: dict[str, float]) -> None:
+        """Writes the load of the experts at a logged step."""
+        if experts := self.experts:
+            self.checkpoints.try_to_write(lambda: experts.write(step, load))
 
 
 @contextlib.contextmanager
@@ -111,6 +117,7 @@ def _open(
     return Outputs(
         metrics=metrics,
         gradients=GradientsFile(run.records, first_step) if c.training.grad_metrics and is_first_process else None,
+        experts=ExpertsFile(run.records, first_step) if c.experts.experts and is_first_process else None,
         progress=progress,
         observers=observers,
         profiler=stack.enter_context(StepProfiler(steps, run.records / "profile", progress.show_message)),

@@ -94,6 +94,16 @@ class Trainer:
     def _example_gradients(self) -> ExampleGradients:
         return ExampleGradients(self.update)
 
+    def expert_load(self, state: TrainState, batch) -> dict[str, float]:
+        """Returns the load of the experts under the batch of the next step of `state`; waits."""
+        return self._expert_load.read(state, self.to_devices(batch))
+
+    @functools.cached_property
+    def _expert_load(self):
+        from shardformer.training.expert_load import ExpertLoad  # not imported without experts
+
+        return ExpertLoad(self.update)
+
     @property
     def local_rows(self) -> np.ndarray:
         """The rows of a global batch that this process's devices hold. A pod's mesh may interleave its hosts."""

@@ -193,6 +193,19 @@ def test_malformed_mesh(text):
         ({"tracker": "module"}, "tracker takes module:function, got 'module'"),
         ({"decay": 0}, "decay must be at least 1, or auto, got 0"),
         *(({name: -1}, f"{name} must not be negative, got -1") for name in ("eval_limit", "skip_steps")),
+        *(({name: -1}, f"{name} must not be negative, got -1")
+          for name in ("experts", "shared_width", "balance_loss", "router_z_loss", "balance_rate")),
+        ({"experts_per_token": 0}, "experts_per_token must be at least 1, got 0"),
+        ({"expert_width": 0}, "expert_width must be at least 1, or auto, got 0"),
+        ({"experts": 2, "experts_per_token": 3}, "experts_per_token=3 must be at most experts=2"),
+        ({"experts": 4}, "experts have no biases, and bias=ff has them in the feed-forward; give bias=none"),
+        ({"experts": 4, "bias": "none", "optimizer": "muon"}, "experts are trained by optimizer=adamw with param_dt"),
+        ({"experts": 4, "bias": "none", "balance_rate": 0.001, "lora_rank": 2},
+         "balance_rate=0.001 changes a bias of the model, and lora_rank trains only adapters; give balance_rate=0"),
+        ({"experts": 4, "bias": "none", "lora_rank": 2, "lora_targets": "up"},
+         "lora_targets takes some of q,k,v,o, each once; got 'up'"),
+        ({"experts": 6, "bias": "none", "expert_width": 6, "mesh": "1x4"},
+         "the width of an expert=6 does not divide over mp=4 (mesh=1x4); try mesh=1x2"),
     ],
 )  # fmt: skip
 def test_every_rule(changes, message):
@@ -294,8 +307,11 @@ def test_model_batch_and_state_keys_are_fixed_on_resume():
     arrays = {"optimizer", "lr_rules", "accum_mode", "base", "ema", "param_dtype",
               "moment_dtype", "lora_rank", "lora_targets", "lora_alpha",
               "rslora"}  # fmt: skip
+    experts = {"experts", "experts_per_token", "expert_width", "shared_width", "shared_gate", "router", "router_norm",
+               "balance_rate"}  # fmt: skip
     assert set(key_names(ModelKeys)) == shapes
-    assert set(config.FIXED_ON_RESUME) == shapes | batches | arrays
+    assert set(config.ARCHITECTURE) == shapes | experts
+    assert set(config.FIXED_ON_RESUME) == shapes | experts | batches | arrays
 
 
 def test_groups_hold_every_key_once():
@@ -322,6 +338,20 @@ def test_zero_means_none_in_old_files_only(name):
         ({"lora_alpha": 16.0}, "lora_alpha does nothing without lora_rank; give lora_rank as well"),
         ({"lora_dropout": 0.1}, "lora_dropout does nothing without lora_rank"),
         ({"rslora": True}, "rslora does nothing without lora_rank"),
+        *(
+            ({name: value}, f"{name} does nothing without experts; give experts as well")
+            for name, value in {
+                "experts_per_token": 1,
+                "expert_width": 8,
+                "shared_width": 8,
+                "router": "sigmoid",
+                "router_norm": False,
+                "balance_loss": 0.1,
+                "router_z_loss": 0.1,
+                "balance_rate": 0.1,
+            }.items()
+        ),
+        ({"shared_gate": True}, "shared_gate does nothing without shared_width; give shared_width as well"),
         ({"rotary_dims": 4, "positions": "learned"}, "rotary_dims does nothing without positions=rotary; got rotary_"),
         ({"beta1": 0.5, "optimizer": "lbfgs", "clip": 0.0, "weight_decay": 0.0}, "beta1 does nothing with optimizer=l"),
         ({"pipeline_rounds": 2, "mesh": "2x2"}, "pipeline_rounds does nothing without pipeline stages"),

@@ -88,6 +88,17 @@ MODELS = {
         HIDDEN | QWEN | ENDS | {"hidden_size": 64, "sliding_window": 5, "rope_parameters": LINEAR},
     ),
     "gemma": ("Gemma", HIDDEN | GROUPED | {"rms_norm_eps": 1e-5, "rope_parameters": LINEAR}),
+    "mixtral": (
+        "Mixtral",
+        HIDDEN | GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": LINEAR},
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        HIDDEN
+        | QWEN
+        | {"head_dim": 6, "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
+        | {"norm_topk_prob": False},
+    ),
     "opt": ("OPT", OPT),
     "bloom": ("Bloom", BLOOM),
     "smollm3": (
@@ -120,6 +131,7 @@ MODELS = {
 ROUNDED_BY_TRANSFORMERS = ("llama", "mistral", "gemma2", "gemma3", "qwen2", "qwen3", "olmo2", "stablelm", "phi3")
 ROUNDED_BY_TRANSFORMERS += ("olmo3", "phi", "ministral", "starcoder2", "gemma", "smollm3", "granite", "olmo")
 ROUNDED_BY_TRANSFORMERS += ("phi3_long", "falcon", "falcon_multi_query", "mpt", "cohere", "cohere2")
+ROUNDED_BY_TRANSFORMERS += ("mixtral", "qwen3_moe")
 # Further settings of a family, which are compared where transformers is installed.
 SHARED = {"num_key_value_heads": 1, "num_attention_heads": 8, "hidden_size": 48}
 GROUPS_OF_THREE = {"num_key_value_heads": 3, "num_attention_heads": 9, "hidden_size": 36}

@@ -92,6 +92,8 @@ WRONG_KEYS = {
     "qwen2": {"rotary_scaling": "yarn:4,1,32,12,1"},
     "qwen3": {"qk_norm": "none", "rotary_theta": 9000.0},
     "olmo2": {"qk_norm": "none", "rotary_scaling": ""},
+    "mixtral": {"experts_per_token": 1, "router": "sigmoid", "router_norm": False},
+    "qwen3_moe": {"experts_per_token": 4, "router_norm": True},
     "stablelm": {"rotary_dims": 4, "norm": "rmsnorm"},
     "stablelm_parallel": {"rotary_theta": 200.0, "activation": "geglu"},
     "olmo3": {"qk_norm": "none", "rotary_scaling": "", "window_pattern": "wf", "window_rotary_theta": 200.0},

@@ -33,6 +33,7 @@ SIZES = {
     "Granite 3 of 8B, 49,159 tokens": 8171, "allenai/OLMo-1B-hf": 1177, "allenai/Olmo-3.1-32B-Instruct": 32_234,
     "mosaicml/mpt-7b": 6650, "tiiuae/falcon-7b-instruct": 6922, "tiiuae/falcon-40b": 41_300,
     "CohereForAI/aya-23-8B": 8028, "CohereForAI/c4ai-command-r-v01": 34_981, "tiiuae/Falcon3-7B-Instruct": 7456,
+    "mistralai/Mixtral-8x7B-v0.1": 46_703,
 }  # fmt: skip
 ENDS = {
     "EleutherAI/gpt-j-6b": (50256,),

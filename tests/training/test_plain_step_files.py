@@ -59,6 +59,7 @@ FEATURES = (
     {"tied": True},
     {"residual_scale": 0.5},
     {"window_pattern": "fn"},
+    {"experts": 4, "bias": "none", "balance_loss": 0.01, "router_z_loss": 0.01, "balance_rate": 0.001},
     {"mesh": "dp2.cp2.mp2"},
     {"mesh": "2x2x2", "accum": 2},
 )

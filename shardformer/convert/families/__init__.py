@@ -17,6 +17,7 @@ from shardformer.convert.families.hf_granite import GRANITE
 from shardformer.convert.families.hf_llama import LLAMA
 from shardformer.convert.families.hf_ministral import MINISTRAL
 from shardformer.convert.families.hf_mistral import MISTRAL
+from shardformer.convert.families.hf_mixtral import MIXTRAL
 from shardformer.convert.families.hf_mpt import MPT
 from shardformer.convert.families.hf_olmo import OLMO
 from shardformer.convert.families.hf_olmo2 import OLMO_2
@@ -26,6 +27,7 @@ from shardformer.convert.families.hf_phi import PHI
 from shardformer.convert.families.hf_phi3 import PHI_3
 from shardformer.convert.families.hf_qwen2 import QWEN_2
 from shardformer.convert.families.hf_qwen3 import QWEN_3
+from shardformer.convert.families.hf_qwen3_moe import QWEN_3_MOE
 from shardformer.convert.families.hf_smollm3 import SMOLLM_3
 from shardformer.convert.families.hf_stablelm import STABLELM
 from shardformer.convert.families.hf_starcoder2 import STARCODER_2
@@ -44,12 +46,14 @@ FAMILIES = {
     "smollm3": SMOLLM_3,
     "granite": GRANITE,
     "olmo": OLMO,
+    "qwen3_moe": QWEN_3_MOE,
     "olmo2": OLMO_2,
     "olmo3": OLMO_3,
     "stablelm": STABLELM,
     "phi": PHI,
     "phi3": PHI_3,
     "mistral": MISTRAL,
+    "mixtral": MIXTRAL,
     "ministral": MINISTRAL,
     "starcoder2": STARCODER_2,
     "gemma": GEMMA_1,

@@ -1,0 +1,180 @@
+"""Products of tokens with the matrices of their experts: tokens sorted by expert, and one product for each group.
+
+`group_tokens` gives every pair of a token and a chosen expert a row, sorted by expert. No token is dropped: there is a
+row for each pair. `dispatch` copies the tokens into these rows, `combine` adds the rows of a token up again. An expert
+without tokens has no rows, so its gradients are exact zeros.
+
+`Ragged` is `lax.ragged_dot`, which TPUs and GPUs compute group by group. XLA makes a dense product of it on a CPU, with
+the work of all experts for each token. `Blocks` multiplies blocks of rows of one expert there.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from shardformer.parallel.collectives import vary_like
+
+
+class Groups(NamedTuple):
+    """The rows of this shard's experts. M rows are enough for any choice; those after the last group are unused."""
+
+    token_M: Array  # the token of each row; the number of tokens for padding
+    row_NC: Array  # the row of each token's choice; M if another shard has the expert
+    size_E: Array  # rows of each expert, padding included
+
+
+class Ragged(NamedTuple):
+    """The product of hardware that computes groups of any size."""
+
+    block: int = 1
+
+    def __str__(self) -> str:
+        return "ragged_dot"
+
+    def multiply(self, x_MI: Array, w_EIO: Array, size_E: Array) -> Array:
+        """Returns each group of rows times its expert's matrix, in the dtype of the rows."""
+        return lax.ragged_dot(x_MI, w_EIO, size_E)
+
+
+class Blocks(NamedTuple):
+    """Products of blocks of rows of one expert; each group is padded to full blocks."""
+
+    block: int
+
+    def __str__(self) -> str:
+        return f"blocks of {self.block} rows of one expert"
+
+    def multiply(self, x_MI: Array, w_EIO: Array, size_E: Array) -> Array:
+        """Returns each group of rows times its expert's matrix, in the dtype of the rows."""
+        return multiply_blocks(x_MI, w_EIO, size_E, self.block)
+
+
+GroupedProduct = Ragged | Blocks
+
+
+def group_tokens(choice_NC: Array, first: Array | int, experts: int, block: int) -> Groups:
+    """Sorts pairs of a token and a choice by expert, for the experts `first`, `first + 1`... of this shard.
+
+    The group of each expert is padded to a multiple of `block` rows. A token's rows keep the order of the tokens.
+    """
+    tokens, choices = choice_NC.shape
+    pairs = tokens * choices
+    rows = -(-pairs // block) * block + (experts * block if block > 1 else 0)
+    local_NC = choice_NC - first
+    is_local_NC = (local_NC >= 0) & (local_NC < experts)
+    expert_P = jnp.where(is_local_NC, local_NC, experts).reshape(-1)
+    pair_P = jnp.argsort(expert_P, stable=True)
+    sorted_P = expert_P[pair_P]
+    start_E = jnp.searchsorted(sorted_P, jnp.arange(experts + 1, dtype=sorted_P.dtype)).astype(jnp.int32)
+    size_E = -(-jnp.diff(start_E) // block) * block
+    shift_E = jnp.cumsum(size_E) - size_E - start_E[:-1]  # from the sorted position to the row
+    shift_P = shift_E.at[sorted_P].get(mode="clip")
+    row_P = jnp.where(sorted_P < experts, jnp.arange(pairs, dtype=jnp.int32) + shift_P, rows)
+    none_M = vary_like(jnp.full(rows, tokens, jnp.int32), row_P)
+    token_M = none_M.at[row_P].set((pair_P // choices).astype(jnp.int32), mode="drop")
+    row_of_pair = vary_like(jnp.zeros(pairs, jnp.int32), row_P).at[pair_P].set(row_P)
+    return Groups(token_M, row_of_pair.reshape(tokens, choices), size_E)
+
+
+def _take(x: Array, index: Array) -> Array:
+    """Returns the rows of these indices; zeros for an index beyond the last row."""
+    return x.at[index].get(mode="fill", fill_value=0)
+
+
+@jax.custom_vjp
+def dispatch(x_ND: Array, groups: Groups) -> Array:
+    """Returns each row's token, x_MD; zeros for padding. The backward pass gathers, where JAX's would scatter."""
+    return _take(x_ND, groups.token_M)
+
+
+def _dispatch_forward(x_ND, groups):
+    return dispatch(x_ND, groups), groups
+
+
+def _dispatch_backward(groups, d_MD):
+    d_ND = _take(d_MD, groups.row_NC).astype(jnp.float32).sum(1).astype(d_MD.dtype)
+    return d_ND, None
+
+
+dispatch.defvjp(_dispatch_forward, _dispatch_backward)
+
+
+@jax.custom_vjp
+def combine(y_MD: Array, gate_NC: Array, groups: Groups) -> Array:
+    """Returns the sum of each token's rows, times the float32 gates of its choices, in the dtype of the rows."""
+    return (gate_NC[..., None] * _take(y_MD, groups.row_NC).astype(jnp.float32)).sum(1).astype(y_MD.dtype)
+
+
+def _combine_forward(y_MD, gate_NC, groups):
+    return combine(y_MD, gate_NC, groups), (y_MD, gate_NC, groups)
+
+
+def _combine_backward(saved, d_ND):
+    y_MD, gate_NC, groups = saved
+    zeros_M = vary_like(jnp.zeros(y_MD.shape[0], gate_NC.dtype), gate_NC, groups.row_NC)
+    gate_M = zeros_M.at[groups.row_NC.reshape(-1)].set(gate_NC.reshape(-1), mode="drop")
+    d_MD = gate_M[:, None] * _take(d_ND, groups.token_M).astype(jnp.float32)
+    d_gate_NC = (_take(y_MD, groups.row_NC).astype(jnp.float32) * d_ND[:, None].astype(jnp.float32)).sum(-1)
+    return d_MD.astype(y_MD.dtype), d_gate_NC, None
+
+
+combine.defvjp(_combine_forward, _combine_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def multiply_blocks(x_MI: Array, w_EIO: Array, size_E: Array, block: int) -> Array:
+    """Returns each group of rows times its expert's matrix, block by block; the loop ends with the last used block."""
+
+    def multiply(x_bI, w_IO):
+        return x_bI @ w_IO
+
+    return _map_blocks(multiply, x_MI, w_EIO, size_E, block, w_EIO.shape[2])
+
+
+def _blocks_forward(x_MI, w_EIO, size_E, block):
+    return multiply_blocks(x_MI, w_EIO, size_E, block), (x_MI, w_EIO, size_E)
+
+
+def _blocks_backward(block, saved, d_MO):
+    x_MI, w_EIO, size_E = saved
+
+    def multiply_transposed(d_bO, w_IO):
+        return d_bO @ w_IO.T
+
+    def add_block(b, d_w_EIO):
+        x_bI, d_bO = (lax.dynamic_slice_in_dim(a, b * block, block) for a in (x_MI, d_MO))
+        # The barrier keeps a copy, as in kernels/linear.py: the CPU's fast product accepts no transposed left operand.
+        d_w_IO = jnp.matmul(lax.optimization_barrier(x_bI.T), d_bO, preferred_element_type=jnp.float32)
+        expert = expert_B[b]
+        return lax.dynamic_update_index_in_dim(d_w_EIO, d_w_EIO[expert] + d_w_IO, expert, 0)
+
+    d_x_MI = _map_blocks(multiply_transposed, d_MO, w_EIO, size_E, block, w_EIO.shape[1])
+    expert_B, used = _experts_of_blocks(size_E, x_MI.shape[0], block)
+    zeros_EIO = vary_like(jnp.zeros(w_EIO.shape, jnp.float32), x_MI, d_MO, size_E)
+    d_w_EIO = lax.fori_loop(0, used, add_block, zeros_EIO)
+    return d_x_MI, d_w_EIO.astype(w_EIO.dtype), None
+
+
+multiply_blocks.defvjp(_blocks_forward, _blocks_backward)
+
+
+def _map_blocks(function, x_MI, w_EIO, size_E, block, width):
+    """Applies a function of a block of rows and its expert's matrix; the rows of unused blocks are zeros."""
+    expert_B, used = _experts_of_blocks(size_E, x_MI.shape[0], block)
+
+    def write_block(b, y_MO):
+        y_bO = function(lax.dynamic_slice_in_dim(x_MI, b * block, block), w_EIO[expert_B[b]])
+        return lax.dynamic_update_slice_in_dim(y_MO, y_bO, b * block, 0)
+
+    zeros_MO = vary_like(jnp.zeros((x_MI.shape[0], width), x_MI.dtype), x_MI, w_EIO, size_E)
+    return lax.fori_loop(0, used, write_block, zeros_MO)
+
+
+def _experts_of_blocks(size_E, rows: int, block: int):
+    """Returns the expert of each block, and the number of used blocks."""
+    end_E = jnp.cumsum(size_E) // block
+    expert_B = jnp.searchsorted(end_E, jnp.arange(rows // block, dtype=end_E.dtype), side="right")
+    return jnp.minimum(expert_B, size_E.shape[0] - 1).astype(jnp.int32), end_E[-1].astype(jnp.int32)

@@ -1,0 +1,167 @@
+"""A mixture of experts as the feed-forward of a layer: the router, this shard's experts, the shared expert.
+
+Every shard of the model has all tokens, and routes them alike. If the experts divide over mp, each shard computes the
+pairs of a token and one of its experts; else all pairs, with its part of each expert's width. Both give partial sums,
+which the all-reduce of the layer adds up anyway. The gradients of the gates are partial sums too.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+
+from shardformer.config import Config
+from shardformer.config.names import MP
+from shardformer.kernels import grouped_product
+from shardformer.kernels.activations import ACTIVATIONS
+from shardformer.kernels.grouped_product import GroupedProduct
+from shardformer.kernels.remat import PRODUCT
+from shardformer.layout import Layout
+from shardformer.parallel import collectives
+from shardformer.parallel.collectives import vary_over_mp
+from shardformer.shards.layer import Records, TransformerLayerShard
+from shardformer.shards.parameters import weight, zeros
+
+
+class Routes(NamedTuple):
+    """A layer's record of each row: sums over its tokens. Only `score_BE` and the last two have gradients."""
+
+    count_BE: Array  # pairs of a token and a choice, by expert
+    score_BE: Array  # scores, each token's with the sum 1
+    square_B: Array  # squared log-partitions of the router
+    excess_B: Array  # zeros, whose gradient in the router's bias is each expert's excess of pairs
+
+
+class ExpertFeedForward:
+    """The feed-forward of one layer; `routes` has its record after a call."""
+
+    def __init__(self, config: Config, product: GroupedProduct):
+        self.config, self.product = config, product
+        self.routes: Routes | None = None
+
+    def __call__(self, layer: TransformerLayerShard, h_BTD: Array) -> Array:
+        """Returns this shard's part of the sum of each token's experts: a partial sum over mp."""
+        choice_BTC, gate_BTC = self.route(h_BTD)
+        B, T, D = h_BTD.shape
+        pairs = choice_BTC.reshape(B * T, -1), gate_BTC.reshape(B * T, -1)
+        y_BTD = self.apply_experts(layer, h_BTD.reshape(B * T, D), *pairs).reshape(B, T, D)
+        return y_BTD + self.apply_shared(layer, h_BTD) if self.config.experts.shared_width else y_BTD
+
+    def route(self, h_BTD: Array) -> tuple[Array, Array]:
+        """Returns the experts of each token, the largest score first, and their gates. Computes in float32.
+
+        Of equal scores, the expert with the lowest number comes first.
+        """
+        keys, D = self.config.experts, h_BTD.shape[-1]
+        w_DE = weight("router", [D, keys.experts], self.config.model.init_std or D**-0.5)
+        logits_BTE = jnp.matmul(h_BTD.astype(jnp.float32), vary_over_mp(w_DE), precision=lax.Precision.HIGHEST)
+        logits_BTE = checkpoint_name(logits_BTE, PRODUCT)
+        score_BTE = jax.nn.softmax(logits_BTE) if keys.router == "softmax" else jax.nn.sigmoid(logits_BTE)
+        ranked_BTE, bias_E = score_BTE, None
+        if keys.balance_rate:
+            bias_E = vary_over_mp(zeros("router_bias", keys.experts))
+            ranked_BTE = score_BTE + bias_E.reshape(1, 1, -1)
+        choice_BTC = lax.top_k(lax.stop_gradient(ranked_BTE), keys.experts_per_token)[1]
+        gate_BTC = jnp.take_along_axis(score_BTE, choice_BTC, axis=-1)
+        if keys.router_norm:
+            gate_BTC = gate_BTC / gate_BTC.sum(-1, keepdims=True)
+        self.routes = self.record(logits_BTE, score_BTE, choice_BTC, bias_E)
+        return choice_BTC, gate_BTC
+
+    def record(self, logits_BTE: Array, score_BTE: Array, choice_BTC: Array, bias_E: Array | None) -> Routes:
+        """Returns the record of a layer."""
+        E, T = score_BTE.shape[-1], score_BTE.shape[1]
+        count_BE = (choice_BTC[..., None] == jnp.arange(E).reshape(1, 1, 1, E)).astype(jnp.float32).sum((1, 2))
+        share_BTE = score_BTE
+        if self.config.experts.router != "softmax":
+            share_BTE = score_BTE / score_BTE.sum(-1, keepdims=True)
+        square_B = jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1)).sum(1)
+        excess_B = jnp.zeros_like(square_B)
+        if bias_E is not None:
+            # Integers, so that every mesh adds them up exactly.
+            excess_BE = E * count_BE - T * self.config.experts.experts_per_token
+            excess_B = ((bias_E - lax.stop_gradient(bias_E)).reshape(1, -1) * excess_BE).sum(-1)
+        return Routes(count_BE, share_BTE.sum(1), square_B, excess_B)
+
+    def apply_experts(self, layer: TransformerLayerShard, h_ND: Array, choice_NC: Array, gate_NC: Array) -> Array:
+        """Returns the sum of this shard's parts of each token's experts, times their gates."""
+        c, E, D = self.config, self.config.experts.experts, h_ND.shape[1]
+        is_split = E % lax.axis_size(MP) == 0
+        e, f = (collectives.local(E), c.expert_size) if is_split else (E, collectives.local(c.expert_size))
+        first = collectives.offset(e) if is_split else 0
+        groups = grouped_product.group_tokens(choice_NC, first, e, self.product.block)
+        init = c.model.init_std or D**-0.5
+
+        def multiply(name, x_MI, width, stddev):
+            w_EIO = weight(name, [e, x_MI.shape[1], width], stddev).astype(x_MI.dtype)
+            return checkpoint_name(self.product.multiply(x_MI, w_EIO, groups.size_E), PRODUCT)
+
+        x_MD = grouped_product.dispatch(h_ND, groups)
+        u_Mf = multiply("expert_up", x_MD, f, init)
+        gate_Mf = multiply("expert_gate", x_MD, f, init) if c.model.gated else None
+        y_MD = multiply("expert_down", self._activate(u_Mf, gate_Mf), D, layer.residual_stddev(c.expert_size))
+        return grouped_product.combine(y_MD, gate_NC, groups)
+
+    def apply_shared(self, layer: TransformerLayerShard, h_BTD: Array) -> Array:
+        """Returns this shard's part of the expert that every token uses."""
+        c, width = self.config, self.config.experts.shared_width
+        u_BTf = layer.linear("shared_up", h_BTD, out=collectives.local(width))
+        gate_BTf = layer.linear("shared_gate", h_BTD, out=collectives.local(width)) if c.model.gated else None
+        y_BTD = layer.linear("shared_down", self._activate(u_BTf, gate_BTf), layer.residual_stddev(width))
+        if not c.experts.shared_gate:
+            return y_BTD
+        w_D = vary_over_mp(weight("shared_scale", [h_BTD.shape[-1]], c.model.init_std or h_BTD.shape[-1] ** -0.5))
+        scale_BT1 = jax.nn.sigmoid((h_BTD.astype(jnp.float32) * w_D.reshape(1, 1, -1)).sum(-1, keepdims=True))
+        return (scale_BT1 * y_BTD.astype(jnp.float32)).astype(y_BTD.dtype)
+
+    def _activate(self, u, gate):
+        activate = ACTIVATIONS[self.config.model.activation]
+        return activate(u) if gate is None else activate(gate) * u
+
+
+class RoutesOfLayers(Records):
+    """The routes of all layers, and the terms of the objective that depend on them."""
+
+    def __init__(self, layout: Layout):
+        self.config, self.product = layout.config, layout.experts
+
+    def feed_forward(self) -> ExpertFeedForward:
+        return ExpertFeedForward(self.config, self.product)
+
+    def start(self, x_BTD: Array) -> Routes:
+        L, E, B = self.config.model.layers, self.config.experts.experts, x_BTD.shape[0]
+        zeros_BLE, zeros_BL = jnp.zeros((B, L, E)), jnp.zeros((B, L))
+        return collectives.vary_like(Routes(zeros_BLE, zeros_BLE, zeros_BL, zeros_BL), vary_over_mp(x_BTD))
+
+    def add(self, records: Routes, of_layers: list[Routes], first: Array | int) -> Routes:
+        stacked = self.stack(of_layers)
+        return jax.tree.map(lambda all_, new: lax.dynamic_update_slice_in_dim(all_, new, first, 1), records, stacked)
+
+    def stack(self, of_layers: list[Routes]) -> Routes:
+        return jax.tree.map(lambda *x: jnp.stack(x, axis=1), *of_layers)
+
+    def count(self, routes: Routes) -> Array:
+        """Returns the pairs of the global batch by layer and expert, count_LE."""
+        counts_LE = lax.stop_gradient(routes.count_BE).sum(0)
+        # Every shard of the model counts all tokens.
+        return collectives.psum(counts_LE, (*self.config.parallel.token_axes, MP)) / lax.axis_size(MP)
+
+    def complete(self, objective: Array, records: Routes, constants: Any) -> Array:
+        """Adds the balance loss, the router's z-loss, and the zeros that carry the excess of each expert.
+
+        The balance loss of a layer is E * sum(f * P): f is an expert's share of the pairs of the global batch, P its
+        mean score. f has no gradient, so the loss of the batch is the mean of the losses of its parts. `constants` is
+        the count_LE of the global batch; None: `records` are of the global batch.
+        """
+        keys, tokens = self.config.experts, self.config.model.seq // self.config.parallel.cp
+        rows = records.square_B.shape[0]
+        total = records.excess_B.sum() * (self.config.parallel.cp / rows)  # the sum over cp, which is then averaged
+        if keys.router_z_loss:
+            total += keys.router_z_loss * records.square_B.sum() / (rows * tokens)
+        if keys.balance_loss:
+            count_LE = self.count(records) if constants is None else constants
+            share_LE = count_LE * (keys.experts / count_LE[0].sum())
+            total += keys.balance_loss * (share_LE * records.score_BE.sum(0)).sum() / (rows * tokens)
+        return objective + collectives.pmean(total, MP)
