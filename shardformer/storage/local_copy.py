@@ -26,7 +26,7 @@ FOLDER = "copies"  # in the cache
 
 
 class Requests(NamedTuple):
-    """How objects are read."""
+    """The sizes of reads of objects."""
 
     range: int = 32 * 2**20  # bytes of one request
     threads: int = 8  # requests at the same time, each with a range in memory
