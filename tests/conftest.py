@@ -43,6 +43,7 @@ LONG_FILES = (
     "tests/legacy/test_future_jax.py",
     "tests/training/test_stopping.py",
     "tests/integration/test_cookbook.py",
+    "tests/training/test_plain_step_files.py",
     "tests/integration/test_two_processes.py",
     "tests/integration/test_pipeline.py",
     "tests/legacy/test_mesh_transformer.py",

@@ -30,7 +30,8 @@ def choose_replicas(config: Config, hardware: Hardware, torus: tuple[int, ...]) 
             Replicated(*axes), f"zero={config.parallel.zero}" if config.parallel.replicas > 1 else "one replica"
         )
     if config.parallel.zero == 1:  # gradients of all layers at once: too large to be exchanged
-        zero, scattering = Zero1, Scattering(torus)
+        zero: type[Zero1 | Zero3] = Zero1
+        scattering = Scattering(torus)
     else:
         zero, scattering = Zero3, choose_scattering(torus, hardware, config.parallel.devices)
     reason = f"zero={config.parallel.zero}, gradients {_describe_scattering(scattering)}"

@@ -17,10 +17,10 @@ from shardformer.parallel.replicas import Replicated
 from tests import asserts, runs, sharded, shared
 from tests.integration import test_parity
 
-GPT = "learned width no-bias sequential rmsnorm"
+GPT = "learned no-bias sequential rmsnorm"
 T5 = "t5 tied biases parallel dropout remat"
 ROWS = (  # the short tier runs the first: its dropout masks depend on the number of each layer
-    ("1x1x4", "learned width no-bias sequential rmsnorm dropout", {"accum": 4, "pipeline_rounds": 2}),
+    ("1x1x4", "learned no-bias sequential rmsnorm dropout", {"accum": 4, "pipeline_rounds": 2}),
     ("4x1x2", GPT, {"accum": 2, "pipeline_rounds": 4, "zero": 3}),
     ("2x2x2", T5, {"accum": 4, "zero": 1}),
     ("1x2x4", T5, {"accum": 4, "pipeline_rounds": 2}),

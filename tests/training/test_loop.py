@@ -183,7 +183,11 @@ def test_steps_in_flight_count_as_training_time():
         state.block_until_ready()
         clock[0] += 5
 
-    config = SimpleNamespace(training=SimpleNamespace(grad_metrics=True), run=SimpleNamespace(log_every=1))
+    config = SimpleNamespace(
+        training=SimpleNamespace(grad_metrics=True),
+        run=SimpleNamespace(log_every=1),
+        experts=SimpleNamespace(experts=0),
+    )
     trainer = mock.Mock(config=config, gradient_metrics=measure_gradients)
     throughput = Throughput(100, 0, clock=lambda: clock[0])
     throughput.begin(1)

@@ -3,7 +3,7 @@
 import dataclasses
 
 from shardformer.config import Config
-from shardformer.convert.families.experts import list_experts, without_dense
+from shardformer.convert.families.expert_arrays import list_experts, without_dense
 from shardformer.convert.families.hf_qwen3 import QWEN_3
 from shardformer.convert.families.layout import Stored
 
