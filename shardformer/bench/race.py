@@ -15,15 +15,15 @@ import numpy as np
 
 from shardformer import data, storage
 from shardformer.bench.contenders import Contender, Measuring, ours, stack
-from shardformer.bench.step_time import PEERS, check_same_loss, describe_machine, why_not
-from shardformer.config import Config, parsing
-from shardformer.errors import UsageError
+from shardformer.bench.step_time import PEERS, check_same_loss, choose_peers, describe_machine
+from shardformer.config import Config
 from shardformer.layout import mesh
 from shardformer.tables import format_table
 from shardformer.training.evaluation import Evaluator
 from shardformer.training.trainer import Trainer
 
 RACERS = ("plain", "partitioned", "torch", "torch_compile")  # the peers that can return their parameters
+AUTOMATIC = ("plain", "torch", "torch_compile")
 
 
 @dataclasses.dataclass
@@ -61,7 +61,7 @@ class TurnBatches:
 
 def bench_race(options: Measuring, settings: Config) -> None:
     """Trains ours and its peers interleaved on the same batches; prints and draws loss against time."""
-    names = choose_racers(options, settings)
+    names = choose_peers(options, settings, RACERS, AUTOMATIC)
     corpus = data.load_corpus(settings)
     settings = mesh.start(corpus.adapt(settings))
     stream = corpus.train_batches(settings)
@@ -78,27 +78,6 @@ def bench_race(options: Measuring, settings: Config) -> None:
         storage.on_disk(options.json, "json").write_text(json.dumps(to_record(title, tracks), indent=2) + "\n")
     if options.picture:
         draw(tracks, title, options.picture)
-
-
-def choose_racers(options: Measuring, c: Config) -> list[str]:
-    """Returns the peers in `peers`, each of which must be able to race; auto: all that can, and prints the rest."""
-    asked = [] if options.peers == "auto" else options.peers.split(",")
-    for name in asked:
-        if name not in RACERS:
-            raise UsageError(
-                f"bench race takes peers=auto or some of {','.join(RACERS)}, got {name!r}"
-                f"{parsing.suggest_closest(name, RACERS)}"
-            )
-    chosen = []
-    for name in asked or ("plain", "torch", "torch_compile"):
-        reason = why_not(name, c)
-        if reason and asked:
-            raise UsageError(f"peers={name}: {reason}")
-        if reason:
-            print(f"without {name}: {reason}")
-        else:
-            chosen.append(name)
-    return chosen
 
 
 def race(names: list[str], c: Config, corpus, batches: TurnBatches, rounds: int) -> list[Track]:

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import timeit
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,7 @@ PEERS = {
     "torch_compile": lambda c, batches: torch_step(c, batches, compiled=True),
     PRODUCTS: matmul_ceiling.products_alone,
 }
+AUTOMATIC = tuple(name for name in PEERS if name != "torch_compile")  # which compiles for a minute
 
 
 def bench_step(options: Measuring, settings: Config) -> None:
@@ -56,16 +58,18 @@ def bench_step(options: Measuring, settings: Config) -> None:
     print(agreement)
 
 
-def choose_peers(options: Measuring, c: Config) -> list[str]:
-    """Returns the names in `peers`, each of which must be able to run; auto: all that can, and prints the rest."""
+def choose_peers(
+    options: Measuring, c: Config, offered: Sequence[str] = tuple(PEERS), automatic: Sequence[str] = AUTOMATIC
+) -> list[str]:
+    """Returns the names in `peers`, each of which must be able to run; auto: those that can, and prints the rest."""
     asked = [] if options.peers == "auto" else options.peers.split(",")
     for name in asked:
-        if name not in PEERS:
+        if name not in offered:
             raise UsageError(
-                f"peers takes auto or some of {','.join(PEERS)}, got {name!r}{parsing.suggest_closest(name, PEERS)}"
+                f"peers takes auto or some of {','.join(offered)}, got {name!r}{parsing.suggest_closest(name, offered)}"
             )
     chosen = []
-    for name in asked or [name for name in PEERS if name != "torch_compile"]:  # it compiles for a minute
+    for name in asked or automatic:
         reason = why_not(name, c)
         if not reason:
             chosen.append(name)

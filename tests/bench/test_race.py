@@ -12,13 +12,6 @@ from shardformer.errors import UsageError
 SMALL = ("preset=tiny", "data=builtin", "mesh=2x1", "block=sequential", "positions=learned", "tied=true")
 
 
-@pytest.fixture
-def promotion():
-    """Allows the implicit promotions that the reference uses."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("promotion")
 def test_racers_reach_the_same_losses(capsys, tmp_path):

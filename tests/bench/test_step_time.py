@@ -121,13 +121,6 @@ def test_bench_zero_prints_the_temporary_bytes(capsys):
 SMALL = ("preset=tiny", "mesh=4x2", "block=sequential", "positions=learned", "tied=true", "rounds=1", "turn=1")
 
 
-@pytest.fixture
-def promotion():
-    """Allows the implicit promotions that the reference uses."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("promotion")
 def test_every_peer_computes_the_same_loss(capsys, tmp_path):
