@@ -3,8 +3,10 @@
 A process of its own, because code that a test before has traced is not traced again.
 """
 
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -23,15 +25,39 @@ def find_files(**overrides) -> list[str]:
     batch, paths = trainer.abstract_batch, set()
     state = trainer.abstract
 
+    with noting(paths):
+        trainer.lower(state, batch)
+    return sorted(str(Path(path).relative_to(PACKAGE)) for path in paths if Path(path).is_relative_to(PACKAGE))
+
+
+@contextlib.contextmanager
+def noting(paths: set[str]) -> Iterator[None]:
+    """Adds the files of the functions that start within the block."""
+
     def note(frame, event, argument):
         paths.add(frame.f_code.co_filename)
 
-    sys.settrace(note)
+    def note_once(code, offset):
+        paths.add(code.co_filename)
+        return sys.monitoring.DISABLE
+
+    if not hasattr(sys, "monitoring"):  # Python 3.11
+        sys.settrace(note)
+        try:
+            yield
+        finally:
+            sys.settrace(None)
+        return
+    tool, events = sys.monitoring.PROFILER_ID, sys.monitoring.events
+    sys.monitoring.use_tool_id(tool, __name__)
     try:
-        trainer.lower(state, batch)
+        sys.monitoring.register_callback(tool, events.PY_START, note_once)
+        sys.monitoring.set_events(tool, events.PY_START)
+        sys.monitoring.restart_events()  # functions that an earlier block has noted
+        yield
     finally:
-        sys.settrace(None)
-    return sorted(str(Path(path).relative_to(PACKAGE)) for path in paths if Path(path).is_relative_to(PACKAGE))
+        sys.monitoring.set_events(tool, events.NO_EVENTS)
+        sys.monitoring.free_tool_id(tool)
 
 
 def main() -> None:
