@@ -15,7 +15,8 @@ KEYS = {
     "experts": 4, "bias": "none", "block": "sequential", "activation": "swiglu", "d_ff": 32, "balance_loss": 0.1,
     "router_z_loss": 0.01, "balance_rate": 0.001, "shared_width": 8, "shared_gate": True,
 }  # fmt: skip
-LOSS, GRADIENT, EXACT = 2e-7, 1e-6, 1e-5
+# LOSS: of float32, with 8 shards on JAX 0.12 it is 3.9e-7 from float64. The other loss tests allow as much.
+LOSS, GRADIENT, EXACT = 1e-6, 1e-6, 1e-5
 MESHES = (
     ("4x2", {}),
     ("1x8", {"sequence_parallel": True}),  # mp does not divide the experts: their widths are split
