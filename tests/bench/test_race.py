@@ -16,11 +16,11 @@ SMALL = ("preset=tiny", "data=builtin", "mesh=2x1", "block=sequential", "positio
 @pytest.mark.usefixtures("promotion")
 def test_racers_reach_the_same_losses(capsys, tmp_path):
     files = f"json={tmp_path}/race.json", f"picture={tmp_path}/race.png"
-    command_line.main(["race", *SMALL, "peers=plain,partitioned", "steps=7", "rounds=2", "eval_batches=2", *files])
+    command_line.main(["race", *SMALL, "peers=plain", "steps=7", "rounds=2", "eval_batches=2", *files])
     tracks = json.loads((tmp_path / "race.json").read_text())["tracks"]
-    assert [track["name"] for track in tracks] == ["plain Haiku + optax", "partitioned 2x1", "shardformer 2x1"]
+    assert [track["name"] for track in tracks] == ["plain Haiku + optax", "shardformer 2x1"]
     nats = np.array([track["nats per byte"] for track in tracks])
-    np.testing.assert_allclose(nats, nats[-1:].repeat(3, axis=0), rtol=1e-5)
+    np.testing.assert_allclose(nats, nats[-1:].repeat(2, axis=0), rtol=1e-5)
     assert nats[0, 1] < nats[0, 0]  # two different evaluations
     for track in tracks:
         assert 0 < track["cpu seconds"][0] < track["cpu seconds"][1]

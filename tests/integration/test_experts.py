@@ -18,12 +18,10 @@ KEYS = {
 # LOSS: of float32, with 8 shards on JAX 0.12 it is 3.9e-7 from float64. The other loss tests allow as much.
 LOSS, GRADIENT, EXACT = 1e-6, 1e-6, 1e-5
 MESHES = (
-    ("4x2", {}),
     ("1x8", {"sequence_parallel": True}),  # mp does not divide the experts: their widths are split
-    ("2x4", {"accum": 4, "zero": 3}),
+    ("2x4", {"accum": 4, "zero": 3, "scan": False, "remat": "dots"}),
     ("2x2x2", {"accum": 4}),
     ("dp2.cp2.mp2", {"zero": 1, "remat": "full"}),
-    ("1x1", {"accum": 4, "scan": False, "remat": "dots"}),
 )
 
 
@@ -82,7 +80,7 @@ def test_mesh_equals_the_dense_reference(mesh, options):
 
 
 def test_expert_without_tokens_has_zero_gradients():
-    _, gradients, counts = run("4x2", ())
+    _, gradients, counts = run("1x1", ())
     assert counts[0, 3] == 0
     assert (counts[1] > 0).all()
     layers = gradients["transformer/layers"]
