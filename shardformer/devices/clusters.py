@@ -24,7 +24,7 @@ SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", 
 
 
 class Patience(NamedTuple):
-    """How long to wait for the metadata server."""
+    """The limits of waiting for the metadata server."""
 
     seconds: float = 30.0  # until the start fails
     silence: float = 10.0  # seconds of waiting before a line reports it
