@@ -13,11 +13,15 @@ RESET = "Generic S3 error: Error performing PUT http://h/b/k in 304.2µs - HTTP 
 
 
 class BadConnection:
-    """Replaces obstore's functions: each call is lost with the probability `rate`, half of them after its work."""
+    """Replaces obstore's functions: each call is lost with the probability `rate`, half of them after its work.
+
+    Each kind of request has random numbers of its own, so that which of its calls are lost does not depend on how a
+    lease's thread and a save take turns.
+    """
 
     def __init__(self, rate: float, seed: int = 0):
         self.rate, self.faults = rate, Counter[str]()
-        self._draw = random.Random(seed)
+        self._draws = {kind: random.Random(f"{seed} {kind}") for kind in (*REQUESTS, "create", "swap")}
 
     def install(self, patch: pytest.MonkeyPatch) -> "BadConnection":
         for name in REQUESTS:
@@ -26,11 +30,12 @@ class BadConnection:
 
     def _disturb(self, name: str, request: Callable) -> Callable:
         def call(*arguments, **options):
-            if self._draw.random() >= self.rate:
-                return request(*arguments, **options)
             mode = options.get("mode")
             kind = name if mode in (None, "overwrite") else "create" if mode == "create" else "swap"
-            if self._draw.random() < 0.5:
+            draw = self._draws[kind].random
+            if draw() >= self.rate:
+                return request(*arguments, **options)
+            if draw() < 0.5:
                 self.faults[f"{kind} reset"] += 1
                 raise GenericError(RESET)
             if name == "list":
