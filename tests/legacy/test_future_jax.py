@@ -10,6 +10,8 @@ import pytest
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 SCRIPTS = {"test_jax_xmap_test.py": "JAX_XMAP_TEST", "test_mesh_transformer.py": "MESH_TRANSFORMER_JAX"}
+# One model trained and one case of generation enter a mesh in every manner that mesh-transformer-jax does.
+CASES = {"test_jax_xmap_test.py": "", "test_mesh_transformer.py": "test_the_numbers and rotary and (v1 or generate)"}
 
 
 def run_pytest(*words, **variables):
@@ -30,7 +32,7 @@ def test_suite_passes_without_the_removed_parts():
 def test_published_programs_pass_without_the_removed_parts(file):
     if SCRIPTS[file] not in os.environ:
         pytest.skip(f"NOT RUN: {SCRIPTS[file]} is not set, see {file}")
-    run_pytest(str(HERE / file), FUTURE_JAX="1")
+    run_pytest(str(HERE / file), "-k", CASES[file], FUTURE_JAX="1")
 
 
 def test_plugin_removes_the_parts_from_jax():
