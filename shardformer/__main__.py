@@ -10,7 +10,6 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
-from importlib import metadata
 from typing import NoReturn
 
 import shardformer
@@ -139,12 +138,10 @@ def _check_address_space() -> None:
 
 def _versions() -> str:
     """Returns the versions in one line, for a bug report, without importing the packages."""
-    packages = []
-    for package in ("jax", "jaxlib", "dm-haiku", "optax"):
-        try:
-            packages.append(f"{package} {metadata.version(package)}")
-        except metadata.PackageNotFoundError:
-            packages.append(f"{package} is not installed")
+    packages = [
+        f"{package} {jax_releases.find_version(package) or 'is not installed'}"
+        for package in ("jax", "jaxlib", "dm-haiku", "optax")
+    ]
     return f"shardformer {shardformer.__version__} ({', '.join(packages)}, Python {platform.python_version()})"
 
 

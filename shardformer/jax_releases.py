@@ -6,7 +6,6 @@ XLA reads its flags at the first use of a device, and commands set more of them 
 
 import os
 import re
-from importlib import metadata
 
 from shardformer.errors import UsageError
 
@@ -27,7 +26,7 @@ SLOW_SLICES = ("0.11.1",)  # a small dynamic_update_slice in a loop copies its w
 
 def check() -> None:
     """Raises UsageError for a JAX that is too old."""
-    version = _find_version("jax")
+    version = find_version("jax")
     if version and _parse(version) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise UsageError(f"jax {version} is installed; shardformer needs jax>={oldest}: pip install -U jax")
@@ -35,7 +34,7 @@ def check() -> None:
 
 def describe_faults() -> str:
     """Returns a line on the installed release's faults on a CPU; '' if it has none, or the user has set the flag."""
-    version = _find_version("jaxlib")
+    version = find_version("jaxlib")
     if version in FAULTY_FUSIONS and FUSIONS not in os.environ.get("XLA_FLAGS", ""):
         return (
             f"jaxlib {version} compiles some programs wrongly on a CPU (jax#39103); no program of shardformer is known "
@@ -52,12 +51,14 @@ def avoid_faulty_fusions() -> None:
     A flag that XLA_FLAGS has already stays.
     """
     flags = os.environ.get("XLA_FLAGS", "")
-    if FUSIONS not in flags and _find_version("jaxlib") in FAULTY_FUSIONS:
+    if FUSIONS not in flags and find_version("jaxlib") in FAULTY_FUSIONS:
         os.environ["XLA_FLAGS"] = f"{flags} {FUSIONS}=".strip()
 
 
-def _find_version(package: str) -> str:
+def find_version(package: str) -> str:
     """Returns the version of an installed package; '' if it is not installed."""
+    from importlib import metadata  # half of what --help would import
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

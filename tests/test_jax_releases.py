@@ -69,7 +69,7 @@ def test_programs_of_a_faulty_release_are_wrong_without_the_flag():
 
 def install(monkeypatch, version: str) -> None:
     """Makes every package have this version."""
-    monkeypatch.setattr(jax_releases, "_find_version", lambda package: version)
+    monkeypatch.setattr(jax_releases, "find_version", lambda package: version)
 
 
 @pytest.mark.parametrize(
