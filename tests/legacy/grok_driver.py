@@ -14,8 +14,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,6 +52,7 @@ def weight(number, path, shape, mesh, quantized):
 
 
 def main(mode, mesh_text, folder, out):
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     if mode == "legacy":
         sys.path.append(str(Path(__file__).parents[2]))
         import shardformer.legacy
