@@ -42,8 +42,9 @@ class Array:
         _, shape, dtype, fortran_order, content = state
         if not isinstance(dtype, np.dtype) or type(content) is not bytes or type(shape) is not tuple:
             raise UnpicklingError("it has an array that is not described as NumPy describes one")
-        if not all(type(size) is int and size >= 0 for size in shape):
-            raise UnpicklingError("it has an array whose sizes are not whole numbers, at least 0")
+        # Without limits, the product of many long numbers would take hours.
+        if len(shape) > 4 or not all(type(size) is int and 0 <= size < 2**48 for size in shape):
+            raise UnpicklingError("it has an array with more than 4 sizes, or with one that is not a number of rows")
         if math.prod(shape) * dtype.itemsize != len(content):
             raise UnpicklingError(f"it has {len(content)} bytes for an array {dtype}{list(shape)}")
         self.values = np.frombuffer(content, dtype).reshape(shape, order="F" if fortran_order else "C")

@@ -200,9 +200,25 @@ class Attack:
         return (print, ("this was run",))
 
 
-@pytest.mark.parametrize("content", [Attack(), {"weight": 1}, np.ones(2, np.float64), np.array([None])])
+OTHERS = [Attack(), {"weight": 1}, np.ones(2, np.float64), np.array([None]), np.ones([1] * 5, np.float32)]
+
+
+@pytest.mark.parametrize("content", OTHERS)
 def test_other_pickles_are_rejected_and_not_run(tmp_path, capsys, content):
     (tmp_path / "file").write_bytes(pickle.dumps(content, protocol=4))
     with pytest.raises(UsageError, match="was not loaded, as it may hold only an array"):
         grok_pickles.read_weight(tmp_path / "file")
     assert "this was run" not in capsys.readouterr().out
+
+
+def test_damaged_file_is_an_error_of_the_user(tmp_path):
+    whole = pickle.dumps(np.arange(6, dtype=np.float32), protocol=4)
+    for length in range(len(whole)):
+        (tmp_path / "file").write_bytes(whole[:length])
+        with pytest.raises(UsageError, match="was not loaded"):
+            grok_pickles.read_weight(tmp_path / "file")
+
+
+def test_scales_that_do_not_fit_are_rejected():
+    with pytest.raises(grok_pickles.UnpicklingError, match="6 rows do not divide into 4 rows of scales"):
+        grok_pickles._multiply(np.ones((6, 2), np.int8), np.ones((4, 2), np.float32))
