@@ -9,7 +9,19 @@ import jax
 from shardformer import data, storage
 from shardformer.config import ARCHITECTURE, Config, parsing
 from shardformer.config.keys import key
-from shardformer.convert import gptj, gptj_settings, gptj_state, hf, hf_settings, merge, peft, runs, seed, shard_files
+from shardformer.convert import (
+    gptj,
+    gptj_settings,
+    gptj_state,
+    grok,
+    hf,
+    hf_settings,
+    merge,
+    peft,
+    runs,
+    seed,
+    shard_files,
+)  # fmt: skip
 from shardformer.convert.new_folder import check_free, describe_average, describe_size, new_folder, new_folder_on_disk
 from shardformer.convert.runs import open_vocabulary
 from shardformer.data import Vocabulary
@@ -73,6 +85,8 @@ def _is_run(folder: BucketPath) -> bool:
 def _choose_converter(source: Path | BucketPath, arguments: list[str]):
     if isinstance(source, Path) and shard_files.has_shards(source):
         return gptj_to_run
+    if isinstance(source, Path) and grok.find_checkpoint(source):
+        return grok.grok_to_run
     if isinstance(source, Path) and seed.is_seed_folder(source):
         seed.refuse_to_convert(source)
     if isinstance(source, Path) and peft.is_peft_folder(source):
@@ -88,8 +102,9 @@ def _choose_converter(source: Path | BucketPath, arguments: list[str]):
         next((path.parent for path in sorted(source.glob("*/shard_0"))), None) if isinstance(source, Path) else None
     )
     raise UsageError(
-        f"{source} cannot be converted; expected a run, a Hugging Face folder, PEFT's adapters or GPT-J's shards "
-        f"(shard_0/0.npz){f'; did you mean {inside}?' if inside else ''}"
+        f"{source} cannot be converted; expected a run, a Hugging Face folder, PEFT's adapters, GPT-J's shards "
+        f"(shard_0/0.npz) or Grok-1's checkpoint (ckpt-0/tensor00000_000)"
+        f"{f'; did you mean {inside}?' if inside else ''}"
     )
 
 

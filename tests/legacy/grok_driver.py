@@ -1,20 +1,19 @@
-"""Runs Grok-1's published code, unedited: `python tests/legacy/grok_driver.py MODE MESH FOLDER OUT`.
+"""Runs Grok-1's published code, unedited: `python tests/legacy/grok_driver.py MODE MESH FOLDER OUT [KEEP]`.
 
 FOLDER has xai-org/grok-1. MODE is old (jax 0.4.25 and dm-haiku 0.0.12, to record) or legacy (after install()). MESH is
 1x8 or 2x4. OUT is an .npz with the logits of a small model with random weights; on 1x8 also with the text that its
-own sampler writes, from a checkpoint of its own format; a stand-in has the place of its tokenizer.
+own sampler writes, from a checkpoint of its own format; a stand-in has the place of its tokenizer. KEEP is a new folder
+for the checkpoint's files.
 
 Its limits: the experts, 8-bit weights and the sampler need a data axis of size 1, so that 2x4 has dense blocks of plain
 weights. Everything is float32: the CPU of jax 0.4.25 cannot multiply bfloat16.
 """
 
 import os
-import pickle
+import shutil
 import sys
 import tempfile
 from pathlib import Path
-
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +52,8 @@ def weight(number, path, shape, mesh, quantized):
     return quantized(integers, scales.astype(np.float32))
 
 
-def main(mode, mesh_text, folder, out):
+def main(mode, mesh_text, folder, out, keep=None):
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     if mode == "legacy":
         sys.path.append(str(Path(__file__).parents[2]))
         import shardformer.legacy
@@ -61,6 +61,7 @@ def main(mode, mesh_text, folder, out):
         shardformer.legacy.install(legacy_random=True)
     jnp.bfloat16 = jnp.float32  # the published code computes and caches in bfloat16
     sys.path[:0] = [folder, str(Path(__file__).parent / "stubs" / "grok")]
+    import checkpoint
     import model
     import runners
 
@@ -81,7 +82,9 @@ def main(mode, mesh_text, folder, out):
         ]
         os.mkdir(Path(home, "ckpt-0"))
         for number, each in enumerate(weights):
-            Path(home, "ckpt-0", f"tensor{number:05d}_000").write_bytes(pickle.dumps(each))
+            checkpoint.fast_pickle(each, str(Path(home, "ckpt-0", f"tensor{number:05d}_000")))
+        if keep:
+            shutil.copytree(Path(home, "ckpt-0"), keep)
         params = jax.tree_util.tree_unflatten(tree, weights).params
         with runner.mesh:
             forward = jax.jit(runner.forward.apply)

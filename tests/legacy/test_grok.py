@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from shardformer.__main__ import main
+from shardformer.convert.grok_pickles import read_weight
+from tests.convert.test_grok import expand, list_weights
 from tests.launch import QUICK_COMPILATION
 
 HERE = Path(__file__).parent
@@ -26,8 +28,8 @@ def sources():
     return Path(folder)
 
 
-def run(sources, mesh, out):
-    command = [sys.executable, str(HERE / "grok_driver.py"), "legacy", mesh, str(sources), str(out)]
+def run(sources, mesh, out, keep):
+    command = [sys.executable, str(HERE / "grok_driver.py"), "legacy", mesh, str(sources), str(out), str(keep)]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK_COMPILATION}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -44,11 +46,20 @@ def assert_as_recorded(found, mesh):
         assert str(found["text"]) == str(golden["text"])
 
 
+def assert_files_are_read(folder, mesh):
+    """Grok-1's checkpoint.py wrote these files, and `convert` reads from them what the converter's tests give it."""
+    expected = [expand(value).astype(np.float32) for value in list_weights(mesh)]
+    assert len(list(folder.iterdir())) == len(expected)
+    for number, values in enumerate(expected):
+        np.testing.assert_array_equal(read_weight(folder / f"tensor{number:05d}_000"), values)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["1x8", "2x4"])
 def test_unedited_grok_gives_the_recorded_results(sources, mesh, tmp_path):
-    found = run(sources, mesh, tmp_path / "out.npz")
+    found = run(sources, mesh, tmp_path / "out.npz", tmp_path / "checkpoint")
     assert_as_recorded(found, mesh)
+    assert_files_are_read(tmp_path / "checkpoint", mesh)
     found["logits"][0, 0, 0] += 1e-4
     with pytest.raises(AssertionError):
         assert_as_recorded(found, mesh)
