@@ -108,9 +108,10 @@ def _check_adapters(c: "Config") -> None:
     dense = () if c.experts.experts else ("up", "gate", "down") if c.model.gated else ("up", "down")
     matrices = [name for name in MATRICES if name in ("q", "k", "v", "o", *dense)]
     unknown = [name for name in c.lora.lora_names if name not in matrices]
+    without = "; matrices of experts have no adapters" if c.experts.experts else ""
     require(
         not unknown,
-        f"lora_targets takes some of {','.join(matrices)}, got {shorten(c.lora.lora_targets)}",
+        f"lora_targets takes some of {','.join(matrices)}, got {shorten(c.lora.lora_targets)}{without}",
     )
     require(
         c.optimizer.name != "muon",

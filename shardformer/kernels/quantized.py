@@ -29,6 +29,10 @@ class Int8Matrix:
         """The shape of the float matrix."""
         return self.codes.shape
 
+    def astype(self, dtype) -> Array:
+        """Returns the dequantised matrix."""
+        return (self.codes.astype(self.scales.dtype) * self.scales).astype(dtype)
+
     def __getitem__(self, rows: Array) -> Array:
         """Returns dequantised rows of a table."""
         return self.codes[rows].astype(self.scales.dtype) * self.scales[rows]

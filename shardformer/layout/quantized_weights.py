@@ -4,11 +4,13 @@ from collections.abc import Callable
 
 import jax
 
-from shardformer.config.names import CODES, MATRICES, SCALES, is_stacked
+from shardformer.config.names import CODES, EXPERT_MATRICES, MATRICES, SCALES, SHARED_MATRICES, is_stacked
 from shardformer.kernels import quantized
 from shardformer.layout.float_weights import FloatWeights
 from shardformer.parallel.replicas import Replicated, map_named
 from shardformer.parallel.stored_replicas import QuantizedReplicas
+
+OF_LAYERS = {*MATRICES, *SHARED_MATRICES, *EXPERT_MATRICES}
 
 
 class QuantizedWeights(FloatWeights):
@@ -19,7 +21,7 @@ class QuantizedWeights(FloatWeights):
     def is_quantized(self, name: str) -> bool:
         """Returns whether the parameter of this full name is stored as codes and scales."""
         module, _, leaf = name.rpartition("/")
-        return leaf in MATRICES if is_stacked(module) else name.endswith(("/embed/tokens", "/head/w"))
+        return leaf in OF_LAYERS if is_stacked(module) else name.endswith(("/embed/tokens", "/head/w"))
 
     def store(self, params: dict) -> dict:
         """Returns the parameters (or, from their shapes, the shapes) with the codes and scales of each matrix."""

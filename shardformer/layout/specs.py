@@ -9,7 +9,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from shardformer.config import Config
-from shardformer.config.names import CODES, SCALES, has_key_value_heads, is_stacked
+from shardformer.config.names import CODES, EXPERT_MATRICES, SCALES, has_key_value_heads, is_stacked
 
 # Split columns (outputs) or rows (inputs) of a matrix, as Megatron does. pp splits the leading L of stacked layers.
 RULES = (
@@ -79,7 +79,8 @@ def parameter_spec(name: str, config: Config) -> P:
 def _spec_of_scales(matrix: str, config: Config) -> P:
     """Returns the spec of a quantised matrix's scales: of its columns, or of the rows of the token table."""
     axes = [*parameter_spec(matrix, config), None, None, None]
-    axes = axes[: 3 if is_stacked(matrix.rpartition("/")[0]) else 2]
+    module, _, leaf = matrix.rpartition("/")
+    axes = axes[: 4 if leaf in EXPERT_MATRICES else 3 if is_stacked(module) else 2]
     axes[-1 if matrix.endswith("/tokens") else -2] = None
     return P(*axes)
 

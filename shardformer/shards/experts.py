@@ -95,6 +95,7 @@ class ExpertFeedForward:
         init = c.model.init_std or D**-0.5
 
         def multiply(name, x_MI, width, stddev):
+            # With weights=int8, only one layer's experts are dequantised at a time.
             w_EIO = weight(name, [e, x_MI.shape[1], width], stddev).astype(x_MI.dtype)
             return checkpoint_name(self.product.multiply(x_MI, w_EIO, groups.size_E), PRODUCT)
 

@@ -17,6 +17,8 @@ MODELS = {
     "parallel": {},
     "tied, sequential, shared heads": {"tied": True, "block": "sequential", "kv_heads": 2, "positions": "learned"},
     "adapters, gated": {"activation": "swiglu", "lora_rank": 2, "lora_targets": "q,down"},
+    "experts": {"experts": 4, "bias": "none", "activation": "swiglu", "shared_width": 8, "shared_gate": True},
+    "experts, widths split": {"experts": 6, "expert_width": 8, "bias": "none"},  # mp=4 does not divide the experts
 }
 MESHES = (("2x4", 0), ("1x1", 0), ("4x2", 0), ("4x2", 3))
 
@@ -87,6 +89,9 @@ def logits(model, params):
         ("tied, sequential, shared heads", "2x4", 0),
         ("adapters, gated", "4x2", 0),
         ("adapters, gated", "4x2", 3),
+        ("experts", "2x4", 0),
+        ("experts", "4x2", 3),
+        ("experts, widths split", "2x4", 0),
     ],
 )
 def test_logits_equal_dequantised_weights(name, shape, zero):
@@ -101,6 +106,14 @@ def test_scales_of_another_shard_are_noticed():
     swapped = np.roll(np.asarray(scales), half, axis=-1)  # each shard of mp=2 has the scales of the other
     params[LAYERS][f"up{SCALES}"] = jax.device_put(swapped, scales.sharding)
     expected = expected_logits("parallel")
+    assert np.abs(logits(model, params) - expected).max() > 1e-3 * np.abs(expected).max()
+
+
+def test_scales_of_another_expert_are_noticed():
+    model, params = stored("experts", "2x4")
+    scales = params[LAYERS][f"expert_up{SCALES}"]
+    params[LAYERS][f"expert_up{SCALES}"] = jax.device_put(np.roll(np.asarray(scales), 1, axis=1), scales.sharding)
+    expected = expected_logits("experts")
     assert np.abs(logits(model, params) - expected).max() > 1e-3 * np.abs(expected).max()
 
 
