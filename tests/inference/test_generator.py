@@ -20,6 +20,7 @@ SEQ = 8
 GREEDY = Sampling(temperature=0)
 
 WINDOWS = {"window": 3, "attention_cap": 2.0}
+EXPERTS = {"bias": "none", "activation": "swiglu", "d_ff": 32, "balance_rate": 0.1}
 # (config, prompt length, stride); every text outgrows the context.
 ROWS = {
     "rotary, parallel, scanned": ({}, 3, 1),
@@ -36,6 +37,8 @@ ROWS = {
         3,
         2,
     ),
+    "experts": (EXPERTS | {"experts": 4, "shared_width": 8, "shared_gate": True}, 3, 1),
+    "experts, widths split": (EXPERTS | {"experts": 6, "router": "sigmoid", "block": "sequential"}, 5, 2),
 }
 
 
@@ -193,12 +196,16 @@ def test_zero_shards_give_the_same_text():
         assert [row.ids for row in found] == [row.ids for row in expected]
 
 
-def test_logprobs_equal_those_of_a_full_pass():
-    (row,) = generator().continue_prompts(parameters(), [prompt(3)], Sampling(tokens=5, temperature=2.0, top_k=5))
-    ids = [*prompt(3).tolist(), *row.ids]
-    logits = np.asarray(reference.logits(model().config, shared.on_host(parameters()), np.array([ids], np.int32)))[0]
+@pytest.mark.parametrize(("row", "name"), [("", "1x1"), ("experts", "2x4")])
+def test_logprobs_equal_those_of_a_full_pass(row, name):
+    overrides, sampling = ROWS[row][0] if row else {}, Sampling(tokens=5, temperature=2.0, top_k=5)
+    params = parameters(name, **overrides)
+    (text,) = generator(name, **overrides).continue_prompts(params, [prompt(3)], sampling)
+    ids = [*prompt(3).tolist(), *text.ids]
+    config = model(name, **overrides).config
+    logits = np.asarray(reference.logits(config, shared.on_host(params), np.array([ids], np.int32)))[0]
     logprobs = np.asarray(jax.nn.log_softmax(logits, axis=-1))
-    np.testing.assert_allclose(row.logprobs, [logprobs[i + 2, ids[i + 3]] for i in range(5)], atol=1e-4)
+    np.testing.assert_allclose(text.logprobs, [logprobs[i + 2, ids[i + 3]] for i in range(5)], atol=1e-4)
 
 
 def test_a_stopped_row_does_not_stop_the_others():
