@@ -125,8 +125,8 @@ def _check_experts(c: "Config") -> None:
         f"experts have no biases, and bias={c.model.bias} has them in the feed-forward; give bias=none or bias=norm",
     )
     require(
-        c.optimizer.name == "adamw" and c.optimizer.param_dtype == "float32" and not c.training.grad_metrics,
-        "experts are trained by optimizer=adamw with param_dtype=float32 and grad_metrics=false; got "
+        c.optimizer.name != "lbfgs" and c.optimizer.param_dtype == "float32" and not c.training.grad_metrics,
+        "experts are trained by optimizer=adamw or muon with param_dtype=float32 and grad_metrics=false; got "
         f"optimizer={c.optimizer.name} param_dtype={c.optimizer.param_dtype} "
         f"grad_metrics={str(c.training.grad_metrics).lower()}",
     )

@@ -26,13 +26,13 @@ def make_optimizer(config: Config, map_matrices: Callable = jax.tree.map) -> opt
     `map_matrices` applies a function of full matrices to a tree of stacked ones; see `Model.map_matrices`.
     """
     optimizer = lbfgs.direction() if config.optimizer.name == "lbfgs" else _scheduled(config, map_matrices)
-    if rules.any_frozen(config):
-        by_label = {"trained": optimizer, "frozen": optax.set_to_zero()}
-        optimizer = optax.partition(by_label, lambda tree: rules.label_frozen(tree, config))
     if config.experts.balance_rate:
         from shardformer.optim.router_bias import add_bias_update  # not imported without experts
 
         optimizer = add_bias_update(optimizer, config)
+    if rules.any_frozen(config):  # outside the update of biases, which may be frozen too
+        by_label = {"trained": optimizer, "frozen": optax.set_to_zero()}
+        optimizer = optax.partition(by_label, lambda tree: rules.label_frozen(tree, config))
     if config.optimizer.name == "lbfgs":
         optimizer = chain(optimizer, lbfgs.line_search())  # outside any mask: it evaluates the full objective
     if config.optimizer.moment_dtype != "float32":

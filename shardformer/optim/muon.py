@@ -1,4 +1,4 @@
-"""Muon for each layer's matrices; adam for all other parameters."""
+"""Muon for each layer's matrices, one for each expert; adam for all other parameters."""
 
 import math
 from collections.abc import Callable
@@ -8,11 +8,12 @@ import optax
 from optax import contrib
 from optax.transforms import chain  # see chain.py
 
-from shardformer.config.names import MATRICES
+from shardformer.config.names import EXPERT_MATRICES, MATRICES, SHARED_MATRICES
 from shardformer.optim import rules
 
-# Layers are stacked on a leading axis: the last two are the matrix.
+# Layers and experts are stacked on leading axes: the last two are the matrix.
 MATRIX = contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
+OF_LAYERS = {*MATRICES, *EXPERT_MATRICES, *SHARED_MATRICES}
 RMS_OF_ADAM = 0.2  # of a typical adam update (arXiv:2502.16982), so that lr and weight_decay mean the same for both
 
 
@@ -29,7 +30,7 @@ def scale_by_muon(adam: optax.GradientTransformation, map_matrices: Callable) ->
 
 
 def _label(name: str) -> str:
-    return "muon" if name.rpartition("/")[2] in MATRICES else "adam"
+    return "muon" if name.rpartition("/")[2] in OF_LAYERS else "adam"
 
 
 def _orthogonalise(matrices):

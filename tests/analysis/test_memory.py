@@ -24,6 +24,14 @@ CASES = [
     {"mesh": "4x2", "zero": 3, "lora_rank": 2},
     {"mesh": "4x2", "zero": 1, "dtype": "bfloat16", "param_dtype": "bfloat16", "moment_dtype": "bfloat16"},
     {"mesh": "4x2", "zero": 1, "optimizer": "muon", "accum": 2, "accum_mode": "multisteps"},
+    *(
+        {"experts": 6, "bias": "none", "balance_rate": 0.1} | more
+        for more in (
+            {"mesh": "2x4", "zero": 1, "shared_width": 8},  # mp=4 does not divide the experts
+            {"mesh": "4x2", "zero": 3, "ema": 0.9},
+            {"mesh": "2x4", "optimizer": "muon"},
+        )
+    ),
 ]
 
 

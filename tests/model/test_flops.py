@@ -5,7 +5,8 @@ import pytest
 
 from shardformer.config.presets import preset
 from shardformer.devices import chips
-from shardformer.model import flops
+from shardformer.layout import specs
+from shardformer.model import Model, flops
 from tests import shared
 
 
@@ -44,6 +45,16 @@ def test_frozen_weights_have_no_gradient_of_their_own(tied):
     assert flops.layer_flops_per_token(config) == (6 * layers + attention, 2 * layers + attention // 3)
     step, forward = flops.layer_flops_per_token(lora)
     assert (step, forward) == (4 * layers + 6 * adapters + attention, 2 * (layers + adapters) + attention // 3)
+
+
+def test_experts_count_as_often_as_a_token_uses_them():
+    config = shared.tiny(mesh="1x1", bias="none", experts=5, experts_per_token=2, expert_width=24, shared_width=8)
+    expert, others = 2 * 32 * 24, 4 * 32 * 32 + 32 * 5 + 2 * 32 * 8 + 32  # attention, router, shared expert, norm
+    head = 32 * 64 + 32
+    active, total = (config.model.layers * (others + count * expert) + head for count in (2, 5))
+    attention = 6 * config.model.layers * config.model.seq * 32
+    assert flops.flops_per_token(config) == 6 * active + attention
+    assert specs.count_parameters(Model.abstract_parameters(config)) == total + 64 * 32  # and the token table
 
 
 def test_the_formula_is_what_is_counted():

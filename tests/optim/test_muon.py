@@ -115,6 +115,53 @@ def test_a_trainer_learns_with_it():
     assert losses[-1] < losses[0] - 0.1
 
 
+EXPERTS = {"bias": "none", "activation": "swiglu", "d_ff": 24, "shared_width": 8, "weight_decay": 0.0, **SETTINGS}
+
+
+def orthogonalise(matrix):
+    """Returns five Newton-Schulz iterations with Muon's coefficients (Keller Jordan), in float64."""
+    x = np.asarray(matrix, np.float64)
+    x = x.T if x.shape[0] > x.shape[1] else x
+    x = x / np.linalg.norm(x)
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+def first_update(**options):
+    """Returns (the gradients, the update of the first step divided by the rate) of a layer's matrices."""
+    model = shared.trainer(**EXPERTS | options).model
+    optimizer = optim.make_optimizer(model.config, model.map_matrices)
+    draw = np.random.default_rng(0)
+    grads = jax.tree.map(lambda leaf: draw.normal(size=leaf.shape).astype(np.float32), model.shapes)
+    split = jax.device_put(grads, jax.tree.map(model.sharding, model.grad_specs))
+
+    def update(grads):
+        return optimizer.update(grads, optimizer.init(grads), grads, step=jnp.int32(2))[0]
+
+    rate = float(optim.learning_rate(model.config)(jnp.int32(2)))
+    updates = shared.on_host(jax.jit(update)(split))["transformer/layers"]
+    return grads["transformer/layers"], {name: -leaf / rate for name, leaf in updates.items()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mesh": "2x4", "experts": 4}, {"mesh": "2x4", "experts": 6, "zero": 1}, {"mesh": "8x1", "experts": 8, "zero": 1}],
+    ids=str,
+)
+def test_each_expert_is_one_matrix(options):
+    grads, updates = first_update(**options)
+    for name in ("expert_up", "expert_gate", "expert_down", "shared_up", "q"):
+        stacked = grads[name].reshape(-1, *grads[name].shape[-2:])
+        size = 0.2 * np.sqrt(max(stacked.shape[1:]))
+        want = np.stack([size * orthogonalise(matrix) for matrix in stacked]).reshape(grads[name].shape)
+        assert asserts.relative(updates[name], want) < 1e-5
+    rows = grads["expert_up"][0].reshape(-1, grads["expert_up"].shape[-1])  # all experts of a layer as one matrix
+    together = 0.2 * np.sqrt(max(grads["expert_up"].shape[-2:])) * orthogonalise(rows)
+    assert asserts.relative(updates["expert_up"][0].reshape(rows.shape), together) > 0.1
+
+
 def test_adapters_are_not_for_muon():
     with pytest.raises(UsageError, match="optimizer=muon updates full matrices, but lora_rank trains adapters"):
         Config.of(optimizer="muon", lora_rank=4)
