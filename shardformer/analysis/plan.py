@@ -190,7 +190,8 @@ def format_estimate(plan: Plan) -> str:
     config, chip = plan.config, plan.chips.chip
     parameters = specs.count_parameters(Model.abstract_parameters(config))
     return "\n".join([
-        f"{parameters / 1e6:,.2f}M parameters, {flops.flops_per_token(config) / 1e9:,.4f} GFLOP per trained token, "
+        f"{parameters / 1e6:,.2f}M parameters{flops.describe_active(config)}, "
+        f"{flops.flops_per_token(config) / 1e9:,.4f} GFLOP per trained token, "
         f"{config.training.batch} x {config.model.seq} tokens a step",
         f"mesh {config.parallel.mesh} ({config.parallel.mesh_axes}) on {plan.chips}: {format_bytes(chip.memory)} of "
         "memory each",

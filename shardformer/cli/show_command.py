@@ -11,7 +11,7 @@ from shardformer.devices.chips import CHIPS
 from shardformer.kernels.fused_attention import CPU
 from shardformer.layout import Layout, mesh, resolve
 from shardformer.layout.mesh import describe_chip
-from shardformer.model import Model, lora
+from shardformer.model import Model, flops, lora
 from shardformer.session import parameter_count
 from shardformer.tables import format_table
 from shardformer.training.run_folder import Run
@@ -21,7 +21,7 @@ DEVICES = {
     "TPU": describe_chip("tpu", CHIPS["v5p"]),
     "NVIDIA GPU, from Hopper on": describe_chip("gpu", CHIPS["h100"]),
 }
-CHOICES = ("replicas", "remat", "loop", "pipeline", "loss_chunk")  # fields of Layout
+CHOICES = ("replicas", "remat", "loop", "pipeline", "loss_chunk", "experts")  # fields of Layout
 
 
 def show(arguments: list[str]) -> None:
@@ -44,7 +44,7 @@ def show(arguments: list[str]) -> None:
         say(parameter_tables.format_rules(trained, settings))
     say(format_device_bytes(settings))
     say(format_choices(settings))
-    say(parameter_count(parameters, trained))
+    say(parameter_count(parameters, trained) + flops.describe_active(settings))
 
 
 def format_choices(config: Config) -> str:
@@ -66,7 +66,9 @@ def format_others(layouts: dict[str, Layout]) -> str:
     """Formats the other choices, which rarely depend on the devices; a reason that does is printed for each kind."""
     rows = []
     for name in CHOICES:
-        reasons = {devices: layout.reasons[name] for devices, layout in layouts.items()}
+        reasons = {devices: layout.reasons.get(name) for devices, layout in layouts.items()}
+        if None in reasons.values():  # experts, in a model without them
+            continue
         if len(set(reasons.values())) == 1:
             rows.append([name, next(iter(reasons.values()))])
         else:

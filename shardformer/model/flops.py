@@ -58,6 +58,13 @@ def _count_active(parameters: dict, config: Config) -> int:
     return total - of_experts * unused // config.experts.experts
 
 
+def describe_active(config: Config) -> str:
+    """Formats the number of parameters that one token uses, if that is not all of them."""
+    if not config.experts.experts:
+        return ""
+    return f", {_count_active(Model.abstract_parameters(config), config) / 1e6:,.2f}M of them active for a token"
+
+
 def describe_formula(config: Config) -> str:
     """Formats the sum that `flops_per_token` computes."""
     parameters = "6 x multiplying parameters"

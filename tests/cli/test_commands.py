@@ -49,6 +49,22 @@ def test_show(capsys):
     assert "transformer/layers/q" in shown
 
 
+def test_show_and_plan_report_experts(capsys):
+    words = ["tiny", "experts=8", "expert_width=16", "bias=none", "mesh=2x4"]
+    assert main(["show", *words]) == 0
+    shown = capsys.readouterr().out
+    total = 2 * (4 * 32 * 32 + 32 * 8 + 8 * 2 * 32 * 16 + 32) + 2 * 72 * 32 + 32
+    active = total - 2 * 6 * 2 * 32 * 16  # two of eight experts
+    count = f"{total / 1e6:.2f}M parameters, {active / 1e6:.2f}M of them active for a token"
+    assert count == "0.03M parameters, 0.02M of them active for a token"
+    assert count in shown
+    assert "experts, CPU                            ragged_dot is a dense product on cpu" in shown
+    assert main(["plan", *words, "compiler=none"]) == 0
+    assert count in capsys.readouterr().out
+    assert main(["show", "tiny"]) == 0
+    assert "active" not in capsys.readouterr().out.rpartition("}")[2]
+
+
 @pytest.mark.parametrize(
     ("words", "on_tpu", "on_gpu"),
     [
