@@ -48,6 +48,7 @@ LONG_FILES = (
     "tests/integration/test_pipeline.py",
     "tests/legacy/test_mesh_transformer.py",
     "tests/integration/test_invariants.py",
+    "tests/integration/test_random_experts.py",
     "tests/devices/test_processes.py",
     "tests/integration/test_parity.py",
     "tests/checkpoint/test_processes.py",
