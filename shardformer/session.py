@@ -101,11 +101,8 @@ class Session:
         check_given(run.config, {key: value for key, value in changes.items() if value != previous.get(key)})
         observers.check_trackers(run.config)
         if corpus is None:
-            if previous.data.source and not run.fingerprint and "data" not in changes:
-                # Nothing shows that the run has seen this data: a stranger's run could name any file of this machine.
-                raise UsageError(
-                    f"{folder} names data={previous.data.source}, but has no fingerprint of it; give data= again"
-                )
+            if "data" not in changes:
+                _check_fingerprint(run, previous)
             corpus = data.load_corpus(
                 run.config, say, run.vocabulary, progress, started_with=run.fingerprint, resumes=True
             )
@@ -115,11 +112,23 @@ class Session:
         return Session(run, corpus, previous, is_new=False, say=say)
 
     @staticmethod
-    def branch(config: Config, previous: Config, say: Say = print, progress: Progress = ignore_progress) -> "Session":
-        """Opens a new run that continues the checkpoint that its `base` names, created with `previous`."""
+    def branch(
+        config: Config,
+        previous: Config,
+        say: Say = print,
+        progress: Progress = ignore_progress,
+        *,
+        names_data: bool = False,
+    ) -> "Session":
+        """Opens a new run that continues the checkpoint that its `base` names, created with `previous`.
+
+        names_data: the user has named the data of `config`, which a run without a fingerprint needs.
+        """
         source = Run.open(config.training.base_run)
         run = dataclasses.replace(source, config=config)
         run.refuse_to_overwrite()
+        if not names_data:
+            _check_fingerprint(source, config)
         observers.check_trackers(config)
         corpus = data.load_corpus(
             config, say, source.vocabulary, progress, started_with=source.fingerprint, resumes=True
@@ -232,6 +241,12 @@ class Trained:
             model = Model.on(settings, mesh.make(settings))
         step, params = self.run.restore_params(model, self.best.step)
         return model, params, step
+
+
+def _check_fingerprint(run: Run, stored: Config) -> None:
+    """Rejects stored data that no fingerprint shows to be the run's: a stranger's run could name any local file."""
+    if stored.data.source and not run.fingerprint:
+        raise UsageError(f"{run.out} names data={stored.data.source}, but has no fingerprint of it; give data= again")
 
 
 def _check_text_field(config: Config, previous: Config) -> None:

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "shardformer"
 # own is imported by packages below that of its folder.
 LAYERS = (
     ("errors",),
-    ("files", "jax_releases", "tables"),
+    ("child_process", "files", "jax_releases", "tables"),
     ("config", "storage"),
     ("parallel.collectives",),
     ("kernels",),

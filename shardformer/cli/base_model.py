@@ -11,6 +11,7 @@ from pathlib import Path
 
 from shardformer import checkpoint, storage
 from shardformer.checkpoint import read_config
+from shardformer.child_process import make_environment
 from shardformer.cli.arguments import parse_keys, say
 from shardformer.config import (
     ARCHITECTURE,
@@ -90,12 +91,6 @@ def _choose_settings(model: Config, preset: Config, overrides: dict) -> Config:
     return preset.replace(**fixed).override(overrides | {"out": preset.run.out, "base": preset.training.base})
 
 
-def _make_environment() -> dict[str, str]:
-    """Returns the environment of a process that finds this package, wherever sys.path found it."""
-    paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-
-
 def _convert(source: str, target: Path, seq: int = 0, ignore_config: str = "") -> str:
     """Converts in a separate process: a conversion uses only the CPU, and training uses the accelerator."""
     make_folder(target.parent)
@@ -114,7 +109,7 @@ def _convert(source: str, target: Path, seq: int = 0, ignore_config: str = "") -
         command = [sys.executable, "-m", "shardformer", "convert", source, str(target)]
         command += [f"seq={seq}"] if seq else []
         command += [f"ignore_config={ignore_config}"] if ignore_config else []
-        done = subprocess.run(command, env=_make_environment(), capture_output=True, text=True, check=False)
+        done = subprocess.run(command, env=make_environment(), capture_output=True, text=True, check=False)
     if done.returncode:
         message = done.stderr.strip().rpartition("\n")[2].removeprefix("shardformer: ")
         kind = UsageError if done.returncode == 2 else RunError

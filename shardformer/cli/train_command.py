@@ -47,7 +47,8 @@ def open_session(arguments: list[str]) -> Session:
             folder, changes = _parse_resume(arguments[:resumed], arguments[resumed:])
             return Session.resume(folder, say=say, progress=progress.show, **changes)
         if names_step(arguments):
-            return Session.branch(*parse_branch(arguments), say, progress.show)
+            names_data = any(word.startswith("data=") for word in arguments)
+            return Session.branch(*parse_branch(arguments), say, progress.show, names_data=names_data)
         config = parse_base(arguments) if names_base(arguments) else parse_preset(arguments)
         return Session.create(config, say=say, progress=progress.show)
 

@@ -33,8 +33,8 @@ class LaunchKeys(KeyGroup):
     # A config.json from elsewhere must not run code, as trackers and tasks do, or copy a file, as eval_prompts does.
     program_cache: str = key(
         "auto",
-        "folder of compiled programs, for the next start; none: no folder; auto: in ~/.cache, "
-        "or with several processes .programs beside the run; it holds code: let nobody else write there",
+        "folder of compiled programs, for the next start; none: no folder; auto: in ~/.cache, or with several "
+        "processes and a run in a bucket .programs beside it; it holds code: let nobody else write there",
     )
     tracker: str = key("", "module:function called with the settings; gives an object with write(row) and close()")
     eval_tasks: str = key(

@@ -1,8 +1,8 @@
 """The folder of the compiled programs of two or more processes. Every process has a separate file of each program.
 
-A file is executable code: whoever can write the folder can run code in every process. So it is never inside a run,
-which may have been copied from elsewhere. A folder on a disk is used only if it belongs to this user, and others
-cannot write in it.
+A file is executable code: whoever can write the folder can run code in every process. So it is never inside a run, nor
+next to a run on a disk: both may have been copied from elsewhere. A folder on a disk is used only if it belongs to this
+user, and others cannot write in it.
 """
 
 import contextlib

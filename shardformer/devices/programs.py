@@ -104,10 +104,15 @@ def find_folder() -> Path:
 
 
 def find_shared_folder(config: Config) -> Path | BucketPath:
-    """Returns the folder for all processes of a run: next to the run, on the disk or in the bucket that they share."""
-    if config.start.program_cache == "auto":
-        return location(config.run.out).parent / ".programs"
-    return on_disk(config.start.program_cache, "program_cache")
+    """Returns the folder for all processes of a run: in this host's cache, or in the bucket of the run.
+
+    A folder next to a run on a disk may have come with the run: an archive that this user has unpacked belongs to this
+    user. Each process reads only its own files, so hosts may have separate folders.
+    """
+    if config.start.program_cache != "auto":
+        return on_disk(config.start.program_cache, "program_cache")
+    out = location(config.run.out)
+    return out.parent / ".programs" if isinstance(out, BucketPath) else find_folder() / "processes"
 
 
 _store: ProgramStore | None = None  # of this process; None keeps nothing

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from shardformer.__main__ import main
+from shardformer.child_process import make_environment
 from shardformer.cli import base_model
 from shardformer.config import presets
 from shardformer.convert import hf_settings
@@ -189,10 +190,15 @@ def test_what_does_nothing_without_adapters_is_refused(tmp_path):
         base_model.parse_base([*words, "lora_alpha=32"])
 
 
-def test_conversion_finds_a_package_that_sys_path_has(tmp_path, monkeypatch):
-    """A notebook may have added the package's folder to sys.path, which a child process does not inherit."""
+def test_child_process_finds_all_packages_of_sys_path(tmp_path, monkeypatch):
+    """A notebook may have added folders to sys.path, which a child process does not inherit."""
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    code = "import importlib.util; print(importlib.util.find_spec('shardformer') is not None)"
+    (tmp_path / "added").mkdir()
+    (tmp_path / "added" / "added_package.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "added")
+    names = ("shardformer", "jax", "jinja2", "added_package")
+    code = f"import importlib.util; print([importlib.util.find_spec(name) is not None for name in {names}])"
     command = [sys.executable, "-S", "-c", code]  # -S: without the folder of installed packages
-    for environment, found in ((base_model._make_environment(), "True"), (None, "False")):
-        assert subprocess.check_output(command, cwd=tmp_path, env=environment, text=True).strip() == found
+    for environment, found in ((make_environment(), True), (None, False)):
+        result = subprocess.check_output(command, cwd=tmp_path, env=environment, text=True)
+        assert result.strip() == str([found] * len(names))

@@ -144,6 +144,53 @@ def test_data_without_a_fingerprint_is_asked_for_again(run, tmp_path, capsys):
     assert f"{run} names data={secret}, but has no fingerprint of it; give data= again" in capsys.readouterr().err
 
 
+def name_secret_data(run: Path, folder: Path, fingerprint: str) -> Path:
+    """Makes a run and its checkpoint name a file of this machine as their data; returns the file."""
+    secret = folder / "secret.txt"
+    secret.write_text("the password " * 100)
+    path = run / "vocabulary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"fingerprint": fingerprint}))
+    store(run, data=str(secret))
+    return secret
+
+
+@pytest.fixture
+def branch_words(run, tmp_path, monkeypatch):
+    """The arguments of a branch of a run whose checkpoint is signed with the run's config.json."""
+    read = checkpoint.read_document
+
+    def read_changed(folder, name):
+        signed = (folder.parent, name) == (run, "config.json")
+        return (run / "config.json").read_text() if signed else read(folder, name)
+
+    monkeypatch.setattr(checkpoint, "read_document", read_changed)
+    return ["train", f"base={run}/step_4", "steps=5", f"out={tmp_path / 'branch'}"]
+
+
+def test_branch_asks_for_data_without_a_fingerprint(run, tmp_path, capsys, branch_words):
+    secret = name_secret_data(run, tmp_path, fingerprint="")
+    assert main(branch_words) == runs.USAGE
+    assert f"{run} names data={secret}, but has no fingerprint of it; give data= again" in capsys.readouterr().err
+    assert not (tmp_path / "branch").exists()
+
+
+def test_branch_accepts_named_data_without_a_fingerprint(run, tmp_path, text, branch_words):
+    """The negative twin."""
+    name_secret_data(run, tmp_path, fingerprint="")
+    assert main([*branch_words, f"data={text}"]) == 0
+
+
+@pytest.mark.parametrize("key", ["data", "validation"])
+def test_stored_data_with_another_fingerprint_is_rejected(run, tmp_path, capsys, branch_words, key):
+    stored = json.loads((run / "config.json").read_text())["data"]
+    fingerprint = json.loads((run / "vocabulary.json").read_text())["fingerprint"]
+    secret = name_secret_data(run, tmp_path, fingerprint)
+    store(run, **{"data": stored, key: str(secret)})
+    for words in (branch_words, ["train", "--resume", str(run), "steps=5"]):
+        assert main(words) == runs.USAGE
+        assert "is not what" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["huggingface:someone/set", "x/../../y", "kaggle:x:1.0.0", "x/a=b", "https://x/y"])
 def test_data_sets_outside_of_tfds_are_rejected(name):
     with pytest.raises(UsageError, match="of a data set in TFDS itself"):

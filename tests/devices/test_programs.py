@@ -69,17 +69,30 @@ def test_program_cache_names_the_folder(no_cache_yet):
     assert kept_in(program_cache=f"{no_cache_yet}/mine") == f"{no_cache_yet}/mine"
 
 
-@pytest.mark.usefixtures("no_cache_yet")
-@pytest.mark.parametrize(
-    ("cache", "folder"),
-    [("auto", "runs/.programs"), ("kept", "kept"), ("none", None)],
-)
-def test_several_processes_keep_programs_beside_the_run(monkeypatch, cache, folder):
+def find_store(monkeypatch, **overrides) -> str | None:
+    """Returns the folder of the programs of two processes."""
     simulate_processes(monkeypatch, 2)
     stores = []
     monkeypatch.setattr(programs, "use_store", stores.append)
-    assert kept_in(out="runs/mine", program_cache=cache) is None  # the folder of JAX's own cache
-    assert [store and str(store.folder) for store in stores[-1:]] == [folder]
+    assert kept_in(**overrides) is None  # the folder of JAX's own cache
+    return stores[-1] and str(stores[-1].folder)
+
+
+@pytest.mark.usefixtures("no_cache_yet")
+@pytest.mark.parametrize(
+    ("out", "cache", "folder"),
+    [("s3://bucket/runs/mine", "auto", "s3://bucket/runs/.programs"), ("mine", "kept", "kept"), ("mine", "none", None)],
+)
+def test_folder_of_two_processes(monkeypatch, out, cache, folder):
+    assert find_store(monkeypatch, out=out, program_cache=cache) == folder
+
+
+@pytest.mark.parametrize("out", ["{}/strangers/run", "{}/strangers/new"])
+def test_programs_that_came_with_a_run_are_not_loaded(no_cache_yet, monkeypatch, out):
+    """Whoever unpacks an archive owns its folders; a program is code."""
+    (no_cache_yet / "strangers" / ".programs").mkdir(parents=True, mode=0o700)
+    folder = find_store(monkeypatch, out=out.format(no_cache_yet))
+    assert folder == str(programs.find_folder() / "processes")
 
 
 @pytest.mark.usefixtures("no_cache_yet")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from shardformer import checkpoint
+from shardformer.devices import programs
 from tests import runs
 from tests.launch import POD_WORKER, QUICK, ROOT, SECONDS, WITHOUT_LUXURY, Forked, finished, free_port, pod
 
@@ -140,7 +141,9 @@ def counted(tmp_path_factory, text):
     """A run of two processes with empty folders, and the last line of each one's errors."""
     out = tmp_path_factory.mktemp("counted") / "run"
     command = ("train", *TOGETHER, f"data={text}", f"out={out}")
-    return out, count_compiled(command)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDFORMER_CACHE", str(out.parent / "cache"))
+        yield out, count_compiled(command)
 
 
 def count_compiled(command) -> list[str]:
@@ -162,7 +165,7 @@ def test_second_start_of_two_processes_compiles_nothing(counted):
 
 @pytest.mark.multiprocess
 def test_second_resume_with_changed_keys_compiles_nothing(counted, tmp_path):
-    kept = counted[0].parent / ".programs"
+    kept = programs.find_folder() / "processes"
     compiled = []
     for name in ("first", "second"):
         shutil.copytree(counted[0], tmp_path / name)
@@ -175,7 +178,8 @@ def test_second_resume_with_changed_keys_compiles_nothing(counted, tmp_path):
 @pytest.mark.multiprocess
 def test_two_workers_with_interleaved_devices_train_as_one(tmp_path, text, one, counted):
     """They use no program that was compiled for devices in order."""
-    out, port, kept = tmp_path / "run", {"JAX_COORDINATOR_PORT": str(free_port())}, counted[0].parent / ".programs"
+    out, port = tmp_path / "run", {"JAX_COORDINATOR_PORT": str(free_port())}
+    kept = programs.find_folder() / "processes"
     words = ("train", *TOGETHER, f"data={text}", f"out={out}", f"program_cache={kept}")
     before = set(kept.glob("jit_train_step-*"))
     with pod(2) as environments:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from shardformer.child_process import make_environment
 from shardformer.data.chat.chat_format import ChatFormat
 from shardformer.data.chat.conversations import Conversation
 from shardformer.errors import UsageError
@@ -42,7 +43,8 @@ class TemplateProcess:
         self.format = format
         # -P keeps this folder out of sys.path, where its modules would hide modules of the same names.
         command = [sys.executable, "-P", str(WORKER)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, env=make_environment(), stdin=pipe, stdout=pipe, stderr=pipe)
         templates = [format.template, *([format.tool_template] if format.tool_template else [])]
         setup = {"templates": templates, "tokens": format.tokens, "seconds": seconds, "characters": characters}
         if error := self._ask(setup | {"now": "" if now else format.date}).get("error"):
