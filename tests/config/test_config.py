@@ -199,7 +199,7 @@ def test_malformed_mesh(text):
         ({"expert_width": 0}, "expert_width must be at least 1, or auto, got 0"),
         ({"experts": 2, "experts_per_token": 3}, "experts_per_token=3 must be at most experts=2"),
         ({"experts": 4}, "experts have no biases, and bias=ff has them in the feed-forward; give bias=none"),
-        ({"experts": 4, "bias": "none", "optimizer": "muon"}, "experts are trained by optimizer=adamw with param_dt"),
+        ({"experts": 4, "bias": "none", "grad_metrics": True}, "experts are trained by optimizer=adamw or muon with p"),
         ({"experts": 4, "bias": "none", "balance_rate": 0.001, "lora_rank": 2},
          "balance_rate=0.001 changes a bias of the model, and lora_rank trains only adapters; give balance_rate=0"),
         ({"experts": 4, "bias": "none", "lora_rank": 2, "lora_targets": "up"},
