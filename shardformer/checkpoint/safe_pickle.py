@@ -99,6 +99,41 @@ class Machine:
         return self._pop(len(self._stack) - self._marks.pop())
 
 
+class ObjectMachine(Machine):
+    """The opcodes of dicts with string keys, and of names of classes and functions, which subclasses look up."""
+
+    def run_object(self, opcode: str, argument) -> bool:
+        """Runs an opcode of literals, dicts, the memo or names; returns False for any other opcode."""
+        put = self._stack.append
+        match opcode:
+            case "BINUNICODE" | "SHORT_BINUNICODE" | "BININT" | "BININT1" | "BININT2" | "LONG1":
+                put(argument)
+            case "NONE" | "NEWTRUE" | "NEWFALSE":
+                put({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[opcode])
+            case "EMPTY_DICT":
+                put({})
+            case "LONG_BINPUT":
+                self._memo[argument] = self._stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                put(self._memo[argument])
+            case "GLOBAL":
+                put(self._find_name(*argument.split(" ")))
+            case "STACK_GLOBAL":
+                put(self._find_name(*self._pop(2)))
+            case _:
+                return False
+        return True
+
+    def _find_name(self, module, name):
+        """Returns what stands for a class or function that the pickle names, or rejects it."""
+        raise NotImplementedError
+
+    def _set_items(self, items: list) -> None:
+        if type(self._stack[-1]) is not dict or not all(type(name) is str for name in items[::2]):
+            raise UnpicklingError("it has a dictionary whose keys are not strings")
+        self._stack[-1].update(zip(items[::2], items[1::2], strict=True))
+
+
 class _Plain(Machine):
     """A machine for dicts of string keys, tuples, strings and integers."""
 

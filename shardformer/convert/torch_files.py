@@ -14,7 +14,7 @@ from typing import BinaryIO, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from shardformer.checkpoint.safe_pickle import Machine, describe_error, run, shorten
+from shardformer.checkpoint.safe_pickle import ObjectMachine, describe_error, run, shorten
 from shardformer.convert.tensors import Tensor
 from shardformer.errors import RunError, UsageError
 from shardformer.files import open_regular
@@ -61,26 +61,14 @@ class Record(NamedTuple):
     strides: tuple[int, ...]
 
 
-class _Tensors(Machine):
+class _Tensors(ObjectMachine):
     """The opcodes of a dictionary of tensors."""
 
     def run(self, opcode: str, argument) -> None:
+        if self.run_object(opcode, argument):
+            return
         put, pop = self._stack.append, self._pop
         match opcode:
-            case "BINUNICODE" | "SHORT_BINUNICODE" | "BININT" | "BININT1" | "BININT2" | "LONG1":
-                put(argument)
-            case "NONE" | "NEWTRUE" | "NEWFALSE":
-                put({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[opcode])
-            case "EMPTY_DICT":
-                put({})
-            case "LONG_BINPUT":
-                self._memo[argument] = self._stack[-1]
-            case "BINGET" | "LONG_BINGET":
-                put(self._memo[argument])
-            case "GLOBAL":
-                put(_find_name(*argument.split(" ")))
-            case "STACK_GLOBAL":
-                put(_find_name(*pop(2)))
             case "BINPERSID":
                 put(_make_storage(*pop(1)))
             case "REDUCE":
@@ -90,10 +78,8 @@ class _Tensors(Machine):
             case _:
                 raise UnpicklingError(f"it has the opcode {opcode} ({shorten(argument)}), which tensors do not need")
 
-    def _set_items(self, items: list) -> None:
-        if type(self._stack[-1]) is not dict or not all(type(name) is str for name in items[::2]):
-            raise UnpicklingError("it has a dictionary whose keys are not strings")
-        self._stack[-1].update(zip(items[::2], items[1::2], strict=True))
+    def _find_name(self, module, name) -> Name:
+        return _find_name(module, name)
 
 
 def _find_name(module, name) -> Name:
