@@ -15,8 +15,7 @@ RESET = "Generic S3 error: Error performing PUT http://h/b/k in 304.2µs - HTTP 
 class BadConnection:
     """Replaces obstore's functions: each call is lost with the probability `rate`, half of them after its work.
 
-    Each kind of request has random numbers of its own, so that which of its calls are lost does not depend on how a
-    lease's thread and a save take turns.
+    Each kind of request has its own random numbers: a lease's thread and a save send requests in no fixed order.
     """
 
     def __init__(self, rate: float, seed: int = 0):
