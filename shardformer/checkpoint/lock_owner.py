@@ -18,7 +18,7 @@ class Owner(NamedTuple):
     host: str = ""
     process: int = 0
     boot: str = ""  # of the kernel: containers of different machines may have the same host name
-    namespace: str = ""  # of the process ids: containers of one machine have the same ids
+    namespace: str = ""  # of process ids, which containers of one machine share, and of the ticks since the boot
     started: int = 0  # in ticks since the boot: the system reuses process ids
 
     def __str__(self) -> str:
@@ -31,6 +31,8 @@ def this_process() -> Owner:
     with contextlib.suppress(OSError):  # not Linux
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")
+    with contextlib.suppress(OSError):  # it shifts the ticks of each process; Linux before 5.6 has none
+        namespace += " " + os.readlink("/proc/self/ns/time")
     return Owner(socket.gethostname(), os.getpid(), boot, namespace, _read_start(os.getpid()))
 
 
@@ -48,8 +50,23 @@ def parse_owner(content: bytes) -> Owner:
 def is_known_dead(owner: Owner) -> bool:
     """Returns whether the owner was a process that this one would see, and it has ended."""
     here = this_process()
-    is_visible = here.boot and here.namespace and owner[:1] + owner[2:4] == here[:1] + here[2:4]
-    return bool(is_visible and owner.started and _read_start(owner.process) != owner.started)
+    is_visible = here.boot and here.namespace and here.started and owner[:1] + owner[2:4] == here[:1] + here[2:4]
+    if not (is_visible and owner.started) or _is_hidden(owner.process):
+        return False
+    return _read_start(owner.process) != owner.started
+
+
+def _is_hidden(process: int) -> bool:
+    """Returns whether a process exists that /proc does not show, such as that of another user under hidepid=2."""
+    if process < 1 or os.access(f"/proc/{process}/stat", os.R_OK):
+        return False
+    try:
+        os.kill(process, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return True
 
 
 def _read_start(process: int) -> int:

@@ -274,3 +274,13 @@ def test_lock_that_is_a_link_is_not_followed(tmp_path):
 @pytest.mark.parametrize("process", [10**30, 0, -1])
 def test_impossible_process_number_is_dead(process):
     assert is_known_dead(this_process()._replace(process=process))
+
+
+def test_process_that_proc_hides_is_not_known_dead(monkeypatch):
+    """Under hidepid=2, /proc does not show the processes of other users; signals are still refused, not lost."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    other_user = this_process()._replace(process=ended.pid)
+    assert is_known_dead(other_user)
+    let_fail(monkeypatch, os, "kill", PermissionError())
+    assert not is_known_dead(other_user)

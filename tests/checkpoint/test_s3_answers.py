@@ -151,9 +151,13 @@ def test_conflict_that_stays_is_reported(s3, out, monkeypatch):
         save(out)
 
 
-def acquire_in_new_namespace(out) -> subprocess.CompletedProcess:
-    """Acquires the lock as a container of this host name does: it sees no process of this one."""
-    command = ["unshare", "-pf", "--mount-proc"]
+OTHER_PROCESSES = ["-pf", "--mount-proc"]  # as a container of this host name: no process of this one is seen
+OTHER_CLOCK = ["-f", "--time", "--boottime", "100000"]  # another start is read for each process
+
+
+def acquire_in_new_namespace(out, options=OTHER_PROCESSES) -> subprocess.CompletedProcess:
+    """Acquires the lock in a namespace that `unshare` makes."""
+    command = ["unshare", *options]
     try:
         subprocess.run([*command, "true"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
@@ -164,9 +168,10 @@ def acquire_in_new_namespace(out) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.multiprocess
-def test_live_run_is_not_taken_over_from_another_namespace(s3, out):
+@pytest.mark.parametrize("options", [OTHER_PROCESSES, OTHER_CLOCK], ids=["processes", "clock"])
+def test_live_run_is_not_taken_over_from_another_namespace(s3, out, options):
     with checkpoint.lock_folder(out, lease.TIMES._replace(renew=0.2)) as held:
-        found = acquire_in_new_namespace(out)
+        found = acquire_in_new_namespace(out, options)
         held.check_still_locked()
     assert "is in use by process" in found.stderr
     assert "taken" not in found.stdout
