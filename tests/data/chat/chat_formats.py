@@ -74,6 +74,10 @@ FROM_ALPACA = [
     [{"role": "user", "content": "Add the numbers.\n2 and 2"}, {"role": "assistant", "content": "4"}],
     [{"role": "user", "content": "Say yes."}, {"role": "assistant", "content": "yes"}],
 ]
+# The last prompt ends inside of a token of the joined text.
+PROMPTS = [{"prompt": "What about 12 apples?", "completion": " The sky is blue, naïve café."},
+           {"prompt": "Q: 😀\n\nA:", "completion": " “quotes” and\nmañana"},
+           {"prompt": "the sk", "completion": "y is blue"}]  # fmt: skip
 FORMS = {
     "openai lines": Form(".jsonl", [{"messages": TALK}], [TALK]),
     "openai array": Form(".json", [{"messages": TALK}, {"messages": TALK[:2]}], [TALK, TALK[:2]]),
@@ -95,5 +99,7 @@ FORMS = {
     "gzip": Form(".jsonl.gz", [{"messages": TALK}], [TALK]),
     "zstandard": Form(".jsonl.zst", [{"messages": TALK}], [TALK]),
     "parquet": Form(".parquet", [{"messages": TALK}], [TALK]),
+    "trl text": Form(".jsonl", PROMPTS, []),
+    "trl text array": Form(".json", PROMPTS, []),
 }  # fmt: skip
 TEMPLATES = ("qwen2_5", "qwen3", "gemma2", "phi3_5", "lfm2_5")

@@ -1,8 +1,9 @@
 """Records what transformers and TRL make of the published forms of chat data.
 
-    pip install transformers trl; python -m tests.data.chat.record_formats
+    pip install transformers trl datasets; python -m tests.data.chat.record_formats
 
-It writes formats.json: for each template and form the checksums of the ids, and the spans of tokens that TRL learns.
+It writes formats.json: for each template and form the checksums of the ids that `apply_chat_template` gives, and the
+spans of tokens that the rows of a real `SFTTrainer` learn. A form without messages has text: its ids are TRL's.
 """
 
 import json
@@ -31,12 +32,16 @@ def find_spans(mask) -> list[list[int]]:
 
 
 def record_form(tokenizer, training: str | None, form: Form) -> list[dict]:
-    return [_record(tokenizer, training, form, messages) for messages in form.messages]
+    if not form.messages:
+        rows = make_rows(tokenizer, form.records, only_replies=False)
+        return [_describe(row) | _describe_apart(tokenizer, row) for row in rows]
+    return [_record(tokenizer, training, form, n) for n in range(len(form.messages))]
 
 
-def _record(tokenizer, training: str | None, form: Form, messages: list[dict]) -> dict:
+def _record(tokenizer, training: str | None, form: Form, number: int) -> dict:
+    messages = form.messages[number]
     try:
-        ids = _encode(tokenizer, messages, form.tools)["input_ids"]
+        ids = _encode(tokenizer, messages, form.tools)
     except Exception as error:
         return {"rejected": f"{error!s:.80}"}
     text = tokenizer.apply_chat_template(messages, tools=form.tools, tokenize=False)
@@ -44,17 +49,45 @@ def _record(tokenizer, training: str | None, form: Form, messages: list[dict]) -
            for message in messages for name in message.get("tool_calls", ())):  # fmt: skip
         return {"rejected": "leaves out the tool call"}
     found: dict = {"ids": checksum(ids), "tokens": len(ids)}
-    if form.prompts:  # as in SFTTrainer: the loss covers all tokens after the prompt and its header
-        prompt = _encode(tokenizer, messages[: form.prompts], form.tools, add_generation_prompt=True)["input_ids"]
-        return found | {"trl": find_spans([n >= len(prompt) for n in range(len(ids))])}
-    theirs = _encode(tokenizer, messages, form.tools, chat_template=training, return_assistant_tokens_mask=True)
-    if theirs["input_ids"] != ids:
-        return found | {"trl": "other tokens"}
-    return found | {"trl": find_spans(theirs["assistant_masks"])}
+    record = {"messages": messages} | ({"tools": form.tools} if form.tools else {})
+    try:
+        [row] = make_rows(tokenizer, [form.records[number] if form.prompts else record], not form.prompts)
+    except ValueError:  # SFTTrainer knows no template with {% generation %} for this one: name its own, as a user does
+        published, tokenizer.chat_template = tokenizer.chat_template, training
+        [row] = make_rows(tokenizer, [record], only_replies=True)
+        tokenizer.chat_template = published
+    return found | {"trl": _describe(row)["trl"] if row["input_ids"] == ids else "other tokens"}
 
 
-def _encode(tokenizer, messages, tools, **options):
-    return tokenizer.apply_chat_template(messages, tools=tools, return_dict=True, tokenize=True, **options)
+def _describe(row: dict) -> dict:
+    ids = row["input_ids"]
+    return {"ids": checksum(ids), "tokens": len(ids), "trl": find_spans([label != -100 for label in row["labels"]])}
+
+
+def _describe_apart(tokenizer, row: dict) -> dict:
+    """Describes a prompt and a completion that are encoded by themselves, as for generation."""
+    prompt, completion = (tokenizer(row[name])["input_ids"] for name in ("prompt", "completion"))
+    return {"prompt": len(prompt), "apart": checksum(prompt + completion), "end": completion[-1]}
+
+
+def _encode(tokenizer, messages, tools) -> list[int]:
+    return tokenizer.apply_chat_template(messages, tools=tools, return_dict=True, tokenize=True)["input_ids"]
+
+
+def make_rows(tokenizer, records: list[dict], only_replies: bool) -> list[dict]:
+    """Returns the rows of a real SFTTrainer: input_ids, and labels that are -100 where a token is not learned."""
+    import datasets
+    import transformers
+    import trl
+
+    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=len(tokenizer), **size))
+    with tempfile.TemporaryDirectory() as out:
+        settings = trl.SFTConfig(out, assistant_only_loss=only_replies, max_length=None, report_to=[], use_cpu=True,
+                                 bf16=False)  # fmt: skip
+        data = datasets.Dataset.from_list(records)
+        trainer = trl.SFTTrainer(model, args=settings, train_dataset=data, processing_class=tokenizer)
+    return list(trainer.train_dataset)
 
 
 def read_training_template(name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Published forms of chat data by published templates: ids are those of transformers, masks those of TRL.
+"""Published forms of chat data by published templates: ids are those of transformers, masks those of SFTTrainer.
 
 The masks differ where DIFFERENCES says so, and nowhere else; `pytest -s` prints the table.
 """
@@ -7,8 +7,10 @@ import json
 
 import pytest
 
+from shardformer.data import prepare, sources
 from shardformer.data.chat.chat_files import are_chat_files, mask_tokens, read_conversations
 from shardformer.data.row_report import RowError
+from shardformer.data.sources import SourceOptions
 from tests.data.chat.chat_formats import FORMS, TEMPLATES
 from tests.data.chat.record_formats import GOLDENS, checksum
 from tests.data.chat.test_chat_families import open_family
@@ -30,7 +32,7 @@ def read_spans(spans: list[list[int]], count: int) -> list[int]:
     return mask
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.messages])
 def test_ids_and_masks_of_published_forms(name, family, tmp_path):
     template, vocabulary, format = family
     form, expected = FORMS[name], FOUND[template][name]
@@ -62,6 +64,30 @@ def test_ids_and_masks_of_published_forms(name, family, tmp_path):
             assert set(left) <= set(DIFFERENCES[template])
         shown = f"of {sum(theirs)} tokens that TRL learns {len(left)} are only read: {sorted(set(left))}"
         print(f"{template}, {name}: {shown}")
+
+
+@pytest.mark.parametrize("name", [name for name, form in FORMS.items() if not form.messages])
+def test_ids_and_masks_of_prompts_as_text(name, family, tmp_path):
+    """TRL encodes them joined and ends with eos_token; here they are encoded apart and end with the end of text."""
+    template, vocabulary, _ = family
+    form = FORMS[name]
+    recipe = sources.find_recipe([str(form.write(tmp_path / "data"))], SourceOptions(named_validation=True))
+    split = prepare.prepare(recipe, vocabulary, tmp_path / "out", lambda *_: None).split("train")
+    start, joined = 0, []
+    for golden, end, prompt in zip(FOUND[template][name], split.ends, split.prompts, strict=True):
+        ids, start = split.tokens.take(start, end - start), end
+        assert ids[-1] == vocabulary.end_of_text
+        assert checksum([*ids[:-1], golden["end"]]) == golden["apart"]
+        assert prompt == golden["prompt"]
+        joined.append(golden["ids"] == golden["apart"])
+        if joined[-1]:
+            assert golden["trl"] == [[prompt, len(ids)]]
+        else:
+            print(f"{template}, {name}: for TRL a token crosses the end of the prompt, {vocabulary.decode(ids)!r}")
+    assert joined == [True, True, False]
+    ends = [vocabulary.decode([id]) for id in (ids[-1], golden["end"])]
+    assert ends[0] == ends[1] or ends == ["<|endoftext|>", "<|im_end|>"]
+    print(f"{template}, {name}: a completion ends with {ends[0]}, TRL's with {ends[1]}")
 
 
 def test_mask_of_another_turn_is_noticed(family, tmp_path):
