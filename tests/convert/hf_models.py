@@ -279,13 +279,22 @@ SETTINGS = {
 }
 
 
-def make_model(name: str, seed: int = 0, **changes):
-    """In float32, its weights rounded to bfloat16; large enough that every one of them shows in the logits."""
+VISION = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1, "image_size": 4}
+WRAPPER = {"vision_config": VISION | {"patch_size": 2}, "mm_tokens_per_image": 1}
+
+
+def make_model(name: str, seed: int = 0, wrapper: str = "", **changes):
+    """In float32, its weights rounded to bfloat16; large enough that every one of them shows in the logits.
+
+    wrapper: the model of text and images, such as Gemma3, in which it is the model of text.
+    """
     import torch
     import transformers
 
     family, options = MODELS[name]
     config = getattr(transformers, f"{family}Config")(**options | changes)
+    if wrapper:
+        config = getattr(transformers, f"{wrapper}Config")(text_config=config.to_dict(), **WRAPPER)
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for key, parameter in model.named_parameters():

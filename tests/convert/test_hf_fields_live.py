@@ -69,12 +69,15 @@ FURTHER = {
     "gemma2": GEMMA,
     "gemma3": GEMMA | {"rope_local_base_freq": [50.0], "rope_parameters": [None, LOCAL], "sliding_window": [None]},
 }
+FURTHER["gemma3 in a wrapper"] = FURTHER["gemma3"] | {"final_logit_softcapping": [1.0]}
+OF_WRAPPER = {"tie_word_embeddings": [False], "final_logit_softcapping": [1.0], "image_token_index": [7],
+              "mm_tokens_per_image": [2], "audio_config": [{"a": 1}], "vocab_size": [70]}  # fmt: skip
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_pytorch_tanh", "silu")
 
 
 def read_base(name: str) -> dict:
     """Returns a recorded config.json without its dtype, in which transformers would round Gemma's factor."""
-    base = json.loads((hf_models.FOLDER / name / "config.json").read_text())
+    base = json.loads((hf_models.FOLDER / name.split()[0] / "config.json").read_text())
     return {key: value for key, value in base.items() if key != "dtype"}
 
 
@@ -142,20 +145,34 @@ def compare(folder, models: dict) -> str:
     return "same" if distance <= CLOSE else f"{distance:.1e} off"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FURTHER)
-def test_each_field_is_followed_or_rejected(name, tmp_path):
+def list_files(name: str) -> dict[str, dict]:
+    """Returns each changed config.json by the change."""
     base = read_base(name)
-    models: dict = {}
-    found = {}
+    files = {}
     for key in {**base, **FURTHER[name]}:
         if key in ("model_type", "architectures", "transformers_version"):
             continue
         for value in [*list_values(key, base.get(key)), *FURTHER[name].get(key, [])]:
-            shutil.rmtree(tmp_path / "src", ignore_errors=True)
-            (tmp_path / "src").mkdir()
-            (tmp_path / "src" / "config.json").write_text(json.dumps(base | {key: value}))
-            found[f"{key}={value}"] = compare(tmp_path / "src", models)
+            files[f"{key}={value}"] = base | {key: value}
+    if not name.endswith("wrapper"):
+        return files
+    wrapper = {"model_type": "gemma3", **hf_models.WRAPPER}
+    files = {change: wrapper | {"text_config": text} for change, text in files.items()}
+    for key, values in OF_WRAPPER.items():
+        files |= {f"wrapper's {key}={value}": wrapper | {"text_config": base, key: value} for value in values}
+    return files
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FURTHER)
+def test_each_field_is_followed_or_rejected(name, tmp_path):
+    models: dict = {}
+    found = {}
+    for change, content in list_files(name).items():
+        shutil.rmtree(tmp_path / "src", ignore_errors=True)
+        (tmp_path / "src").mkdir()
+        (tmp_path / "src" / "config.json").write_text(json.dumps(content))
+        found[change] = compare(tmp_path / "src", models)
     print(json.dumps(found, indent=1))
     assert {field: outcome for field, outcome in found.items() if outcome[0].isdigit() or "shape" in outcome} == {}
     outcomes = list(found.values())
