@@ -2,7 +2,8 @@
 
 A file is executable code: whoever can write the folder can run code in every process. So it is never inside a run, nor
 next to a run on a disk: both may have been copied from elsewhere. A folder on a disk is used only if it belongs to this
-user, and others cannot write in it.
+user, and others cannot write in it. A program in a bucket is loaded only if it was written there: its digest covers the
+seal of the folder.
 """
 
 import contextlib
@@ -31,6 +32,7 @@ from shardformer.storage import BucketPath, bucket
 
 Gather = Callable[[str], list[str]]  # returns the strings of all processes in order
 _TOKEN_BYTES, _DIGEST_BYTES = 16, 32
+SEAL = "seal"  # an object of random bytes in a folder of a bucket
 DAYS = 30  # programs that no start has used for longer are deleted, or their folder would grow for ever
 _PROGRAM = re.compile(r".+-[0-9a-f]{32}-\d+-of-\d+")
 # Settings of JAX with these beginnings change no program, or change its text as well.
@@ -51,7 +53,14 @@ class ProgramStore:
 
     def __init__(self, folder: Path | BucketPath, gather: Gather):
         self.folder, self._gather = folder, gather
-        danger = "" if isinstance(folder, BucketPath) else find_danger(folder)
+        danger, self._seal = "", b""
+        try:
+            if isinstance(folder, BucketPath):
+                self._seal = read_seal(folder)
+            else:
+                danger = find_danger(folder)
+        except OSError as error:
+            danger = f"{folder}: {_first_line(error)}"
         if danger:
             say_not_stored(danger)
         # Without a folder the processes still agree: each must ask equally often.
@@ -92,8 +101,9 @@ class ProgramStore:
             _say(f"a kept program cannot be read and is compiled again: {path} ({error.strerror})")
             return None
         digest, token, payload = _split(content)
-        if hashlib.sha256(token + payload).digest() != digest:
-            _say(f"a kept program is damaged and is compiled again: {path}")
+        if hashlib.sha256(self._seal + token + payload).digest() != digest:
+            copied = " or was copied here" if self._seal else ""
+            _say(f"a kept program is damaged{copied} and is compiled again: {path}")
             return None
         try:
             program = serialize_executable.deserialize_and_load(
@@ -112,13 +122,29 @@ class ProgramStore:
         try:
             payload, *_ = serialize_executable.serialize(program)
             content = token.encode() + payload
-            _write(path, hashlib.sha256(content).digest() + content)
+            _write(path, hashlib.sha256(self._seal + content).digest() + content)
             if not self._is_tidied and jax.process_index() == 0:
                 self._is_tidied = True
                 delete_unused(self.folder)
         except Exception as error:  # any kind: a program with a callback cannot be pickled
             self._is_written = False
             say_not_stored(f"{path}: {_first_line(error)}")
+
+
+def read_seal(folder: BucketPath) -> bytes:
+    """Returns the seal of a folder in a bucket, and creates the object if it is missing.
+
+    A copied folder has another seal: its path differs, or the time at which the bucket wrote the object, which nobody
+    can choose.
+    """
+    path = folder / SEAL
+    if bucket.head(path) is None:
+        with contextlib.suppress(bucket.ChangedError):  # another process was first
+            bucket.create(path, secrets.token_bytes(32))
+    content, _ = bucket.read(path)
+    if (stored := bucket.head(path)) is None:
+        raise FileNotFoundError(f"{path} was deleted meanwhile")
+    return f"{folder} {content.hex()} {stored.modified}".encode()
 
 
 def find_danger(folder: Path) -> str:

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from shardformer.devices import program_store, programs
 from shardformer.devices.program_store import ProgramStore
 from shardformer.devices.programs import KeptProgram
+from shardformer.storage import bucket
 from tests.checkpoint import places
 from tests.checkpoint.conftest import memory_buckets  # noqa: F401 (fixture)
 from tests.surroundings import let_fail, simulate_processes
@@ -293,6 +294,27 @@ def test_programs_of_long_ago_are_deleted_from_a_bucket(tmp_path, monkeypatch):
 def test_programs_are_kept_in_a_bucket(tmp_path):
     folder = places.new_place("memory", tmp_path).parent / ".programs"
     assert [compiled_by(folder), compiled_by(folder)] == [1, 0]
+
+
+@pytest.mark.usefixtures("memory_buckets")
+@pytest.mark.parametrize("same_path", [False, True])
+def test_copied_programs_of_a_bucket_are_not_loaded(tmp_path, capsys, same_path):
+    """A stranger's folder holds code, and its seal comes along; only the time of the copy is not the stranger's."""
+    folder = places.new_place("memory", tmp_path).parent / f"stranger-{same_path}" / ".programs"
+    assert compiled_by(folder) == 1
+    target = folder if same_path else folder.parent.parent / "own" / ".programs"
+    for name in bucket.list_objects(folder):
+        (target / name).write_bytes((folder / name).read_bytes())
+    assert [compiled_by(target), compiled_by(target)] == [1, 0]
+    assert capsys.readouterr().err.count("damaged or was copied here and is compiled again") == 1
+
+
+@pytest.mark.usefixtures("memory_buckets")
+def test_bucket_that_cannot_be_read_keeps_no_program(tmp_path, monkeypatch, capsys):
+    let_fail(monkeypatch, bucket, "head", OSError("denied"))
+    folder = places.new_place("memory", tmp_path).parent / "denied" / ".programs"
+    assert [compiled_by(folder), compiled_by(folder)] == [1, 1]
+    assert f"compiled programs are not kept: {folder}: denied" in capsys.readouterr().err
 
 
 def test_jit_without_a_store_is_that_of_jax():
