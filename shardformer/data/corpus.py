@@ -15,6 +15,7 @@ from shardformer.data.chat import chat_format
 from shardformer.data.chat.chat_windows import ChatSplit, ChatWindows, describe_rows
 from shardformer.data.digests import BackgroundCheck
 from shardformer.data.prepare import Progress
+from shardformer.data.row_report import join_faults
 from shardformer.data.source import NO_IDS, OpenedSource, Say, Source, SourceOptions
 from shardformer.data.token_folder import format_of_fingerprint, join_fingerprints
 from shardformer.data.tokens import SPLITS
@@ -151,9 +152,9 @@ def load_corpus(
         config.data.tokenizer, every, say, config.model.vocab, config.data.special_tokens, config.data.bos
     )
     vocabulary = choose_chat_template(config.data.chat_template, every, vocabulary)
-    opened = tuple(source.open(vocabulary, progress) for source in result)
+    opened = _open_all(every, vocabulary, progress)
+    opened, held_out = opened[: len(result)], opened[-1] if validation else None
     _check_splits(opened, bool(validation), any(source.fixed_splits for source in result))
-    held_out = validation.open(vocabulary, progress) if validation else None
     for source in (*opened, *([held_out] if held_out else [])):
         for notice in source.notices:
             say(f"{source.name}: {notice}")
@@ -167,6 +168,15 @@ def load_corpus(
         held_out,
         _check_stored([*opened, *([held_out] if held_out else [])], resumes, say),
     )
+
+
+def _open_all(every: Sequence[Source], vocabulary: Vocabulary, progress: Progress) -> tuple[OpenedSource, ...]:
+    """Opens the sources; raises UsageError with the faulty rows of all of them."""
+
+    def open_one(source: Source) -> list[OpenedSource]:
+        return [source.open(vocabulary, progress)]
+
+    return tuple(join_faults(functools.partial(open_one, source) for source in every))
 
 
 def choose_chat_template(wanted: str, result: Sequence[Source], vocabulary: Vocabulary) -> Vocabulary:
@@ -246,7 +256,7 @@ def open_vocabulary(
 
 def _collect_characters(documents: list[Source], say: Say) -> Characters:
     """Returns the characters of all splits; reports any that the training text lacks."""
-    trained: set[str] = set().union(*(source.characters("train") for source in documents))
+    trained = set(join_faults(functools.partial(source.characters, "train") for source in documents))
     known = trained.union(*(source.characters(*SPLITS[1:]) for source in documents))
     vocabulary = Characters.from_text(known)
     if unseen := sorted(known - trained):
@@ -260,7 +270,7 @@ def _collect_characters(documents: list[Source], say: Say) -> Characters:
 
 def _train_bpe(wanted: str, documents: list[Source], special_tokens: bool, say: Say) -> Vocabulary:
     size = int(wanted.removeprefix("bpe:"))
-    vocabulary = hf_tokenizer.train_bpe((piece for s in documents for piece in s.sample()), size, special_tokens)
+    vocabulary = hf_tokenizer.train_bpe(join_faults(source.sample for source in documents), size, special_tokens)
     if len(vocabulary) < size:
         say(f"tokenizer=bpe:{size}: the text has pairs for {len(vocabulary)} entries only; these are all of them")
     return vocabulary

@@ -1,12 +1,15 @@
 """Faults of the rows of a corpus: each cause with a count and its first row."""
 
 import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from shardformer.errors import UsageError
 
 MAX_CAUSES = 20  # of which one report keeps the first row
 MAX_SHOWN = 8  # causes in one message
 OTHERS = "other causes"
+T = TypeVar("T")
 
 
 class RowError(UsageError):
@@ -58,8 +61,8 @@ class RowReport:
         advice = "correct them, or leave such rows out: bad_rows=skip"
         if self.count == 1:
             [(_, first)] = self.faults.values()
-            raise UsageError(f"{first}; correct it, or leave such rows out: bad_rows=skip")
-        raise UsageError(f"{self.count:,} rows cannot be learned: {_describe(self.faults)}; {advice}")
+            raise FaultyRows(f"{first}; correct it, or leave such rows out: bad_rows=skip", self)
+        raise FaultyRows(f"{self.count:,} rows cannot be learned: {_describe(self.faults)}; {advice}", self)
 
     def describe(self) -> list[str]:
         """Returns a line for the rows that are left out, and one for those that are changed."""
@@ -69,6 +72,25 @@ class RowReport:
         if self.changes:
             lines.append(f"rows that are changed: {_describe(self.changes)}")
         return lines
+
+
+class FaultyRows(UsageError):
+    """The rows of a source that cannot be trained on."""
+
+    def __init__(self, message: str, report: RowReport):
+        super().__init__(message)
+        self.report = report
+
+
+def join_faults(sources: Iterable[Callable[[], Iterable[T]]]) -> Iterator[T]:
+    """Yields what each source yields; raises the faulty rows of all of them at the end."""
+    report = RowReport()
+    for read in sources:
+        try:
+            yield from read()
+        except FaultyRows as error:
+            report.merge(error.report)
+    report.raise_faults()
 
 
 def _add(counts: dict[str, tuple[int, str]], cause: str, count: int, first: str) -> None:

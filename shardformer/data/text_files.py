@@ -366,9 +366,13 @@ def _read_record(line: bytes, field: str, location: str) -> tuple[str, str]:
         raise RowError(location, f"is not JSON: {error}", "is not JSON") from None
     if isinstance(record, dict) and field not in record and {"prompt", "completion"} <= record.keys():
         prompt, text = record["prompt"], record["completion"]
+        for name, value in (("prompt", prompt), ("completion", text)):
+            if not isinstance(value, str):
+                kind = type(value).__name__
+                raise RowError(location, f"has a {name} of {kind}; expected text", f"a {name} of {kind}")
     else:
         prompt, text = "", record.get(field) if isinstance(record, dict) else None
-    if not isinstance(text, str) or not isinstance(prompt, str):
+    if not isinstance(text, str):
         has = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         raise RowError(
             location,

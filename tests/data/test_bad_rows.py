@@ -6,10 +6,11 @@ import pytest
 
 from shardformer import load_corpus
 from shardformer.__main__ import main
+from shardformer.data.chat.chat_files import read_conversations
 from shardformer.data.row_report import MAX_CAUSES, RowError, RowReport
 from shardformer.errors import UsageError
 from tests import runs, shared
-from tests.data.chat.chats import records, write_lines
+from tests.data.chat.chats import records, template, write_lines
 
 BAD = [
     {"messages": [{"role": "bot", "content": "x"}]},
@@ -65,6 +66,42 @@ def test_records_of_texts_follow_the_same_rule(tmp_path, tokenizer):
     with pytest.raises(UsageError, match=r"3 rows cannot be learned: 2 x has no text under 'text'.*1 x is not JSON"):
         load(path, **options)
     load(path, bad_rows="skip", **options)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "chars"])
+def test_faults_of_all_sources_come_at_once(tmp_path, tokenizer):
+    paths = []
+    for name, fault in (("a", {"body": "x"}), ("b", "{"), ("held", {"text": 3})):
+        lines = [json.dumps({"text": f"some words {n} " * 9}) for n in range(40)]
+        paths.append(tmp_path / f"{name}.jsonl")
+        paths[-1].write_text("\n".join([*lines, fault if isinstance(fault, str) else json.dumps(fault)]))
+    a, b, held = paths
+    options = {"chat_template": "auto", "tokenizer": tokenizer, "vocab": 0, "validation": str(held)}
+    with pytest.raises(UsageError, match=r"3 rows cannot be learned: 2 x has no text.*1 x is not JSON"):
+        load(f"{a},{b}", **options)
+
+
+def test_prompts_that_are_no_text_are_named(tmp_path):
+    lines = [{"prompt": f"a{n}", "completion": "b"} for n in range(40)]
+    path = write_lines(
+        tmp_path / "a.jsonl", [*lines, {"prompt": 3, "completion": "x"}, {"prompt": "", "completion": []}]
+    )
+    with pytest.raises(UsageError, match=r"1 x a prompt of int .*line 41.*1 x a completion of list"):
+        load(path, chat_template="auto")
+
+
+def test_each_reason_of_a_template_is_a_cause(tmp_path):
+    strict = template(
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{% for m in messages %}{{ raise_exception('no tools') if m.role == 'tool' }}{{ m.role }}: {{ m.content }}\n"
+        "{% endfor %}"
+    )
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    faults = [[{"role": "system", "content": "s"}, *talk], [*talk, {"role": "tool", "content": "t"}]]
+    path = write_lines(tmp_path / "chat.jsonl", [{"messages": messages} for messages in [*faults, faults[0]]])
+    report = RowReport()
+    assert not list(read_conversations(path, strict, report=report))
+    assert [(cause[-9:], count) for cause, (count, _) in report.faults.items()] == [("no system", 2), (" no tools", 1)]
 
 
 def test_prepare_and_show_say_what_is_left_out(tmp_path, capsys, monkeypatch):

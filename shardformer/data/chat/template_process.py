@@ -31,7 +31,9 @@ class Rendered:
 class RenderError(UsageError):
     """A template that fails for a conversation."""
 
-    cause = "the chat template fails"
+    def __init__(self, message: str, reason: str):
+        super().__init__(message)
+        self.cause = f"the chat template fails: {reason:.80}"
 
 
 class TemplateProcess:
@@ -84,7 +86,8 @@ class TemplateProcess:
 
     def _read_result(self, result: dict) -> Rendered | RenderError:
         if "error" in result:
-            return RenderError(f"the chat template of {self.format.name} fails: {result['error']}")
+            reason = result["error"]
+            return RenderError(f"the chat template of {self.format.name} fails: {reason}", reason)
         return Rendered(result["text"], tuple((start, end) for start, end in result["spans"]))
 
     def _ask(self, request: dict) -> Any:
