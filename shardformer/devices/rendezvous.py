@@ -17,9 +17,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from importlib import metadata
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 import jaxlib
@@ -291,19 +292,38 @@ def end_process(reason: str) -> NoReturn:
 
 
 PACKAGE = Path(shardformer.__file__).parent
+LIBRARIES = ("dm-haiku", "optax", "numpy", "libtpu")  # besides JAX: another version may trace another program
+# Settings of JAX that change a program, with the values that are not named.
+SETTINGS = {
+    "jax_enable_x64": False,
+    "jax_default_matmul_precision": None,
+    "jax_default_prng_impl": "threefry2x32",
+    "jax_threefry_partitionable": True,
+    "jax_disable_jit": False,
+}
+
+
+def describe_software() -> str:
+    """Returns the versions, a hash of this package's source files and the changed settings of JAX in one line."""
+    values: Any = jax.config  # a type checker does not know its values
+    changed = [f", {name}={values.values.get(name)}" for name, usual in SETTINGS.items()
+               if values.values.get(name) != usual]  # fmt: skip
+    return _describe_versions() + "".join(changed)
 
 
 @functools.cache
-def describe_software() -> str:
-    """Returns the versions and a hash of this package's source files in one line."""
+def _describe_versions() -> str:
     python = ".".join(platform.python_version_tuple()[:2])
-    versions = f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, Python {python}"
-    return f"shardformer {shardformer.__version__} (code {_hash_sources(PACKAGE)}), {versions}"
+    versions = [f"jax {jax.__version__}", f"jaxlib {jaxlib.__version__}", f"Python {python}"]
+    for name in LIBRARIES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions.append(f"{name} {metadata.version(name)}")
+    return f"shardformer {shardformer.__version__} (code {_hash_sources(PACKAGE)}), {', '.join(versions)}"
 
 
 def describe_difference(process: int, software: str, other: int, rest: str) -> str:
     """Returns the error for two processes with different software."""
-    return f"process {process} runs {software}, process {other} runs {rest}; install the same on all machines"
+    return f"process {process} runs {software}, process {other} runs {rest}; install and set the same on all machines"
 
 
 def _hash_sources(package: Path) -> str:

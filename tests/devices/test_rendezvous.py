@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import jax
 import pytest
 
 from shardformer.devices import rendezvous
@@ -166,8 +167,24 @@ def test_processes_with_different_code_are_rejected(theirs, named):
         (error,), _ = first.result(timeout=20)
     assert isinstance(error, UsageError)
     ours = describe_software()
-    assert str(error) == f"process 0 runs {ours}, process 1 runs {named}; install the same on all machines"
+    assert str(error) == f"process 0 runs {ours}, process 1 runs {named}; install and set the same on all machines"
     assert answer == b"refused " + str(error).encode() + b"\n"
+
+
+def test_settings_of_jax_belong_to_the_software():
+    """One process with another precision would train one model by two rules."""
+    usual = describe_software()
+    with jax.default_matmul_precision("bfloat16"):
+        assert describe_software() == f"{usual}, jax_default_matmul_precision=bfloat16"
+    assert describe_software() == usual
+
+
+def test_versions_of_libraries_belong_to_the_software(tmp_path, monkeypatch):
+    (tmp_path / "optax-0.0.1.dist-info").mkdir()
+    (tmp_path / "optax-0.0.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: optax\nVersion: 0.0.1\n")
+    assert "optax 0.0.1" not in describe_software()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "optax 0.0.1" in rendezvous._describe_versions.__wrapped__()
 
 
 @pytest.mark.multiprocess
@@ -194,7 +211,7 @@ def test_two_checkouts_do_not_train_together(tmp_path):
     for status, printed in run_both():
         assert status == 1
         assert printed.count(b"shardformer 0") == 2
-        assert b"install the same on all machines" in printed
+        assert b"install and set the same on all machines" in printed
 
 
 def test_a_client_that_drips_does_not_outlast_the_deadline(monkeypatch):
