@@ -293,22 +293,20 @@ def end_process(reason: str) -> NoReturn:
 
 PACKAGE = Path(shardformer.__file__).parent
 LIBRARIES = ("dm-haiku", "optax", "numpy", "libtpu")  # besides JAX: another version may trace another program
-# Settings of JAX that change a program, with the values that are not named.
-SETTINGS = {
-    "jax_enable_x64": False,
-    "jax_default_matmul_precision": None,
-    "jax_default_prng_impl": "threefry2x32",
-    "jax_threefry_partitionable": True,
-    "jax_disable_jit": False,
-}
+# Settings of JAX that change a program.
+SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_disable_jit",
+)
 
 
 def describe_software() -> str:
-    """Returns the versions, a hash of this package's source files and the changed settings of JAX in one line."""
-    values: Any = jax.config  # a type checker does not know its values
-    changed = [f", {name}={values.values.get(name)}" for name, usual in SETTINGS.items()
-               if values.values.get(name) != usual]  # fmt: skip
-    return _describe_versions() + "".join(changed)
+    """Returns the versions, a hash of this package's source files and settings of JAX in one line."""
+    config: Any = jax.config  # a type checker does not know its values
+    return ", ".join([_describe_versions(), *(f"{name}={config.values.get(name)}" for name in SETTINGS)])
 
 
 @functools.cache
@@ -322,8 +320,11 @@ def _describe_versions() -> str:
 
 
 def describe_difference(process: int, software: str, other: int, rest: str) -> str:
-    """Returns the error for two processes with different software."""
-    return f"process {process} runs {software}, process {other} runs {rest}; install and set the same on all machines"
+    """Returns the error for two processes with different software: the parts that differ."""
+    parts, others = software.split(", "), rest.split(", ")
+    mine = ", ".join(part for part in parts if part not in others)
+    theirs = ", ".join(part for part in others if part not in parts)
+    return f"process {process} runs {mine}, process {other} runs {theirs}; install and set the same on all machines"
 
 
 def _hash_sources(package: Path) -> str:

@@ -175,8 +175,11 @@ def test_settings_of_jax_belong_to_the_software():
     """One process with another precision would train one model by two rules."""
     usual = describe_software()
     with jax.default_matmul_precision("bfloat16"):
-        assert describe_software() == f"{usual}, jax_default_matmul_precision=bfloat16"
-    assert describe_software() == usual
+        changed = describe_software()
+    assert rendezvous.describe_difference(0, usual, 1, changed) == (
+        "process 0 runs jax_default_matmul_precision=None, process 1 runs jax_default_matmul_precision=bfloat16; "
+        "install and set the same on all machines"
+    )
 
 
 def test_versions_of_libraries_belong_to_the_software(tmp_path, monkeypatch):
