@@ -147,7 +147,7 @@ def _blocks_backward(block, saved, d_MO):
     def sum_expert(expert, blocks, d_w_EIO):
         def add_block(b, d_w_IO):
             x_bI, d_bO = (lax.dynamic_slice_in_dim(a, b * block, block) for a in (x_MI, d_MO))
-            # The barrier keeps a copy, as in kernels/linear.py: a fast product takes no transposed left operand.
+            # The barrier keeps a copy, as in kernels/linear.py: the CPU's fast product takes no transposed one.
             x_Ib = lax.optimization_barrier(x_bI.T)
             return d_w_IO + jnp.matmul(x_Ib, d_bO, preferred_element_type=jnp.float32)
 
