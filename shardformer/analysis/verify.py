@@ -94,7 +94,8 @@ def draw_parameters(dense: Trainer) -> Any:
         return parameters
     draw, layers = np.random.default_rng([config.training.seed, 2]), parameters["transformer/layers"]
     # All tokens share a direction from which the first expert of each layer turns away.
-    tokens, signs = parameters["transformer/embed"]["tokens"], np.resize(np.array([1, -1], np.float32), config.model.d_model)
+    tokens = parameters["transformer/embed"]["tokens"]
+    signs = np.resize(np.array([1, -1], np.float32), config.model.d_model)
     tokens += 2 * tokens.std() * signs
     layers["router"][:, :, 0] = -signs
     if config.experts.balance_rate:
