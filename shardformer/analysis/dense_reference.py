@@ -4,6 +4,7 @@
 under `jax.enable_x64`.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -55,7 +56,7 @@ def logits(config, params: Params, tokens, masks: "Masks | None" = None, documen
             kind: {name: leaf[i] for name, leaf in params.get(f"transformer/layers/{kind}", {}).items()}
             for kind in NORMS[c.model.block]
         }
-        layer = {name: leaf[i] for name, leaf in layers.items()}
+        layer = _select_layer(c, layers, i)
         if adapter_masks:
             layer = _drop_inputs_of_adapters(c, layer, adapter_masks.of_layer(i))
         x = _layer(_resolve_window(c, i), params, layer, norms, x, masks and masks.of_layer(i), documents, routes)
@@ -188,9 +189,26 @@ def _resolve_window(c, i: int):
     return c.replace(window_pattern="", window_rotary_theta=None, **local)
 
 
+def _select_layer(c, layers, i: int) -> dict[str, Any]:
+    """Returns the parameters of layer i. Those of a feed-forward are stacked over the layers of their kind."""
+    rest = itertools.cycle(c.experts.expert_pattern or "e")
+    kinds = ["d"] * c.experts.dense_first + [next(rest) for _ in range(c.model.layers - c.experts.dense_first)]
+    if not c.experts.experts or "d" not in kinds:
+        return {name: leaf[i] for name, leaf in layers.items()}
+    kind_of = {"up": "d", "gate": "d", "down": "d", "expert": "e", "shared": "e", "router": "e"}
+    result = {}
+    for name, leaf in layers.items():
+        kind = kind_of.get(name.split("_")[0])
+        if kind is None:
+            result[name] = leaf[i]
+        elif kind == kinds[i]:
+            result[name] = leaf[kinds[:i].count(kind)]
+    return result
+
+
 def _layer(c, params, layer, norms, x, masks, documents, routes):
     def feed_forward(h):
-        if c.experts.experts:
+        if "router" in layer:
             return _mix_experts(c, layer, h, routes)
         return _feed_forward(layer, h, c.model.activation)
 

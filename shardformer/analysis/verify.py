@@ -77,14 +77,31 @@ def verify_config(config: Config) -> list[Difference]:
     config = config.replace(dtype="float32", param_dtype="float32", grad_dtype="float32")
     batch = weighted_batch(config)
     with jax.default_matmul_precision("highest"):
-        dense, sharded = _dense_trainer(config), Trainer(config, mesh.make(config))
-        parameters = jax.tree.map(np.asarray, dense.model.init(config.training.seed))
+        dense, sharded = make_dense_trainer(config), Trainer(config, mesh.make(config))
+        parameters = draw_parameters(dense)
         key = np.asarray(dense.dropout_key(0))
         expected = reference_loss_and_gradients(config, parameters, batch, key)
         got = loss_and_gradients(sharded.model, parameters, batch, key)[:2]
         losses = _train_reference(dense, batch), train(sharded, batch)
     rows = compare_loss_and_gradients(expected, got)
     return [*rows, Difference(f"losses of {STEPS} steps", find_worst(*losses), TRAINING)]
+
+
+def draw_parameters(dense: Trainer) -> Any:
+    """Returns initial parameters as host arrays; with experts, one has no tokens, and the routers' biases count."""
+    config, parameters = dense.config, jax.tree.map(np.array, dense.model.init(dense.config.training.seed))
+    if not config.experts.experts:
+        return parameters
+    draw, layers = np.random.default_rng([config.training.seed, 2]), parameters["transformer/layers"]
+    # All tokens share a direction from which the first expert of each layer turns away.
+    tokens = parameters["transformer/embed"]["tokens"]
+    signs = np.resize(np.array([1, -1], np.float32), config.model.d_model)
+    tokens += 2 * tokens.std() * signs
+    layers["router"][:, :, 0] = -signs
+    if config.experts.balance_rate:
+        biases = draw.normal(size=layers["router_bias"].shape) / (10 * config.experts.experts)
+        layers["router_bias"] = biases.astype(np.float32)
+    return parameters
 
 
 def find_worst(dense, sharded) -> float:
@@ -119,7 +136,7 @@ def train(trainer: Trainer, batch) -> list[np.ndarray]:
     return losses
 
 
-def _dense_trainer(config: Config) -> Trainer:
+def make_dense_trainer(config: Config) -> Trainer:
     """Returns a trainer on one device, without microbatches: it provides initial parameters and the optimizer."""
     one = config.replace(
         mesh="1x1", zero=0, accum=1, accum_mode="scan", pipeline_rounds=1, sequence_parallel=False, attention="auto"

@@ -7,6 +7,7 @@ their flat names. Nothing here imports JAX, so a wrong command is rejected befor
 import dataclasses
 import functools
 import json
+from collections.abc import Sequence
 
 from shardformer.config import key_rules, old_files
 from shardformer.config.adapter_keys import AdapterKeys
@@ -14,6 +15,7 @@ from shardformer.config.data_keys import DataKeys
 from shardformer.config.expert_keys import ExpertKeys
 from shardformer.config.keys import KeyGroup, compute_derived, format_value, keys_of
 from shardformer.config.model_keys import ModelKeys
+from shardformer.config.names import OF_DENSE_LAYERS, OF_EXPERT_LAYERS
 from shardformer.config.optimizer_keys import OptimizerKeys
 from shardformer.config.parallel_keys import ParallelKeys
 from shardformer.config.parsing import MeshSizes, parse_mesh
@@ -89,6 +91,27 @@ class Config:
     def splits_experts(self) -> bool:
         """True if each shard of the model has some of the experts; else it has a part of each expert's width."""
         return self.experts.experts % self.parallel.mp == 0
+
+    @functools.cached_property
+    def sparse_layers(self) -> tuple[bool, ...]:
+        """True for each layer that has experts instead of a dense feed-forward."""
+        return self.experts.list_sparse(self.model.layers)
+
+    @functools.cached_property
+    def mixes_layers(self) -> bool:
+        """True if some layers have experts and others a dense feed-forward."""
+        return bool(self.experts.experts) and not all(self.sparse_layers)
+
+    def layers_of(self, name: str) -> Sequence[int]:
+        """Returns the numbers of the layers that have a parameter of this name, such as `expert_up`.
+
+        Their arrays are stacked on its leading axis.
+        """
+        layers, first_word = range(self.model.layers), name.rpartition("/")[2].partition("_")[0]
+        if not self.mixes_layers or first_word not in (*OF_DENSE_LAYERS, *OF_EXPERT_LAYERS):
+            return layers
+        has_experts = first_word in OF_EXPERT_LAYERS
+        return [i for i in layers if self.sparse_layers[i] == has_experts]
 
     @property
     def architecture(self) -> "Config":

@@ -1,6 +1,7 @@
 """Keys of mixtures of experts: the feed-forward of a layer as many small ones, of which each token uses a few."""
 
 import dataclasses
+import itertools
 from typing import Literal
 
 from shardformer.config.keys import KeyGroup, key, require
@@ -11,6 +12,21 @@ class ExpertKeys(KeyGroup):
     """Experts"""
 
     experts: int = key(0, "experts in each layer's feed-forward; 0: one dense feed-forward", least=0, fixed=True)
+    dense_first: int = key(
+        0,
+        "first layers with a dense feed-forward of width d_ff instead of experts, as DeepSeek; expert_pattern starts "
+        "after them",
+        least=0,
+        fixed=True,
+        needs="experts",
+    )
+    expert_pattern: str = key(
+        "",
+        "kinds of the layers, repeated; e: experts, d: dense feed-forward of width d_ff, such as de for experts in "
+        "every other layer; empty: all have experts",
+        fixed=True,
+        needs="experts",
+    )
     experts_per_token: int = key(2, "experts that each token uses", least=1, fixed=True, needs="experts")
     expert_width: int | None = key(
         None, "feed-forward width of one expert; auto: d_ff", least=1, fixed=True, needs="experts"
@@ -49,9 +65,20 @@ class ExpertKeys(KeyGroup):
         needs="experts",
     )
 
+    def list_sparse(self, layers: int) -> tuple[bool, ...]:
+        """Returns, for each layer of a model, whether it has experts."""
+        kinds = itertools.cycle(self.expert_pattern or "e")
+        after = tuple(kind == "e" for kind in itertools.islice(kinds, max(layers - self.dense_first, 0)))
+        return (False,) * min(self.dense_first, layers) + after
+
     def check(self) -> None:
         require(
             not self.experts or self.experts_per_token <= self.experts,
             f"experts_per_token={self.experts_per_token} must be at most experts={self.experts}; "
             f"try experts_per_token={self.experts}",
+        )
+        require(
+            set(self.expert_pattern) <= {"e", "d"},
+            "expert_pattern takes the letters e (experts) and d (dense), such as de; got "
+            f"expert_pattern={self.expert_pattern:.40}",
         )

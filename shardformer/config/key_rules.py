@@ -121,6 +121,11 @@ def _check_adapters(c: "Config") -> None:
 
 def _check_experts(c: "Config") -> None:
     require(
+        any(c.sparse_layers),
+        f"dense_first={c.experts.dense_first} and expert_pattern={c.experts.expert_pattern:.40} leave none of "
+        f"layers={c.model.layers} with experts; give experts=0, or a smaller dense_first",
+    )
+    require(
         "up" not in c.model.biased,
         f"experts have no biases, and bias={c.model.bias} has them in the feed-forward; give bias=none or bias=norm",
     )
@@ -209,7 +214,7 @@ def _check_context(c: "Config") -> None:
 
 def _check_split_sizes(c: "Config", mp: int) -> None:
     sizes = {"heads": c.model.heads}
-    if not c.experts.experts:
+    if not c.experts.experts or c.mixes_layers:
         sizes["feed-forward width"] = c.model.ff_size
     if c.experts.experts and not c.splits_experts:
         sizes["the width of an expert"] = c.expert_size
@@ -247,6 +252,13 @@ def _check_stages(c: "Config") -> None:
         rounds == c.parallel.pipeline_rounds,
         f"layers={c.model.layers} do not divide over pp={pp} stages (mesh={c.parallel.mesh}) in "
         f"pipeline_rounds={c.parallel.pipeline_rounds}; try pipeline_rounds={rounds}",
+    )
+    size = c.model.layers // pp // rounds
+    require(
+        not c.mixes_layers or c.sparse_layers == c.sparse_layers[:size] * (pp * rounds),
+        f"all stages run one program, and stages of {size} layers (mesh={c.parallel.mesh}) have experts in different "
+        f"layers with dense_first={c.experts.dense_first} expert_pattern={c.experts.expert_pattern:.40}; give "
+        f"mesh={without}, or a pattern that repeats in every stage",
     )
     require(
         c.optimizer.name != "lbfgs" and not c.training.grad_metrics and c.training.accum_mode == "scan",

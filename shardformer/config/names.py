@@ -10,6 +10,7 @@ LAYERS = f"{PREFIX}layers"  # the stacked parameters of all layers
 MATRICES = ("q", "k", "v", "o", "up", "gate", "down")  # of a layer
 EXPERT_MATRICES = ("expert_up", "expert_gate", "expert_down")  # [experts, inputs, outputs] in each layer
 SHARED_MATRICES = ("shared_up", "shared_gate", "shared_down")  # of the expert that every token uses
+OF_DENSE_LAYERS, OF_EXPERT_LAYERS = ("up", "gate", "down"), ("expert", "shared", "router")  # first words of names
 LORA_IN, LORA_OUT = "_lora_in", "_lora_out"  # the two factors of a matrix's adapter
 CODES, SCALES = "_codes", "_scales"  # the two parameters of a quantised matrix
 OF_KEY_VALUE_HEADS = {

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from shardformer.config import ARCHITECTURE, FIELDS, Config, is_hugging_face
 from shardformer.config.parsing import shorten
 from shardformer.convert import hf_special_tokens
-from shardformer.convert.families import FAMILIES
+from shardformer.convert.families import FAMILIES, REJECTED
 from shardformer.convert.families.family import TO_ACTIVATIONS, Family
 from shardformer.convert.text_model import find_text_config
 from shardformer.data import SpecialTokens, Vocabulary
@@ -72,6 +72,8 @@ def read_model(folder: Path | BucketPath, ignored: Collection[str] = (), seq: in
     path = folder / NAME
     theirs = _read_text_config(path)
     name = theirs["model_type"]
+    if isinstance(name, str) and name in REJECTED:
+        raise UsageError(f"{path}: model_type={name!r} is not computed here: {REJECTED[name]}")
     if not isinstance(name, str) or name not in FAMILIES:
         raise UsageError(
             f"{path}: model_type={name!r:.80} is not known; there are {', '.join(FAMILIES)}; "

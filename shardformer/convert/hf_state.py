@@ -47,7 +47,7 @@ def open_params(folder: Path, family: str, config: Config, not_finite: set[str],
     def fill(name: str, whole: np.ndarray) -> None:
         whole[...] = 0  # the rows that pad the vocabulary
         for tensor, stored, part in sources[name]:
-            target = whole if stored.layer is None else whole[stored.layer]
+            target = whole if stored.row is None else whole[stored.row]
             if not _copy_part(tensor, stored, part, target):
                 not_finite.add(stored.name)
 
@@ -124,7 +124,7 @@ def write_params(folder: Path, family: str, config: Config, params: Leaves, dtyp
     kind = float_kind(dtype)
 
     def read(stored: Stored, part: Part) -> np.ndarray:
-        return part.view(np.asarray(params[part.ours][... if stored.layer is None else stored.layer]))
+        return part.view(np.asarray(params[part.ours][... if stored.row is None else stored.row]))
 
     def make(stored: Stored) -> np.ndarray:
         if len(stored.parts) == 1 and not stored.seen and not stored.first:

@@ -278,7 +278,7 @@ def _unstack_layers(config: Config, params):
 
     def unstack(name, leaf):
         dtype = config.parallel.dtype if is_factor_of_product(name) else leaf.dtype
-        return [leaf[i].astype(dtype) for i in range(config.model.layers)]
+        return [leaf[i].astype(dtype) for i in range(len(config.layers_of(name)))]
 
     return map_stacked(unstack, params)
 

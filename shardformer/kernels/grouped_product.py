@@ -144,17 +144,19 @@ def _blocks_backward(block, saved, d_MO):
     def multiply_transposed(d_bO, w_IO):
         return d_bO @ w_IO.T
 
-    def add_block(b, d_w_EIO):
-        x_bI, d_bO = (lax.dynamic_slice_in_dim(a, b * block, block) for a in (x_MI, d_MO))
-        # The barrier keeps a copy, as in kernels/linear.py: the CPU's fast product accepts no transposed left operand.
-        d_w_IO = jnp.matmul(lax.optimization_barrier(x_bI.T), d_bO, preferred_element_type=jnp.float32)
-        expert = expert_B[b]
-        return lax.dynamic_update_index_in_dim(d_w_EIO, d_w_EIO[expert] + d_w_IO, expert, 0)
+    def sum_expert(expert, blocks, d_w_EIO):
+        def add_block(b, d_w_IO):
+            x_bI, d_bO = (lax.dynamic_slice_in_dim(a, b * block, block) for a in (x_MI, d_MO))
+            # The barrier keeps a copy, as in kernels/linear.py: the CPU's fast product takes no transposed one.
+            x_Ib = lax.optimization_barrier(x_bI.T)
+            return d_w_IO + jnp.matmul(x_Ib, d_bO, preferred_element_type=jnp.float32)
+
+        d_w_IO = lax.fori_loop(*blocks, add_block, jnp.zeros_like(d_w_EIO[0]))
+        return lax.dynamic_update_index_in_dim(d_w_EIO, d_w_IO, expert, 0)
 
     d_x_MI = _map_blocks(multiply_transposed, d_MO, w_EIO, size_E, block, w_EIO.shape[1])
-    expert_B, used = _experts_of_blocks(size_E, x_MI.shape[0], block)
     zeros_EIO = vary_like(jnp.zeros(w_EIO.shape, jnp.float32), x_MI, d_MO, size_E)
-    d_w_EIO = lax.fori_loop(0, used, add_block, zeros_EIO)
+    d_w_EIO = _for_experts(sum_expert, size_E, block, zeros_EIO)
     return d_x_MI, d_w_EIO.astype(w_EIO.dtype), None
 
 
@@ -163,18 +165,28 @@ multiply_blocks.defvjp(_blocks_forward, _blocks_backward)
 
 def _map_blocks(function, x_MI, w_EIO, size_E, block, width):
     """Applies a function of a block of rows and its expert's matrix; the rows of unused blocks are zeros."""
-    expert_B, used = _experts_of_blocks(size_E, x_MI.shape[0], block)
 
-    def write_block(b, y_MO):
-        y_bO = function(lax.dynamic_slice_in_dim(x_MI, b * block, block), w_EIO[expert_B[b]])
-        return lax.dynamic_update_slice_in_dim(y_MO, y_bO, b * block, 0)
+    def run_expert(expert, blocks, y_MO):
+        w_IO = w_EIO[expert]
+
+        def write_block(b, y_MO):
+            y_bO = function(lax.dynamic_slice_in_dim(x_MI, b * block, block), w_IO)
+            return lax.dynamic_update_slice_in_dim(y_MO, y_bO, b * block, 0)
+
+        return lax.fori_loop(*blocks, write_block, y_MO)
 
     zeros_MO = vary_like(jnp.zeros((x_MI.shape[0], width), x_MI.dtype), x_MI, w_EIO, size_E)
-    return lax.fori_loop(0, used, write_block, zeros_MO)
+    return _for_experts(run_expert, size_E, block, zeros_MO)
 
 
-def _experts_of_blocks(size_E, rows: int, block: int):
-    """Returns the expert of each block, and the number of used blocks."""
-    end_E = jnp.cumsum(size_E) // block
-    expert_B = jnp.searchsorted(end_E, jnp.arange(rows // block, dtype=end_E.dtype), side="right")
-    return jnp.minimum(expert_B, size_E.shape[0] - 1).astype(jnp.int32), end_E[-1].astype(jnp.int32)
+def _for_experts(run_expert, size_E, block: int, start: Array) -> Array:
+    """Returns the result of `run_expert(expert, (first block, end), carry)` for one expert after the other.
+
+    A loop over blocks would copy the expert's matrix, or its gradient, for each block.
+    """
+    end_E = (jnp.cumsum(size_E) // block).astype(jnp.int32)
+
+    def run(expert, carry):
+        return run_expert(expert, (end_E[expert] - size_E[expert] // block, end_E[expert]), carry)
+
+    return lax.fori_loop(0, size_E.shape[0], run, start)

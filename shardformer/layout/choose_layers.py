@@ -15,6 +15,8 @@ class Loop(NamedTuple):
 
     scan: bool  # else unrolled
     types: int = 1  # layers in a step of the scan, if each layer of window_pattern has a separate kernel
+    first: int = 0  # unrolled layers before the scan, if not all layers have experts
+    period: int = 0  # layers after which those with experts repeat; 0: all layers have the same parameters
 
 
 def choose_loss_chunk(config: Config, hardware: Hardware) -> tuple[int, str]:
@@ -27,11 +29,15 @@ def choose_loss_chunk(config: Config, hardware: Hardware) -> tuple[int, str]:
 
 def choose_loop(config: Config, attention: Attention) -> tuple[Loop, str]:
     """Returns how the layers of a stage run one after the other, and why."""
+    loop, reason = Loop(config.parallel.scan), f"scan={str(config.parallel.scan).lower()}"
     if attention.uses_kernel and config.model.window_period > 1:
-        return Loop(
-            config.parallel.scan, config.model.window_period
-        ), "a kernel takes constant windows: one for each layer type"
-    return Loop(config.parallel.scan), f"scan={str(config.parallel.scan).lower()}"
+        loop = Loop(config.parallel.scan, config.model.window_period)
+        reason = "a kernel takes constant windows: one for each layer type"
+    if config.mixes_layers:
+        from shardformer.layout.choose_experts import choose_groups  # not imported without experts
+
+        return choose_groups(config, loop, reason)
+    return loop, reason
 
 
 def choose_remat(config: Config, attention: Attention) -> tuple[Remat, str]:

@@ -19,7 +19,7 @@ class Decoder:
         self.model = model
         # A layer's keys or values [B, H, S, K]: rows split over dp, heads over mp, slots over cp.
         self.cache_spec = P("dp", "mp", "cp" if config.parallel.cp > 1 else None, None)
-        self.unstacked_specs = map_stacked(lambda name, spec: [P(*spec[1:])] * config.model.layers, model.specs)
+        self.unstacked_specs = map_stacked(lambda name, spec: [P(*spec[1:])] * len(config.layers_of(name)), model.specs)
         any_length = config.without_gradients().replace(sequence_parallel=False)
         layout = dataclasses.replace(resolve(any_length), replicas=model.replicas.for_forward_pass())
         self._shard = CausalTransformerShard(layout)

@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from shardformer.config import Config
-from shardformer.config.names import MP
+from shardformer.config.names import LAYERS, MP
 from shardformer.kernels import grouped_product
 from shardformer.kernels.activations import ACTIVATIONS
 from shardformer.kernels.grouped_product import GroupedProduct
@@ -128,20 +128,26 @@ class RoutesOfLayers(Records):
     def __init__(self, layout: Layout):
         self.config, self.product = layout.config, layout.experts
 
-    def feed_forward(self) -> ExpertFeedForward:
-        return ExpertFeedForward(self.config, self.product)
+    def feed_forward(self, stored: dict | None = None) -> ExpertFeedForward | None:
+        """Returns the experts of a layer; None for a dense layer, whose parameters have no router."""
+        is_dense = stored is not None and "router" not in stored[LAYERS]
+        return None if is_dense else ExpertFeedForward(self.config, self.product)
 
     def start(self, x_BTD: Array) -> Routes:
-        L, E, B = self.config.model.layers, self.config.experts.experts, x_BTD.shape[0]
+        L, E, B = sum(self.config.sparse_layers), self.config.experts.experts, x_BTD.shape[0]
         zeros_BLE, zeros_BL = jnp.zeros((B, L, E)), jnp.zeros((B, L))
         return collectives.vary_like(Routes(zeros_BLE, zeros_BLE, zeros_BL, zeros_BL), vary_over_mp(x_BTD))
 
-    def add(self, records: Routes, of_layers: list[Routes], first: Array | int) -> Routes:
+    def add(self, records: Routes, of_layers: list[Routes | None], first: Array | int) -> Routes:
         stacked = self.stack(of_layers)
+        sparse_of_stage = sum(self.config.sparse_layers[: self.config.stage_layers])
+        first = first // self.config.stage_layers * sparse_of_stage
         return jax.tree.map(lambda all_, new: lax.dynamic_update_slice_in_dim(all_, new, first, 1), records, stacked)
 
-    def stack(self, of_layers: list[Routes]) -> Routes:
-        return jax.tree.map(lambda *x: jnp.stack(x, axis=1), *of_layers)
+    def stack(self, of_layers: list[Routes | None]) -> Routes:
+        """Returns the routes of the layers that have experts."""
+        routes = [each for each in of_layers if each is not None]
+        return jax.tree.map(lambda *x: jnp.stack(x, axis=1), *routes)
 
     def count(self, routes: Routes) -> Array:
         """Returns the pairs of the global batch by layer and expert, count_LE."""

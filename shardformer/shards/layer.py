@@ -49,8 +49,11 @@ class LayerFeature:
 class Records:
     """The arrays that layers give besides their activations; this class is that of layers which give none."""
 
-    def feed_forward(self) -> Any:
-        """Returns the feed-forward of one layer, a function of (the layer, h_BTD); None: the dense one."""
+    def feed_forward(self, stored: dict | None = None) -> Any:
+        """Returns the feed-forward of a layer, a function of (the layer, h_BTD); None: the dense one.
+
+        `stored` are the layer's parameters; None: initialises a layer with experts.
+        """
 
     def start(self, x_BTD: Array) -> Any:
         """Returns empty records of all layers for these rows, which a pipeline sends along with them."""

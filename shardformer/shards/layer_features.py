@@ -1,5 +1,7 @@
 """The features of the layers that a configuration switches on, and the records that they give."""
 
+from typing import Any
+
 from shardformer.config import Config
 from shardformer.layout import Layout
 from shardformer.shards.adapters import AdaptedProducts
@@ -37,3 +39,12 @@ def choose_records(layout: Layout) -> Records:
     from shardformer.shards.experts import RoutesOfLayers  # not imported without experts
 
     return RoutesOfLayers(layout)
+
+
+def choose_mixed_layers(config: Config) -> Any:
+    """Returns the functions of layers with different parameters; None if all layers have the same."""
+    if not config.mixes_layers:
+        return None
+    from shardformer.shards.mixed_layers import MixedLayers  # not imported without experts
+
+    return MixedLayers(config)

@@ -20,7 +20,7 @@ from shardformer.shards import layer_groups
 from shardformer.shards.dropout import Dropout
 from shardformer.shards.embedding import EmbeddingShard
 from shardformer.shards.layer import LayerInputs, TransformerLayerShard
-from shardformer.shards.layer_features import choose_features, choose_records
+from shardformer.shards.layer_features import choose_features, choose_mixed_layers, choose_records
 from shardformer.shards.parameters import unstack
 from shardformer.shards.positions import (
     RelativeBiasShard,
@@ -43,6 +43,7 @@ class CausalTransformerShard:
         )
         multiply_table = layout.weights.multiply_table
         self._stage_layers, self._features, self.records = c.stage_layers, choose_features(c), choose_records(layout)
+        self._mixed = choose_mixed_layers(c)
         self._embed = _function(lambda *args: EmbeddingShard(c)(*args))
         self._table = _function(lambda: EmbeddingShard(c).table())
         self._relative_bias = _function(lambda *args: RelativeBiasShard(c)(*args))
@@ -59,9 +60,13 @@ class CausalTransformerShard:
             embed = EmbeddingShard(c)
             x_BTD = embed(jnp.zeros((1, c.model.seq), jnp.int32), position_T[None])
             options = self._options(position_T)
-            sparse = self.records.feed_forward()
-            layer = hk.transform(lambda: TransformerLayerShard(c, Plain(), sparse=sparse)(x_BTD, options))
-            hk.transparent_lift(jax.vmap(layer.init))(jax.random.split(hk.next_rng_key(), c.model.layers))
+
+            def draw(sparse):
+                return hk.transform(lambda: TransformerLayerShard(c, Plain(), sparse=sparse)(x_BTD, options)).init
+
+            sparse = draw(self.records.feed_forward())
+            layers = functools.partial(self._mixed.init, sparse, draw(None)) if self._mixed else jax.vmap(sparse)
+            hk.transparent_lift(layers)(jax.random.split(hk.next_rng_key(), c.model.layers))
             ProjectionShard(c)(x_BTD, embed.table() if c.model.tied else None)
 
         params: Any = hk.transform(create).init(key)  # mypy cannot resolve Haiku's names of its types
@@ -134,7 +139,8 @@ class CausalTransformerShard:
 
         x_B1D = self._embed(outside, token_B[:, None], position_T[None])
         inputs = per_layer, caches, list(range(self.config.stage_layers))
-        x_B1D, caches = run_in_order([layer], unstack(inputs, self.config.stage_layers), x_B1D)
+        split = self._mixed.unstack if self._mixed else unstack
+        x_B1D, caches = run_in_order([layer], split(inputs, self.config.stage_layers), x_B1D)
         return self._project(outside, x_B1D)[:, 0], caches
 
     def _forward(self, params, tokens_BT, dropout=None, documents_BT=None):
@@ -197,7 +203,7 @@ class CausalTransformerShard:
 
         def call(*args):
             method, products, branches = layout.attention, inputs.multiply, inputs.after_branch
-            sparse = self.records.feed_forward()
+            sparse = self.records.feed_forward(stored)
             result = TransformerLayerShard(self.config, method, products, branches, recompute, sparse)(*args)
             return *result, sparse and sparse.routes
 
@@ -222,7 +228,8 @@ class CausalTransformerShard:
         """Runs the layers of this stage (all, without stages); returns x_BTD and the outputs."""
         L = self._stage_layers
         inputs = stacked, jnp.arange(L) if loop.scan else list(range(L))  # unrolled, the compiler knows the indices
-        return run_layers(layers, inputs, x_BTD, L, loop, wrap)
+        run = self._mixed.run if self._mixed else run_layers
+        return run(layers, inputs, x_BTD, L, loop, wrap)
 
     def _run_stages(self, layout, stacked, x_BTD, options: AttentionOptions, dropout: Dropout | None):
         """Runs the layers as pipeline stages; a backward pass that recomputes does so for a stage at a time."""

@@ -1,5 +1,7 @@
 """The load of each layer's experts under the batch of a logged step. Global view."""
 
+from collections.abc import Sequence
+
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
@@ -18,17 +20,18 @@ class ExpertLoad:
 
     def read(self, state: TrainState, batch) -> dict[str, float]:
         """Returns the load under a batch on the devices; waits."""
-        return describe_load(np.asarray(self._program(state, batch), np.float64))
+        layers = [i for i, sparse in enumerate(self._update.config.sparse_layers) if sparse]
+        return describe_load(np.asarray(self._program(state, batch), np.float64), layers)
 
     def count(self, state: TrainState, batch) -> jax.Array:
         """Returns count_LE with the dropout of the next step."""
         return measure_routes(self._update.model, state.params, batch, self._update.dropout_key(state.step))
 
 
-def describe_load(count_LE: np.ndarray) -> dict[str, float]:
+def describe_load(count_LE: np.ndarray, layers: Sequence[int]) -> dict[str, float]:
     """Returns each layer's largest share of the pairs, entropy relative to equal shares, and experts without tokens."""
     result: dict[str, float] = {}
-    for layer, count_E in enumerate(count_LE):
+    for layer, count_E in zip(layers, count_LE, strict=True):
         share_E = count_E / count_E.sum()
         used = share_E[share_E > 0]
         entropy = -(used * np.log(used)).sum() / np.log(len(share_E)) if len(share_E) > 1 else 1.0

@@ -3,7 +3,6 @@
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
@@ -11,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from shardformer.config.names import LAYERS, PREFIX, is_stacked
 from shardformer.devices import programs
 from shardformer.model import Measures, Model
+from shardformer.shards.parameters import map_stacked
 
 EMBEDDING = f"{PREFIX}embed"
 
@@ -56,7 +56,8 @@ def find_output(model: Model, params, batch) -> str:
 def find_gradient(model: Model, params, batch, dropout_key) -> str:
     """Names the parameters whose gradients become non-finite first in the backward pass."""
     flags = _compile_flags(model)(params, batch, dropout_key)
-    broken = {name: np.flatnonzero(~np.atleast_1d(finite)) for name, finite in flags.items()}
+    numbers = {name: model.config.layers_of(name) if is_stacked(name) else [0] for name in flags}
+    broken = {name: np.array(numbers[name])[~np.atleast_1d(finite)] for name, finite in flags.items()}
     broken = {name: layers for name, layers in broken.items() if layers.size}
     after = [name for name in broken if not name.startswith((LAYERS, EMBEDDING))]
     if after or not broken:
@@ -79,12 +80,11 @@ def _compile_sums(model: Model):
     measures = Measures(model)
 
     def sum_nats(params, batch, count):
-        def keep_first(p):
-            number = jnp.arange(p.shape[0]).reshape(-1, *[1] * (p.ndim - 1))
+        def keep_first(name, p):
+            number = jnp.array(model.config.layers_of(name)).reshape(-1, *[1] * (p.ndim - 1))
             return jnp.where(number < count, p, jnp.zeros_like(p))
 
-        first = {m: jax.tree.map(keep_first, leaves) if is_stacked(m) else leaves for m, leaves in params.items()}
-        return measures.sums(first, batch).nats
+        return measures.sums(map_stacked(keep_first, params), batch).nats
 
     return programs.jit(sum_nats, out_shardings=model.sharding(P()))
 

@@ -28,7 +28,7 @@ CASES = [
         {"experts": 6, "bias": "none", "balance_rate": 0.1} | more
         for more in (
             {"mesh": "2x4", "zero": 1, "shared_width": 8},  # mp=4 does not divide the experts
-            {"mesh": "4x2", "zero": 3, "ema": 0.9},
+            {"mesh": "4x2", "zero": 3, "ema": 0.9, "dense_first": 1},
             {"mesh": "2x4", "optimizer": "muon"},
         )
     ),

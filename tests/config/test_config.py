@@ -194,10 +194,18 @@ def test_malformed_mesh(text):
         ({"decay": 0}, "decay must be at least 1, or auto, got 0"),
         *(({name: -1}, f"{name} must not be negative, got -1") for name in ("eval_limit", "skip_steps")),
         *(({name: -1}, f"{name} must not be negative, got -1")
-          for name in ("experts", "shared_width", "balance_loss", "router_z_loss", "balance_rate")),
+          for name in ("experts", "dense_first", "shared_width", "balance_loss", "router_z_loss", "balance_rate")),
         ({"experts_per_token": 0}, "experts_per_token must be at least 1, got 0"),
         ({"expert_width": 0}, "expert_width must be at least 1, or auto, got 0"),
         ({"experts": 2, "experts_per_token": 3}, "experts_per_token=3 must be at most experts=2"),
+        ({"experts": 4, "bias": "none", "expert_pattern": "ex"},
+         "expert_pattern takes the letters e (experts) and d (dense), such as de; got expert_pattern=ex"),
+        ({"experts": 4, "bias": "none", "layers": 2, "dense_first": 2}, "leave none of layers=2 with experts"),
+        ({"experts": 4, "bias": "none", "dense_first": 1, "mesh": "1x1x2", "accum": 2},
+         "all stages run one program, and stages of 2 layers (mesh=1x1x2) have experts in different layers with "
+         "dense_first=1 expert_pattern=; give mesh=2x1"),
+        ({"experts": 4, "bias": "none", "dense_first": 1, "d_ff": 6, "expert_width": 8, "mesh": "1x4"},
+         "feed-forward width=6 does not divide over mp=4"),
         ({"experts": 4}, "experts have no biases, and bias=ff has them in the feed-forward; give bias=none"),
         ({"experts": 4, "bias": "none", "grad_metrics": True}, "experts are trained by optimizer=adamw or muon with p"),
         ({"experts": 4, "bias": "none", "balance_rate": 0.001, "lora_rank": 2},
@@ -307,8 +315,8 @@ def test_model_batch_and_state_keys_are_fixed_on_resume():
     arrays = {"optimizer", "lr_rules", "accum_mode", "base", "ema", "param_dtype",
               "moment_dtype", "lora_rank", "lora_targets", "lora_alpha",
               "rslora"}  # fmt: skip
-    experts = {"experts", "experts_per_token", "expert_width", "shared_width", "shared_gate", "router", "router_norm",
-               "balance_rate"}  # fmt: skip
+    experts = {"experts", "dense_first", "expert_pattern", "experts_per_token", "expert_width", "shared_width",
+               "shared_gate", "router", "router_norm", "balance_rate"}  # fmt: skip
     assert set(key_names(ModelKeys)) == shapes
     assert set(config.ARCHITECTURE) == shapes | experts
     assert set(config.FIXED_ON_RESUME) == shapes | experts | batches | arrays
@@ -342,6 +350,8 @@ def test_zero_means_none_in_old_files_only(name):
         *(
             ({name: value}, f"{name} does nothing without experts; give experts as well")
             for name, value in {
+                "dense_first": 1,
+                "expert_pattern": "de",
                 "experts_per_token": 1,
                 "expert_width": 8,
                 "shared_width": 8,

@@ -99,6 +99,22 @@ MODELS = {
         | {"head_dim": 6, "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
         | {"norm_topk_prob": False},
     ),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        HIDDEN
+        | QWEN
+        | {"hidden_size": 64, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        | {"shared_expert_intermediate_size": 24, "num_hidden_layers": 3, "mlp_only_layers": [1]}
+        | {"rope_parameters": LINEAR},
+    ),
+    "olmoe": (
+        "Olmoe",
+        HIDDEN
+        | QWEN
+        | ENDS
+        | {"hidden_size": 64, "intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 3}
+        | {"rope_parameters": LINEAR},
+    ),
     "opt": ("OPT", OPT),
     "bloom": ("Bloom", BLOOM),
     "smollm3": (
@@ -131,7 +147,7 @@ MODELS = {
 ROUNDED_BY_TRANSFORMERS = ("llama", "mistral", "gemma2", "gemma3", "qwen2", "qwen3", "olmo2", "stablelm", "phi3")
 ROUNDED_BY_TRANSFORMERS += ("olmo3", "phi", "ministral", "starcoder2", "gemma", "smollm3", "granite", "olmo")
 ROUNDED_BY_TRANSFORMERS += ("phi3_long", "falcon", "falcon_multi_query", "mpt", "cohere", "cohere2")
-ROUNDED_BY_TRANSFORMERS += ("mixtral", "qwen3_moe")
+ROUNDED_BY_TRANSFORMERS += ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe")
 # Further settings of a family, which are compared where transformers is installed.
 SHARED = {"num_key_value_heads": 1, "num_attention_heads": 8, "hidden_size": 48}
 GROUPS_OF_THREE = {"num_key_value_heads": 3, "num_attention_heads": 9, "hidden_size": 36}
@@ -151,6 +167,26 @@ SETTINGS = {
         SHARED | {"head_dim": 10, "tie_word_embeddings": False},
         {"rope_parameters": YARN, "head_dim": 4, "hidden_size": 64},
         GROUPS_OF_THREE | {"head_dim": 2, "rope_parameters": LINEAR, "rms_norm_eps": 1e-2},
+    ),
+    "mixtral": (
+        {"num_local_experts": 8, "num_experts_per_tok": 1, "sliding_window": 5, "tie_word_embeddings": True},
+        {"num_local_experts": 3, "num_experts_per_tok": 3, "rope_parameters": YARN},
+        GROUPS_OF_THREE | {"num_local_experts": 5, "rms_norm_eps": 1e-2},
+    ),
+    "qwen3_moe": (
+        {"mlp_only_layers": [1], "tie_word_embeddings": True},
+        {"num_hidden_layers": 4, "decoder_sparse_step": 2, "num_experts": 8, "norm_topk_prob": True},
+        {"num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [0, 3], "rope_parameters": YARN},
+    ),
+    "qwen2_moe": (
+        {"mlp_only_layers": [], "norm_topk_prob": True, "tie_word_embeddings": True},
+        {"num_hidden_layers": 4, "mlp_only_layers": [0], "num_experts": 8, "num_key_value_heads": 1},
+        GROUPS_OF_THREE | {"decoder_sparse_step": 2, "mlp_only_layers": None, "rms_norm_eps": 1e-2},
+    ),
+    "olmoe": (
+        {"num_experts": 8, "num_experts_per_tok": 1, "tie_word_embeddings": True},
+        {"num_key_value_heads": 16, "norm_topk_prob": True, "rope_parameters": YARN},
+        GROUPS_OF_THREE | {"num_experts": 3, "rms_norm_eps": 1e-2},
     ),
     "olmo2": (
         SHARED | {"rope_parameters": None, "tie_word_embeddings": True},

@@ -37,6 +37,13 @@ FURTHER = {
     "llama": ROPE | LAYERS | {"rope_interleaved": [True]},
     "qwen2": QWEN,
     "qwen3": QWEN,
+    "mixtral": ROPE | {"sliding_window": [1, 5], "router_jitter_noise": [0.1], "num_local_experts": [3]},
+    "qwen3_moe": QWEN
+    | {"mlp_only_layers": [[0], [1], [0, 1], [1, 7]], "decoder_sparse_step": [2, 3, 0], "norm_topk_prob": [True]},
+    "qwen2_moe": QWEN
+    | {"mlp_only_layers": [[0], [2], [0, 2], []], "decoder_sparse_step": [2, 3], "qkv_bias": [False]}
+    | {"shared_expert_intermediate_size": [8]},
+    "olmoe": ROPE | {"clip_qkv": [0.1], "attention_bias": [True], "head_dim": [4, 8]},
     "olmo2": ROPE | {"clip_qkv": [1.0]},
     "olmo3": LAYERS
     | {

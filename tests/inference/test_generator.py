@@ -38,7 +38,11 @@ ROWS = {
         2,
     ),
     "experts": (EXPERTS | {"experts": 4, "shared_width": 8, "shared_gate": True}, 3, 1),
-    "experts, widths split": (EXPERTS | {"experts": 6, "router": "sigmoid", "block": "sequential"}, 5, 2),
+    "experts, widths split": (
+        EXPERTS | {"dense_first": 1, "experts": 6, "router": "sigmoid", "block": "sequential"},
+        5,
+        2,
+    ),
 }
 
 

@@ -34,7 +34,7 @@ class Reference:
             x = x + embed["positions"][: tokens.shape[1]]
         counts, losses, gaps = [], [], []
         for i in range(c.model.layers):
-            p = {name: leaf[i] for name, leaf in layers.items()}
+            p = {name: leaf[place] for name, leaf in layers.items() if (place := self.place(name, i)) is not None}
 
             def norm(name, x, i=i):
                 return self.norm(params[f"transformer/layers/{name}"]["scale"][i], x)
@@ -44,9 +44,12 @@ class Reference:
             if c.model.block == "sequential":
                 x = x + attended
                 attended, h = 0.0, norm("feed_forward_norm", x)
-            y, count, loss, gap = self.mix(p, h)
+            if "router" in p:
+                y, count, loss, gap = self.mix(p, h)
+                counts.append(count), losses.append(loss), gaps.append(gap)
+            else:
+                y = self.feed_forward(p, "", h)
             x = x + attended + y
-            counts.append(count), losses.append(loss), gaps.append(gap)
         out = self.norm(params["transformer/head/norm"]["scale"], x) @ params["transformer/head"]["w"]
         out = out[..., : c.model.vocab]
         top = out.max(-1)
@@ -54,6 +57,18 @@ class Reference:
         nats = (log_z - np.take_along_axis(out, self.batch["targets"][..., None], -1)[..., 0]).mean()
         objective = nats + c.training.z_loss * (log_z**2).mean() + sum(losses)
         return float(nats), float(objective), np.stack(counts), min(gaps)
+
+    def place(self, name: str, layer: int) -> int | None:
+        """Returns the index of a layer in the array of this name; None: the layer has none."""
+        keys = self.config.experts
+        pattern = keys.expert_pattern or "e"
+        kinds = ["d" if i < keys.dense_first else pattern[(i - keys.dense_first) % len(pattern)] for i in range(layer)]
+        kind = "d" if layer < keys.dense_first else pattern[(layer - keys.dense_first) % len(pattern)]
+        if name.startswith(("expert", "shared", "router")):
+            return kinds.count("e") if kind == "e" else None
+        if name in ("up", "gate", "down"):
+            return kinds.count("d") if kind == "d" else None
+        return layer
 
     def norm(self, scale, x):
         if self.config.model.norm == "layernorm":
@@ -73,10 +88,10 @@ class Reference:
         return np.einsum("bhts,bshk->bthk", weights, v).reshape(B, T, D) @ p["o"]
 
     def feed_forward(self, p, prefix, h, expert=...):
-        u, kind = h @ p[f"{prefix}_up"][expert], self.config.model.activation
+        u, kind = h @ p[f"{prefix}up"][expert], self.config.model.activation
         active = ACTIVATIONS[GATES.get(kind, kind)]
-        u = active(h @ p[f"{prefix}_gate"][expert]) * u if kind in GATES else active(u)
-        return u @ p[f"{prefix}_down"][expert]
+        u = active(h @ p[f"{prefix}gate"][expert]) * u if kind in GATES else active(u)
+        return u @ p[f"{prefix}down"][expert]
 
     def mix(self, p, h):
         """Returns (the sum of each token's experts, pairs of each expert, the router's losses, the smallest gap)."""
@@ -99,9 +114,9 @@ class Reference:
         y = np.zeros_like(h)
         for b, t in np.ndindex(*h.shape[:2]):
             for e in np.flatnonzero(chosen[b, t]):
-                y[b, t] += gates[b, t, e] * self.feed_forward(p, "expert", h[b, t], e)
+                y[b, t] += gates[b, t, e] * self.feed_forward(p, "expert_", h[b, t], e)
         if keys.shared_width:
-            shared = self.feed_forward(p, "shared", h)
+            shared = self.feed_forward(p, "shared_", h)
             y = y + (shared / (1 + np.exp(-(h @ p["shared_scale"])))[..., None] if keys.shared_gate else shared)
         share = scores / scores.sum(-1, keepdims=True)
         parts = 2 if self.fault == "balance per microbatch" else 1

@@ -1,6 +1,10 @@
-"""Random models with experts on many meshes, against a reference in NumPy and float64."""
+"""Random models with experts on many meshes, against a reference in NumPy and float64.
+
+`python -m tests.integration.test_random_experts 40` compares more of them, also with one device, and prints the errors.
+"""
 
 import functools
+import sys
 from typing import NamedTuple
 
 import jax
@@ -8,7 +12,7 @@ import numpy as np
 import pytest
 
 from shardformer.model.route_counts import measure_routes
-from tests import shared
+from tests import asserts, shared
 from tests.integration.expert_reference import FAULTS, Reference
 
 pytestmark = pytest.mark.slow
@@ -34,8 +38,8 @@ class Result(NamedTuple):
 
 
 def draw_options(row: int) -> dict:
-    """Returns the keys of a row: the mesh is the row's, the model is drawn."""
-    mesh, options = ROWS[row]
+    """Returns the keys of a row: the mesh is the row's, the model is drawn. Later rows repeat the meshes."""
+    mesh, options = ROWS[row % len(ROWS)]
     draw = np.random.default_rng(row)
 
     def choose(*values):
@@ -51,8 +55,24 @@ def draw_options(row: int) -> dict:
         "remat": choose("none", "dots", "full"), "kv_heads": choose(None, 2),
     }  # fmt: skip
     keys["shared_gate"] = bool(keys["shared_width"] and choose(True, False))
+    if row >= len(ROWS):
+        options = draw_training(mesh, choose)
     keys["layers"] = 2 if keys["scan"] or mesh == "2x2x2" else 1  # two unrolled layers take long to compile
+    if keys["layers"] == 2 and row % 3 == 1:  # dense layers, in every stage alike
+        pattern = choose({"dense_first": 1}, {"expert_pattern": "de"}, {"expert_pattern": "ed"})
+        keys |= {"expert_pattern": "de", "layers": 4} if mesh == "2x2x2" else pattern
+        keys["d_ff"] = 24
     return keys | options | {"mesh": mesh, "seq": 8, "batch": 8, "bias": "none", "z_loss": 0.01}
+
+
+def draw_training(mesh: str, choose) -> dict:
+    """Draws how a mesh trains, for rows that CI does not run."""
+    pipeline, replicas = mesh.count("x") == 2, not mesh.startswith("1x")
+    most = {"4x2": 2, "8x1": 1}.get(mesh, 4)  # of a batch of 8 rows
+    options = {"accum": 4 if pipeline else choose(1, most), "zero": choose(0, 1, 3) if replicas else 0}
+    if options["accum"] > 1 and not pipeline:
+        options["accum_mode"] = choose("scan", "multisteps", "manual")
+    return options | {"sequence_parallel": choose(True, False)}
 
 
 def batch() -> dict:
@@ -154,3 +174,50 @@ def test_gradient_scaled_by_the_mesh_is_noticed():
     layers = result.gradients["transformer/layers"]
     scaled = layers | {"expert_up": 4 * layers["expert_up"]}
     assert not is_right(measure_errors(2, result._replace(gradients={"transformer/layers": scaled})))
+
+
+def test_some_rows_have_dense_layers():
+    configs = [shared.tiny(**draw_options(row)) for row in range(len(ROWS))]
+    mixed = [config.parallel.mesh for config in configs if config.mixes_layers]
+    assert len(mixed) > 1
+    assert any(config.parallel.pp > 1 for config in configs if config.mixes_layers)
+
+
+def run_on_one_device(row: int) -> Result:
+    options = draw_options(row) | {
+        "mesh": "1x1",
+        "accum": 1,
+        "zero": 0,
+        "accum_mode": "scan",
+        "sequence_parallel": False,
+    }
+    model = shared.trainer(**options).model
+    params = jax.device_put(parameters(row), model.shardings)
+    losses, gradients = shared.on_host(jax.jit(model.loss_and_grad)(params, batch(), np.zeros(2, np.uint32)))
+    routes = np.asarray(jax.jit(functools.partial(measure_routes, model))(params, batch()))
+    return Result(float(losses.loss), gradients, routes, {})
+
+
+def main(rows: range) -> None:
+    """Prints for each row the errors relative to NumPy, and the differences from one device."""
+    for row in rows:
+        result, one = run(row), run_on_one_device(row)
+        errors = measure_errors(row, result)
+        slopes = {name: error for name, error in errors.items() if name not in ("loss", "routes", "router_bias")}
+        apart = jax.tree.map(asserts.relative, result.gradients, one.gradients)
+        worst, leaf = max((float(error), path[-1].key) for path, error in jax.tree.leaves_with_path(apart))
+        largest = jax.tree.map(lambda a, b: float(abs(a - b).max() / abs(b).max()), result.gradients, one.gradients)
+        nats = Reference(shared.trainer(**draw_options(row)).config, batch()).run(result.params)[0]
+        training = {name: draw_options(row).get(name) for name in ("zero", "accum", "accum_mode", "sequence_parallel")}
+        print(
+            f"{row:2} {draw_options(row)['mesh']:12} {training} passes={is_right(errors)} loss "
+            f"{errors['loss']:.1e} slope {max(slopes.values()):.1e} routes {errors['routes']:.0f}; from 1x1: loss "
+            f"{abs(result.loss / one.loss - 1):.1e} (1x1 from float64 {abs(one.loss / nats - 1):.1e}) gradient "
+            f"{worst:.1e} ({leaf}) of the largest {max(jax.tree.leaves(largest)):.1e} routes "
+            f"{np.abs(result.routes - one.routes).sum():.0f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main(range(*map(int, sys.argv[1:])))

@@ -55,6 +55,9 @@ def test_experts_count_as_often_as_a_token_uses_them():
     attention = 6 * config.model.layers * config.model.seq * 32
     assert flops.flops_per_token(config) == 6 * active + attention
     assert specs.count_parameters(Model.abstract_parameters(config)) == total + 64 * 32  # and the token table
+    mixed = config.replace(dense_first=1, d_ff=40)  # of two layers, one is dense
+    dense = 4 * 32 * 32 + 2 * 32 * 40 + 32
+    assert flops.flops_per_token(mixed) == 6 * (dense + others + 2 * expert + head) + attention
 
 
 def test_the_formula_is_what_is_counted():

@@ -34,7 +34,8 @@ PLAIN = {
     "training/trainer.py",
 }
 EXPERTS = {"experts": 4, "bias": "none", "balance_loss": 0.01, "router_z_loss": 0.01}
-BALANCED = EXPERTS | {"balance_rate": 0.001}  # a feature of the feature
+BALANCED = EXPERTS | {"balance_rate": 0.001}  # features of the feature
+MIXED = EXPERTS | {"dense_first": 1}
 FEATURES = (
     {"ema": 0.9},
     {"lr_rules": "bias=10x,embed=frozen"},
@@ -65,6 +66,7 @@ FEATURES = (
     {"mesh": "dp2.cp2.mp2"},
     {"mesh": "2x2x2", "accum": 2},
     BALANCED,
+    MIXED,
 )
 
 
@@ -88,7 +90,7 @@ def test_plain_step_runs_few_files():
 @pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(FEATURES)), ids=map(str, FEATURES))
 def test_feature_adds_few_files(index):
-    without = files_of_features()[FEATURES.index(EXPERTS)] if FEATURES[index] == BALANCED else PLAIN
+    without = files_of_features()[FEATURES.index(EXPERTS)] if FEATURES[index] in (BALANCED, MIXED) else PLAIN
     more = files_of_features()[index] - without
     assert len(more) <= MOST_OF_A_FEATURE, more
 

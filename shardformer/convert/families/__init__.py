@@ -22,10 +22,12 @@ from shardformer.convert.families.hf_mpt import MPT
 from shardformer.convert.families.hf_olmo import OLMO
 from shardformer.convert.families.hf_olmo2 import OLMO_2
 from shardformer.convert.families.hf_olmo3 import OLMO_3
+from shardformer.convert.families.hf_olmoe import OLMOE
 from shardformer.convert.families.hf_opt import OPT
 from shardformer.convert.families.hf_phi import PHI
 from shardformer.convert.families.hf_phi3 import PHI_3
 from shardformer.convert.families.hf_qwen2 import QWEN_2
+from shardformer.convert.families.hf_qwen2_moe import QWEN_2_MOE
 from shardformer.convert.families.hf_qwen3 import QWEN_3
 from shardformer.convert.families.hf_qwen3_moe import QWEN_3_MOE
 from shardformer.convert.families.hf_smollm3 import SMOLLM_3
@@ -33,7 +35,7 @@ from shardformer.convert.families.hf_stablelm import STABLELM
 from shardformer.convert.families.hf_starcoder2 import STARCODER_2
 from shardformer.convert.families.layout import Part, Stored
 
-__all__ = ["FAMILIES", "Family", "Part", "Stored", "list_stored"]
+__all__ = ["FAMILIES", "REJECTED", "Family", "Part", "Stored", "list_stored"]
 
 FAMILIES = {
     "gptj": GPTJ,
@@ -47,6 +49,8 @@ FAMILIES = {
     "granite": GRANITE,
     "olmo": OLMO,
     "qwen3_moe": QWEN_3_MOE,
+    "qwen2_moe": QWEN_2_MOE,
+    "olmoe": OLMOE,
     "olmo2": OLMO_2,
     "olmo3": OLMO_3,
     "stablelm": STABLELM,
@@ -66,6 +70,10 @@ FAMILIES = {
     "cohere": COHERE,
     "cohere2": COHERE_2,
 }
+# Families that are not computed, and why.
+REJECTED = {
+    "gpt_oss": "its attention has sinks, its experts have biases, and its activation is clamped",
+}
 
 
 def list_stored(family: str, config: Config) -> list[Stored]:
@@ -74,8 +82,10 @@ def list_stored(family: str, config: Config) -> list[Stored]:
     result = [stored._replace(parts=_prefixed("transformer/", stored.parts)) for stored in outside(config)]
     for i in range(config.model.layers):
         for stored in layer(config):
-            parts = _prefixed("transformer/layers/", stored.parts)
-            result.append(stored._replace(name=stored.name.format(i), parts=parts, layer=i))
+            layers, parts = config.layers_of(stored.parts[0].ours), _prefixed("transformer/layers/", stored.parts)
+            if i in layers:
+                row = layers.index(i)
+                result.append(stored._replace(name=stored.name.format(i), parts=parts, layer=i, row=row))
     return result
 
 

@@ -1,11 +1,17 @@
-"""The arrays of mixtures of experts, which Hugging Face stores one expert at a time."""
+"""Mixtures of experts as Hugging Face has them: arrays of one expert each, and the layers that have experts."""
 
 import functools
+from typing import Any
 
 import numpy as np
 
 from shardformer.config import Config
+from shardformer.convert.families.layer_types import check_layers
 from shardformer.convert.families.layout import Part, Stored, linear
+from shardformer.errors import UsageError
+
+DENSE_LAYERS = ("decoder_sparse_step", "mlp_only_layers")  # their keys that `read_dense_layers` reads
+QWEN_NAMES = {"expert_gate": "gate_proj", "expert_up": "up_proj", "expert_down": "down_proj"}
 
 
 def _show(expert: int, ours: np.ndarray) -> np.ndarray:
@@ -25,6 +31,66 @@ def list_experts(c: Config, at: str, names: dict[str, str]) -> list[Stored]:
     return [linear(f"{at}.gate", "router", c.experts.experts, D), *matrices]
 
 
-def without_dense(layer: list[Stored]) -> list[Stored]:
-    """Returns the arrays of a layer without those of the dense feed-forward."""
-    return [stored for stored in layer if stored.parts[0].ours not in ("up", "gate", "down")]
+def list_shared(c: Config, at: str) -> list[Stored]:
+    """Lists the matrices of the expert that every token uses, and the vector of its sigmoid."""
+    D, F = c.model.d_model, c.experts.shared_width
+    return [
+        linear(f"{at}.shared_expert.gate_proj", "shared_gate", F, D),
+        linear(f"{at}.shared_expert.up_proj", "shared_up", F, D),
+        linear(f"{at}.shared_expert.down_proj", "shared_down", D, F),
+        Stored(f"{at}.shared_expert_gate.weight", (1, D), (Part("shared_scale", _show_as_row),)),
+    ]
+
+
+def _show_as_row(ours: np.ndarray) -> np.ndarray:
+    return ours[None]
+
+
+def replace_dense(c: Config, layer: list[Stored], experts: list[Stored]) -> list[Stored]:
+    """Returns the arrays of a layer with experts instead of the dense feed-forward, or with both if layers differ."""
+    if c.mixes_layers:
+        return [*layer, *experts]
+    return [*(stored for stored in layer if stored.parts[0].ours not in ("up", "gate", "down")), *experts]
+
+
+def check_experts(theirs: dict, *keys: str) -> None:
+    """Rejects a number of experts, or a width, with which a layer would have none."""
+    for key in keys:
+        if type(theirs[key]) is not int or theirs[key] < 1:
+            raise UsageError(f"{key}={theirs[key]!r:.80} is not computed here; expected at least 1")
+
+
+def read_dense_layers(theirs: dict) -> dict[str, Any]:
+    """Returns our keys for the layers that have no experts."""
+    step, dense = theirs["decoder_sparse_step"], theirs["mlp_only_layers"] or []
+    if type(step) is not int or step < 1:
+        raise UsageError(f"decoder_sparse_step={step!r:.80} is not computed here; expected at least 1")
+    if not isinstance(dense, list) or not all(type(number) is int for number in dense):
+        raise UsageError(f"mlp_only_layers={dense!r:.80} is not computed here; expected a list of layers")
+    layers, dense = check_layers(theirs), set(dense)
+    letters = "".join("e" if (i + 1) % step == 0 and i not in dense else "d" for i in range(layers))
+    if "e" not in letters:
+        raise UsageError(
+            f"decoder_sparse_step={step} and mlp_only_layers={sorted(dense)!r:.80} leave none of {layers} layers with "
+            "experts; expected at least one"
+        )
+    first = letters.index("e")
+    choices = [(0, _shorten(letters)), (first, _shorten(letters[first:]))]
+    dense_first, pattern = min(choices, key=lambda choice: choice[0] + len(choice[1]))
+    return {"dense_first": dense_first, "expert_pattern": "" if pattern == "e" else pattern}
+
+
+def write_dense_layers(c: Config) -> dict[str, Any]:
+    """Returns their keys for the layers that have no experts."""
+    dense = [i for i, is_sparse in enumerate(c.sparse_layers) if not is_sparse]
+    for step in range(1, c.model.layers + 1):
+        if dense == [i for i in range(c.model.layers) if (i + 1) % step]:
+            return {"decoder_sparse_step": step, "mlp_only_layers": []}
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+def _shorten(letters: str) -> str:
+    """Returns the shortest pattern that repeats to these letters."""
+    count = len(letters)
+    size = next(size for size in range(1, count + 1) if (letters[:size] * count)[:count] == letters)
+    return letters[:size]

@@ -10,17 +10,20 @@ DEFAULTS = LLAMA.defaults | {
 }  # fmt: skip
 
 
-def _layer(c: Config) -> list[Stored]:
-    K, at = c.model.head_size, "model.layers.{}"
-    norms = [
-        Stored(
-            f"{at}.self_attn.{name}_norm.weight", (heads * K,), half_split(f"{name}_scale", c, heads), seen=(heads, K)
-        )
+def list_qk_norms(c: Config) -> list[Stored]:
+    """Lists the norms over the queries and over the keys of all heads."""
+    K, at = c.model.head_size, "model.layers.{}.self_attn"
+    return [
+        Stored(f"{at}.{name}_norm.weight", (heads * K,), half_split(f"{name}_scale", c, heads), seen=(heads, K))
         for name, heads in (("q", c.model.heads), ("k", c.model.key_value_heads))
     ]
+
+
+def _layer(c: Config) -> list[Stored]:
+    at = "model.layers.{}"
     return [
         *list_projections(c),
-        *norms,
+        *list_qk_norms(c),
         *norm(f"{at}.post_attention_layernorm", "post_attention_norm", c),
         *norm(f"{at}.post_feedforward_layernorm", "post_feed_forward_norm", c),
     ]

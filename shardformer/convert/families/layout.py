@@ -29,6 +29,7 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
     layer: int | None = None
+    row: int | None = None  # of our array that is stacked over the layers which have it
     seen: tuple[int, ...] = ()  # the shape that the parts index; () means the array's shape
     first: int = 0  # rows before the first that the model reads; zeros are written there
 

@@ -1,0 +1,97 @@
+"""`verify` passes experts, and sees each mistake that mixtures of experts of others have made."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardformer.analysis import verify
+from shardformer.config.names import LAYERS
+from shardformer.kernels import grouped_product
+from shardformer.kernels.grouped_product import Blocks
+from shardformer.layout import mesh
+from shardformer.model import Model
+from shardformer.model import model as model_module
+from shardformer.parallel.replicas import Replicated
+from shardformer.shards.experts import ExpertFeedForward
+from tests import shared
+
+CONFIG = shared.tiny(
+    mesh="2x2", layers=1, experts=4, bias="none", activation="swiglu", d_ff=16, accum=2, balance_loss=0.1,
+    balance_rate=0.01, router_z_loss=0.01,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def expected():
+    parameters, batch = verify.draw_parameters(verify.make_dense_trainer(CONFIG)), verify.weighted_batch(CONFIG)
+    return parameters, batch, verify.reference_loss_and_gradients(CONFIG, parameters, batch)
+
+
+def find_failed(expected) -> list[str]:
+    """Returns the names of the differences that do not pass."""
+    parameters, batch, dense = expected
+    got = verify.loss_and_gradients(Model.on(CONFIG, mesh.make(CONFIG)), parameters, batch)[:2]
+    return [row.name for row in verify.compare_loss_and_gradients(dense, got) if not row.passes]
+
+
+def test_verify_passes_experts(expected):
+    assert find_failed(expected) == []
+    gradients = expected[2][1][LAYERS]
+    assert (gradients["expert_up"][0, 0] == 0).all()  # the expert without tokens
+    assert (np.abs(gradients["expert_up"][0, 1:]).max((1, 2)) > 0).all()
+
+
+@pytest.mark.slow
+def test_verify_sees_a_gradient_scaled_by_the_mesh(expected, broken):
+    mean = Replicated.mean
+
+    def scale(self, grads):
+        grads = mean(self, grads)
+        return grads | {LAYERS: grads[LAYERS] | {"expert_up": 2 * grads[LAYERS]["expert_up"]}}
+
+    broken(Replicated, "mean", scale)
+    assert find_failed(expected) == ["transformer/layers/expert_up"]
+
+
+@pytest.mark.slow
+def test_verify_sees_the_balance_of_each_microbatch(expected, broken):
+    broken(model_module, "choose_counts", lambda config: model_module.count_nothing)
+    assert "transformer/layers/router" in find_failed(expected)
+
+
+@pytest.mark.slow
+def test_verify_sees_nan_of_an_expert_without_tokens(expected, broken):
+    multiply = Blocks.multiply
+
+    def divide_by_tokens(self, x_MI, w_EIO, size_E):
+        share_E = (size_E / size_E).astype(w_EIO.dtype)
+        return multiply(self, x_MI, w_EIO * share_E[:, None, None], size_E)
+
+    broken(Blocks, "multiply", divide_by_tokens)
+    assert find_failed(expected)[0].startswith("transformer/layers/expert_")
+
+
+@pytest.mark.slow
+def test_verify_sees_a_dropped_token(expected, broken):
+    group_tokens = grouped_product.group_tokens
+
+    def drop(*arguments):
+        groups = group_tokens(*arguments)
+        return groups._replace(row_NC=groups.row_NC.at[0, 0].set(groups.token_M.shape[0]))
+
+    broken(grouped_product, "group_tokens", drop)
+    assert "loss" in find_failed(expected)
+
+
+@pytest.mark.slow
+def test_verify_sees_a_bias_in_the_gate(expected, broken):
+    route = ExpertFeedForward.route
+
+    def add_bias(self, h_BTD):
+        choice_BTC, gate_BTC = route(self, h_BTD)
+        bias_E = jnp.asarray(expected[0][LAYERS]["router_bias"][0])
+        return choice_BTC, gate_BTC + jax.lax.stop_gradient(bias_E[choice_BTC])
+
+    broken(ExpertFeedForward, "route", add_bias)
+    assert "transformer/layers/expert_up" in find_failed(expected)
