@@ -49,6 +49,13 @@ RULES = (
     ("*/layers/o_lora_out", P()),
     ("*/layers/down_lora_in", P(None, "mp", None)),
     ("*/layers/down_lora_out", P()),
+    ("*/layers/expert_*_lora_*", P(None, "mp", None, None)),
+    ("*/layers/shared_up_lora_in", P()),
+    ("*/layers/shared_up_lora_out", P(None, None, "mp")),
+    ("*/layers/shared_gate_lora_in", P()),
+    ("*/layers/shared_gate_lora_out", P(None, None, "mp")),
+    ("*/layers/shared_down_lora_in", P(None, "mp", None)),
+    ("*/layers/shared_down_lora_out", P()),
     ("*norm/scale", P()),
     ("*norm/offset", P()),
 )
@@ -57,6 +64,12 @@ SPLIT_WIDTHS = {
     "expert_up": P(None, None, None, "mp"),
     "expert_gate": P(None, None, None, "mp"),
     "expert_down": P(None, None, "mp", None),
+    "expert_up_lora_in": P(),
+    "expert_up_lora_out": P(None, None, None, "mp"),
+    "expert_gate_lora_in": P(),
+    "expert_gate_lora_out": P(None, None, None, "mp"),
+    "expert_down_lora_in": P(None, None, "mp", None),
+    "expert_down_lora_out": P(),
 }
 
 

@@ -53,7 +53,7 @@ def _count_active(parameters: dict, config: Config) -> int:
     if not config.experts.experts:
         return total
     leaves = parameters.get(LAYERS, {})
-    of_experts = sum(leaves[name].size for name in EXPERT_MATRICES if name in leaves)
+    of_experts = sum(leaf.size for name, leaf in leaves.items() if name.startswith(EXPERT_MATRICES))
     unused = config.experts.experts - config.experts.experts_per_token
     return total - of_experts * unused // config.experts.experts
 

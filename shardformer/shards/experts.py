@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from shardformer.config import Config
-from shardformer.config.names import MP
+from shardformer.config.names import EXPERT_MATRICES, MP
 from shardformer.kernels import grouped_product
 from shardformer.kernels.activations import ACTIVATIONS
 from shardformer.kernels.grouped_product import GroupedProduct
@@ -95,15 +95,19 @@ class ExpertFeedForward:
         init = c.model.init_std or D**-0.5
 
         def multiply(name, x_MI, width, stddev):
-            # With weights=int8, only one layer's experts are dequantised at a time.
-            w_EIO = weight(name, [e, x_MI.shape[1], width], stddev).astype(x_MI.dtype)
-            return checkpoint_name(self.product.multiply(x_MI, w_EIO, groups.size_E), PRODUCT)
+            w_EIO = weight(name, [e, x_MI.shape[1], width], stddev)
+            return self.multiply(name, x_MI, w_EIO, groups.size_E)
 
         x_MD = grouped_product.dispatch(h_ND, groups)
         u_Mf = multiply("expert_up", x_MD, f, init)
         gate_Mf = multiply("expert_gate", x_MD, f, init) if c.model.gated else None
         y_MD = multiply("expert_down", self._activate(u_Mf, gate_Mf), D, layer.residual_stddev(c.expert_size))
         return grouped_product.combine(y_MD, gate_NC, groups)
+
+    def multiply(self, name: str, x_MI: Array, w_EIO: Array, size_E: Array) -> Array:
+        """Returns the product of each group of rows and its expert's matrix of this name, in the rows' dtype."""
+        # With weights=int8, only one layer's experts are dequantised at a time.
+        return checkpoint_name(self.product.multiply(x_MI, w_EIO.astype(x_MI.dtype), size_E), PRODUCT)
 
     def apply_shared(self, layer: TransformerLayerShard, h_BTD: Array) -> Array:
         """Returns this shard's part of the expert that every token uses."""
@@ -129,6 +133,10 @@ class RoutesOfLayers(Records):
         self.config, self.product = layout.config, layout.experts
 
     def feed_forward(self) -> ExpertFeedForward:
+        if any(name in EXPERT_MATRICES for name in self.config.lora.lora_names):
+            from shardformer.shards.expert_adapters import AdaptedExperts  # not imported without adapters of experts
+
+            return AdaptedExperts(self.config, self.product)
         return ExpertFeedForward(self.config, self.product)
 
     def start(self, x_BTD: Array) -> Routes:
