@@ -45,8 +45,9 @@ class ExpertFeedForward:
         """Returns this shard's part of the sum of each token's experts: a partial sum over mp."""
         choice_BTC, gate_BTC = self.route(h_BTD)
         B, T, D = h_BTD.shape
-        pairs = choice_BTC.reshape(B * T, -1), gate_BTC.reshape(B * T, -1)
-        y_BTD = self.apply_experts(layer, h_BTD.reshape(B * T, D), *pairs).reshape(B, T, D)
+        apply = grouped_product.join_rows(self.apply_experts) if self.product.joins_rows else self.apply_experts
+        tokens = (x.reshape(B * T, -1) for x in (h_BTD, choice_BTC, gate_BTC))
+        y_BTD = apply(self.read_weights(layer, D), *tokens).reshape(B, T, D)
         return y_BTD + self.apply_shared(layer, h_BTD) if self.config.experts.shared_width else y_BTD
 
     def route(self, h_BTD: Array) -> tuple[Array, Array]:
@@ -85,29 +86,37 @@ class ExpertFeedForward:
             excess_B = ((bias_E - lax.stop_gradient(bias_E)).reshape(1, -1) * excess_BE).sum(-1)
         return Routes(count_BE, share_BTE.sum(1), square_B, excess_B)
 
-    def apply_experts(self, layer: TransformerLayerShard, h_ND: Array, choice_NC: Array, gate_NC: Array) -> Array:
-        """Returns the sum of this shard's parts of each token's experts, times their gates."""
-        c, E, D = self.config, self.config.experts.experts, h_ND.shape[1]
-        is_split = E % lax.axis_size(MP) == 0
-        e, f = (collectives.local(E), c.expert_size) if is_split else (E, collectives.local(c.expert_size))
-        first = collectives.offset(e) if is_split else 0
-        groups = grouped_product.group_tokens(choice_NC, first, e, self.product.block)
+    def read_weights(self, layer: TransformerLayerShard, D: int) -> dict[str, Array]:
+        """Returns this shard's matrices of its experts, by name."""
+        c, E = self.config, self.config.experts.experts
+        e, f = (collectives.local(E), c.expert_size) if self.is_split else (E, collectives.local(c.expert_size))
         init = c.model.init_std or D**-0.5
+        weights = {"expert_up": weight("expert_up", [e, D, f], init)}
+        if c.model.gated:
+            weights["expert_gate"] = weight("expert_gate", [e, D, f], init)
+        return weights | {"expert_down": weight("expert_down", [e, f, D], layer.residual_stddev(c.expert_size))}
 
-        def multiply(name, x_MI, width, stddev):
-            w_EIO = weight(name, [e, x_MI.shape[1], width], stddev)
-            return self.multiply(name, x_MI, w_EIO, groups.size_E)
+    @property
+    def is_split(self) -> bool:
+        """True if this shard has some of the experts; else it has a part of each expert's width."""
+        return self.config.experts.experts % lax.axis_size(MP) == 0
 
+    def apply_experts(self, weights: dict[str, Array], h_ND: Array, choice_NC: Array, gate_NC: Array) -> Array:
+        """Returns the sum of this shard's parts of each token's experts, times their gates."""
+        E = self.config.experts.experts
+        e = collectives.local(E) if self.is_split else E
+        first = collectives.offset(e) if self.is_split else 0
+        groups = grouped_product.group_tokens(choice_NC, first, e, self.product.block, self.product.tile)
         x_MD = grouped_product.dispatch(h_ND, groups)
-        u_Mf = multiply("expert_up", x_MD, f, init)
-        gate_Mf = multiply("expert_gate", x_MD, f, init) if c.model.gated else None
-        y_MD = multiply("expert_down", self._activate(u_Mf, gate_Mf), D, layer.residual_stddev(c.expert_size))
+        u_Mf = self.multiply("expert_up", weights, x_MD, groups.size_E)
+        gate_Mf = self.multiply("expert_gate", weights, x_MD, groups.size_E) if self.config.model.gated else None
+        y_MD = self.multiply("expert_down", weights, self._activate(u_Mf, gate_Mf), groups.size_E)
         return grouped_product.combine(y_MD, gate_NC, groups)
 
-    def multiply(self, name: str, x_MI: Array, w_EIO: Array, size_E: Array) -> Array:
+    def multiply(self, name: str, weights: dict[str, Array], x_MI: Array, size_E: Array) -> Array:
         """Returns the product of each group of rows and its expert's matrix of this name, in the rows' dtype."""
         # With weights=int8, only one layer's experts are dequantised at a time.
-        return checkpoint_name(self.product.multiply(x_MI, w_EIO.astype(x_MI.dtype), size_E), PRODUCT)
+        return checkpoint_name(self.product.multiply(x_MI, weights[name].astype(x_MI.dtype), size_E), PRODUCT)
 
     def apply_shared(self, layer: TransformerLayerShard, h_BTD: Array) -> Array:
         """Returns this shard's part of the expert that every token uses."""
