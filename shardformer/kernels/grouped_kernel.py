@@ -23,7 +23,7 @@ class Kernel(NamedTuple):
     tile: int  # rows of a tile
     joins_rows: bool = False  # groups the tokens of all rows of a vmap together; see `join_rows`
     interpret: bool = False  # runs the kernel on any device, for tests
-    block = 1
+    block: int = 1
 
     def __str__(self) -> str:
         return f"a kernel with tiles of {self.tile} rows"

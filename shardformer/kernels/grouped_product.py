@@ -33,7 +33,7 @@ class Blocks(NamedTuple):
 
     block: int
     joins_rows: bool = False  # groups the tokens of all rows of a vmap together; see `join_rows`
-    tile = 1
+    tile: int = 1
 
     def __str__(self) -> str:
         return f"blocks of {self.block} rows of one expert"
