@@ -223,6 +223,12 @@ def _check_split_sizes(c: "Config", mp: int) -> None:
     sizes = {"heads": c.model.heads}
     if not c.experts.experts:
         sizes["feed-forward width"] = c.model.ff_size
+    over_dp = c.parallel.dp * c.parallel.mp if c.experts.expert_axes == "dp" and c.parallel.dp > 1 else 1
+    require(
+        c.experts.experts % over_dp == 0,
+        f"expert_axes=dp splits experts={c.experts.experts} over dp * mp = {over_dp} (mesh={c.parallel.mesh}), which "
+        "does not divide them; give expert_axes=mp",
+    )
     if c.experts.experts and not c.splits_experts:
         sizes["the width of an expert"] = c.expert_size
     if c.experts.shared_width:

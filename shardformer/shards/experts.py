@@ -12,11 +12,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from shardformer.config import Config
-from shardformer.config.names import EXPERT_MATRICES, MP
+from shardformer.config.names import DP, EXPERT_MATRICES, MP
 from shardformer.kernels import grouped_product
 from shardformer.kernels.activations import ACTIVATIONS
-from shardformer.kernels.grouped_product import GroupedProduct
 from shardformer.kernels.remat import PRODUCT
 from shardformer.layout import Layout
 from shardformer.parallel import collectives
@@ -37,8 +35,9 @@ class Routes(NamedTuple):
 class ExpertFeedForward:
     """The feed-forward of one layer; `routes` has its record after a call."""
 
-    def __init__(self, config: Config, product: GroupedProduct):
-        self.config, self.product = config, product
+    def __init__(self, layout: Layout):
+        self.config, self.product = layout.config, layout.experts
+        self.over_dp = DP in layout.expert_axes
         self.routes: Routes | None = None
 
     def __call__(self, layer: TransformerLayerShard, h_BTD: Array) -> Array:
@@ -88,8 +87,8 @@ class ExpertFeedForward:
 
     def read_weights(self, layer: TransformerLayerShard, D: int) -> dict[str, Array]:
         """Returns this shard's matrices of its experts, by name."""
-        c, E = self.config, self.config.experts.experts
-        e, f = (collectives.local(E), c.expert_size) if self.is_split else (E, collectives.local(c.expert_size))
+        c, e = self.config, self.local_experts
+        f = c.expert_size if self.is_split else collectives.local(c.expert_size)
         init = c.model.init_std or D**-0.5
         weights = {"expert_up": weight("expert_up", [e, D, f], init)}
         if c.model.gated:
@@ -101,17 +100,26 @@ class ExpertFeedForward:
         """True if this shard has some of the experts; else it has a part of each expert's width."""
         return self.config.experts.experts % lax.axis_size(MP) == 0
 
+    @property
+    def local_experts(self) -> int:
+        """The number of experts of which this shard has at least a part."""
+        experts = collectives.local(self.config.experts.experts) if self.is_split else self.config.experts.experts
+        return experts // lax.axis_size(DP) if self.over_dp else experts
+
     def apply_experts(self, weights: dict[str, Array], h_ND: Array, choice_NC: Array, gate_NC: Array) -> Array:
         """Returns the sum of this shard's parts of each token's experts, times their gates."""
-        E = self.config.experts.experts
-        e = collectives.local(E) if self.is_split else E
-        first = collectives.offset(e) if self.is_split else 0
+        if self.over_dp:
+            # The transposes scatter the sums of gradients, so that each expert has that of all tokens once.
+            h_ND, choice_NC, gate_NC = (lax.all_gather(x, DP, axis=0, tiled=True) for x in (h_ND, choice_NC, gate_NC))
+        e = self.local_experts
+        first = collectives.index((MP, DP) if self.over_dp else MP) * e if self.is_split else 0
         groups = grouped_product.group_tokens(choice_NC, first, e, self.product.block, self.product.tile)
         x_MD = grouped_product.dispatch(h_ND, groups)
         u_Mf = self.multiply("expert_up", weights, x_MD, groups.size_E)
         gate_Mf = self.multiply("expert_gate", weights, x_MD, groups.size_E) if self.config.model.gated else None
         y_MD = self.multiply("expert_down", weights, self._activate(u_Mf, gate_Mf), groups.size_E)
-        return grouped_product.combine(y_MD, gate_NC, groups)
+        y_ND = grouped_product.combine(y_MD, gate_NC, groups)
+        return lax.psum_scatter(y_ND, DP, scatter_dimension=0, tiled=True) if self.over_dp else y_ND
 
     def multiply(self, name: str, weights: dict[str, Array], x_MI: Array, size_E: Array) -> Array:
         """Returns the product of each group of rows and its expert's matrix of this name, in the rows' dtype."""
@@ -139,14 +147,14 @@ class RoutesOfLayers(Records):
     """The routes of all layers, and the terms of the objective that depend on them."""
 
     def __init__(self, layout: Layout):
-        self.config, self.product = layout.config, layout.experts
+        self.config, self.layout = layout.config, layout
 
     def feed_forward(self) -> ExpertFeedForward:
         if any(name in EXPERT_MATRICES for name in self.config.lora.lora_names):
             from shardformer.shards.expert_adapters import AdaptedExperts  # not imported without adapters of experts
 
-            return AdaptedExperts(self.config, self.product)
-        return ExpertFeedForward(self.config, self.product)
+            return AdaptedExperts(self.layout)
+        return ExpertFeedForward(self.layout)
 
     def start(self, x_BTD: Array) -> Routes:
         L, E, B = self.config.model.layers, self.config.experts.experts, x_BTD.shape[0]

@@ -204,6 +204,8 @@ def test_malformed_mesh(text):
          "balance_rate=0.001 changes a bias of the model, and lora_rank trains only adapters; give balance_rate=0"),
         ({"experts": 4, "bias": "none", "lora_rank": 2, "lora_targets": "up"},
          "lora_targets takes some of q,k,v,o,expert_up,expert_down, got 'up'"),
+        ({"experts": 6, "bias": "none", "expert_axes": "dp", "mesh": "4x2", "batch": 8},
+         "expert_axes=dp splits experts=6 over dp * mp = 8 (mesh=4x2), which does not divide them"),
         ({"experts": 4, "bias": "none", "lora_rank": 2, "lora_targets": "expert_up", "lora_dropout": 0.1},
          "lora_dropout=0.1 drops inputs of a token, and expert_up of lora_targets have the inputs of each expert"),
         ({"experts": 6, "bias": "none", "expert_width": 6, "mesh": "1x4"},
@@ -352,6 +354,7 @@ def test_zero_means_none_in_old_files_only(name):
                 "balance_loss": 0.1,
                 "router_z_loss": 0.1,
                 "balance_rate": 0.1,
+                "expert_axes": "dp",
             }.items()
         ),
         ({"shared_gate": True}, "shared_gate does nothing without shared_width; give shared_width as well"),
