@@ -57,6 +57,14 @@ def test_experts_count_as_often_as_a_token_uses_them():
     assert specs.count_parameters(Model.abstract_parameters(config)) == total + 64 * 32  # and the token table
 
 
+def test_experts_that_a_token_chooses_are_counted():
+    config = shared.tiny(mesh="1x1", bias="none", experts=5, experts_per_token=2, expert_width=24, shared_width=8)
+    active = config.model.layers * 2 * 2 * 32 * 24
+    assert flops.expert_flops_per_token(config) == (6 * active, 2 * active)
+    frozen = config.replace(lora_rank=4)
+    assert flops.expert_flops_per_token(frozen) == (4 * active, 2 * active)
+
+
 def test_adapters_of_experts_count_as_often_as_their_experts():
     experts = {"bias": "none", "experts": 5, "experts_per_token": 2, "expert_width": 24}
     config = shared.tiny(mesh="1x1", **experts)
