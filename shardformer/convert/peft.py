@@ -182,7 +182,7 @@ def join_factors(family: str, config: Config, factors: dict[str, np.ndarray]) ->
 
     @functools.cache
     def have_same_first(*names: str) -> bool:
-        """Returns whether matrices have equal first factors, as those that came from one matrix of PEFT."""
+        """Returns whether matrices have equal first factors, as factors from one matrix of PEFT have."""
         return all(
             np.array_equal(factors[f"{LAYERS}{names[0]}{lora.IN}"], factors[f"{LAYERS}{name}{lora.IN}"])
             for name in names[1:]

@@ -31,7 +31,7 @@ def update_of_peft(a, b, scale) -> np.ndarray:
 
 
 def make_adapters(folder, width: int, **changes) -> dict[str, np.ndarray]:
-    """Writes what PEFT saves: the adapters of gate_up_proj are inside of those of down_proj."""
+    """Writes what PEFT saves: gate_up_proj's adapters are inside of the module of down_proj's."""
     random, created = np.random.RandomState(0), {}
     for layer in range(2):
         for module, inputs, outputs, rank in ((INNER, D, 2 * width, 2), (OUTER, width, D, 3)):
