@@ -135,8 +135,8 @@ class Masks:
     """Dropout masks as `jax.random.bernoulli` draws them, from a key that folds in global indices, in this order.
 
     The number 0 for the embedding or 1 + i for layer i; in a layer, the site: 0 for attention weights, 1 and 2 for
-    residual branches, 3 and further for the inputs of the adapters of q, k, v, o, up, gate and down; the number of the
-    example in the batch; for attention weights, the number of the head.
+    residual branches, 3 and further for the inputs of the adapters of q, k, v, o, up, gate and down, and of those of a
+    shared expert; the number of the example in the batch; for attention weights, the number of the head.
     """
 
     def __init__(self, rate: float, key, examples):
@@ -234,7 +234,7 @@ def _merge_adapters(c, layers):
     """Multiplies LoRA's factors out: w + scale * a @ b."""
     merged = {name: leaf for name, leaf in layers.items() if not name.endswith(("_lora_in", "_lora_out"))}
     for name in [name for name in merged if f"{name}_lora_in" in layers]:
-        update = jnp.einsum("lir,lro->lio", layers[f"{name}_lora_in"], layers[f"{name}_lora_out"])
+        update = jnp.einsum("...ir,...ro->...io", layers[f"{name}_lora_in"], layers[f"{name}_lora_out"])
         merged[name] = merged[name] + c.lora.adapter_scale(name) * update
     return merged
 
@@ -253,7 +253,7 @@ def _drop_inputs_of_adapters(c, layer, masks: Masks):
     """Returns the parameters of a layer with a matrix that multiplies x @ w + scale * drop(x) @ a @ b per adapter."""
 
     def adapt(name, w):
-        site = 3 + ["q", "k", "v", "o", "up", "gate", "down"].index(name)
+        site = 3 + ["q", "k", "v", "o", "up", "gate", "down", "shared_up", "shared_gate", "shared_down"].index(name)
         a, b = layer[f"{name}_lora_in"], layer[f"{name}_lora_out"]
         drop = masks.with_rate(c.lora.lora_dropout).drop
         return _Adapted(w, lambda x: c.lora.adapter_scale(name) * (drop(x, site) @ a @ b))

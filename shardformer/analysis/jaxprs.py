@@ -80,8 +80,8 @@ def bodies(equation) -> list:
 
 
 def called(equation):
-    """Returns the function of an operation that only calls one, else None."""
-    for name in INLINED:
+    """Returns the function of an operation that only calls one, else None. A kernel is one operation."""
+    for name in INLINED if equation.primitive.name != "pallas_call" else ():
         inner = equation.params.get(name)
         if inner is not None:
             return getattr(inner, "jaxpr", inner)

@@ -5,8 +5,8 @@ their last use. Results of matrix products, reductions, loops and collectives ar
 
 For a CPU, XLA fuses less: a product reads its operands from memory, and a costly result (of a division, an exponential)
 is stored if two or more operations use it. A chip writes a product in the type of its only cast. Its collectives,
-gathers and loops read their operands from memory. A TPU stores the heads of its attention kernel in rows of 128
-values. What is not estimated: the holes that XLA leaves between arrays, up to 7% of the bytes of a compiled step.
+gathers, kernels and loops read their operands from memory. A TPU stores the heads of its attention kernel in rows of
+128 values. What is not estimated: the holes that XLA leaves between arrays, up to 7% of the bytes of a compiled step.
 """
 
 import collections
@@ -28,6 +28,7 @@ IN_MEMORY = {
 }  # fmt: skip
 PRODUCTS = ("dot_general", "cond")  # `kernels/linear.py` chooses a product by platform
 READERS = ("gather", "reduce_scatter", "all_gather", "all_gather_invariant", "ppermute", "all_to_all")
+KERNEL = "pallas_call"  # reads all of its operands from memory: nothing is fused into it
 RENAMING = {  # operations whose result is their operand in memory
     "pvary", "pcast", "reshape", "squeeze", "expand_dims", "transpose", "stop_gradient", "name", "copy", "copy_p",
 }  # fmt: skip
@@ -116,7 +117,8 @@ class _Program:
     def _find_read_from_memory(self) -> Iterator[int]:
         """Yields the operands of loops, collectives and gathers, which a chip does not compute within them."""
         producers = {value: operation for operation in self.operations for value in operation.outputs}
-        read = (operation.inputs[0] for operation in self.operations if operation.name in READERS)
+        read = [operation.inputs[0] for operation in self.operations if operation.name in READERS]
+        read += [value for operation in self.operations if operation.name == KERNEL for value in operation.inputs]
         for value in (*read, *self.read_by_loops):
             while value in self.casts or (value in producers and _renames(producers[value])):
                 value = self.casts[value] if value in self.casts else producers[value].inputs[0]

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer.analysis import liveness, traced
 from shardformer.config import Config
-from shardformer.config.names import AXES, MATRICES
+from shardformer.config.names import AXES, EXPERT_MATRICES, MATRICES, SHARED_MATRICES
 from shardformer.devices.chips import find_chip
 from shardformer.layout import Layout, resolve, torus
 from shardformer.layout.mesh import describe_hardware
@@ -77,7 +77,8 @@ def _cast_bytes(trainer: Trainer) -> int:
     if config.optimizer.param_dtype == config.parallel.dtype or config.parallel.zero == 1:
         return 0  # zero=1 gathers all layers before the loop, in the matmul dtype
     layers = trainer.abstract.params["transformer/layers"]
-    return sum(_shard_bytes(layers[name], layers[name].sharding) // 2 for name in MATRICES if name in layers)
+    names = [name for name in (*MATRICES, *EXPERT_MATRICES, *SHARED_MATRICES) if name in layers]
+    return sum(_shard_bytes(layers[name], layers[name].sharding) // 2 for name in names)
 
 
 def predict_needed(config: Config) -> int:

@@ -232,13 +232,18 @@ def _format_timeline(plan: Plan, timeline: Timeline) -> str:
     """Formats a compiled step's time by its schedule; see wire_time.py for the method."""
     rows = [
         ["estimated cycles", _milliseconds(timeline.computing)],
-        [f"attention kernels at {wire_time.KERNEL_SHARE:.0%} of the peak", _milliseconds(timeline.kernels)],
+        [_describe_kernels(plan.config), _milliseconds(timeline.kernels)],
         ["exposed wire", _milliseconds(timeline.exposed)],
         ["step", _milliseconds(timeline.seconds)],
     ]
     share = wire_time.utilization(timeline, plan.config, plan.chips)
     sent = f"{_milliseconds(timeline.wire)} ms of transfers, of which the exposed wire is not hidden"
     return f"{format_table(rows, ['by the schedule', 'ms a step'])}\n{share:.1%} MFU; {sent}"
+
+
+def _describe_kernels(config: Config) -> str:
+    of_experts = f", of experts at {wire_time.GROUPED_SHARE:.0%}" if config.experts.experts else ""
+    return f"attention kernels at {wire_time.KERNEL_SHARE:.0%} of the peak{of_experts}"
 
 
 def _byte_rows(plan: Plan) -> Iterator[list[str]]:

@@ -6,7 +6,7 @@ bandwidth, and a `done` waits for it; the waiting is exposed. A collective witho
 loop's body is timed once, with idle links, and multiplied. Of the branches of a conditional the longest counts: it is
 the optimizer's update, which a step with a non-finite gradient leaves out. Links are those of the torus dimensions that
 the devices span: both directions of each for a collective, one direction for a ring of sends. Kernels have no estimate:
-they count as their FLOPs at `KERNEL_SHARE` of the chip's peak, and hide nothing.
+they count as their FLOPs at `KERNEL_SHARE` or `GROUPED_SHARE` of the chip's peak, and hide nothing.
 
 What it leaves out: latencies, the memory traffic of transfers, slices whose torus is open at its ends (a v5e or v6e of
 fewer than 16 chips in a dimension has half of this bandwidth), and arithmetic that is faster or slower than estimated.
@@ -26,7 +26,10 @@ from shardformer.devices.chips import Slice
 from shardformer.model import flops
 
 KERNEL_SHARE = 0.5  # of the peak, for attention kernels: an assumption
+GROUPED_SHARE = 0.75  # of the peak, for the grouped products of experts: an assumption too
 KERNEL_PASSES = 3.5  # of the forward pass's FLOPs: the backward pass computes five products where that has two
+
+ATTENTION_KERNEL, GROUPED_KERNEL = "%splash", "%gmm"  # in the names of the programs' custom calls
 
 _NAME = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = ")
 _START = re.compile(r"^(async-collective|collective-permute|all-reduce|all-gather|all-to-all)-start([\w.\-]*)$")
@@ -63,11 +66,16 @@ def utilization(timeline: Timeline, config: Config, chips: Slice) -> float:
 
 
 def _kernel_seconds(text: str, config: Config, chips: Slice) -> float:
-    if "tpu_custom_call" not in text:
-        return 0.0
-    forward = flops.attention_flops(config) * config.training.batch * config.model.seq / config.parallel.devices
-    passes = KERNEL_PASSES + (config.parallel.remat == "full")
-    return passes * forward / (KERNEL_SHARE * chips.chip.flops)
+    tokens = config.training.batch * config.model.seq / config.parallel.devices
+    recomputed = config.parallel.remat == "full"
+    seconds = 0.0
+    if ATTENTION_KERNEL in text:
+        passes = KERNEL_PASSES + recomputed
+        seconds += passes * flops.attention_flops(config) * tokens / (KERNEL_SHARE * chips.chip.flops)
+    if GROUPED_KERNEL in text:
+        step, forward = flops.expert_flops_per_token(config)
+        seconds += (step + recomputed * forward) * tokens / (GROUPED_SHARE * chips.chip.flops)
+    return seconds
 
 
 class _Simulation:

@@ -27,8 +27,11 @@ def shorten(value) -> str:
     return str(value) if type(value) is int and value.bit_length() < 64 else f"a {type(value).__name__}"
 
 
-def run(pickled: bytes, machine: "Machine", max_bytes: int):
-    """Runs all opcodes of a pickle on a machine and returns its result."""
+def run(pickled, machine: "Machine", max_bytes: int):
+    """Runs all opcodes of a pickle on a machine and returns its result.
+
+    The pickle is bytes, or a file with a length.
+    """
     if len(pickled) > max_bytes:
         raise UnpicklingError(f"it has {len(pickled)} bytes, more than the limit of {max_bytes}")
     for number, (opcode, argument, position) in enumerate(pickletools.genops(pickled)):

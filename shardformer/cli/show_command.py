@@ -21,7 +21,7 @@ DEVICES = {
     "TPU": describe_chip("tpu", CHIPS["v5p"]),
     "NVIDIA GPU, from Hopper on": describe_chip("gpu", CHIPS["h100"]),
 }
-CHOICES = ("replicas", "remat", "loop", "pipeline", "loss_chunk", "experts")  # fields of Layout
+CHOICES = ("replicas", "remat", "loop", "pipeline", "loss_chunk", "experts", "expert_axes")  # fields of Layout
 
 
 def show(arguments: list[str]) -> None:

@@ -64,6 +64,11 @@ class ExpertKeys(KeyGroup):
         fixed=True,
         needs="experts",
     )
+    expert_axes: Literal["auto", "mp", "dp"] = key(
+        "auto",
+        "mesh axes that split the experts: mp, or dp (and mp), which sends tokens instead of matrices; auto: by bytes",
+        needs="experts",
+    )
 
     def list_sparse(self, layers: int) -> tuple[bool, ...]:
         """Returns, for each layer of a model, whether it has experts."""

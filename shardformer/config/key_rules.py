@@ -4,7 +4,7 @@ import math
 from typing import TYPE_CHECKING
 
 from shardformer.config.keys import keys_of, largest_divisor, next_multiple, require
-from shardformer.config.names import MATRICES
+from shardformer.config.names import EXPERT_MATRICES, MATRICES, SHARED_MATRICES
 from shardformer.config.parsing import MeshSizes, parse_mesh, parse_steps_range, shorten
 from shardformer.errors import UsageError
 
@@ -105,18 +105,30 @@ def _check_gradients(c: "Config") -> None:
 def _check_adapters(c: "Config") -> None:
     if not c.lora.lora_rank:
         return
-    dense = () if c.experts.experts else ("up", "gate", "down") if c.model.gated else ("up", "down")
-    matrices = [name for name in MATRICES if name in ("q", "k", "v", "o", *dense)]
+    matrices = _list_adaptable(c)
     unknown = [name for name in c.lora.lora_names if name not in matrices]
-    without = "; matrices of experts have no adapters" if c.experts.experts else ""
     require(
         not unknown,
-        f"lora_targets takes some of {','.join(matrices)}, got {shorten(c.lora.lora_targets)}{without}",
+        f"lora_targets takes some of {','.join(matrices)}, got {shorten(c.lora.lora_targets)}",
+    )
+    of_experts = [name for name in c.lora.lora_names if name in EXPERT_MATRICES]
+    require(
+        not (of_experts and c.lora.lora_dropout),
+        f"lora_dropout={c.lora.lora_dropout} drops inputs of a token, and {','.join(of_experts)} of lora_targets have "
+        "the inputs of each expert; give lora_dropout=0",
     )
     require(
         c.optimizer.name != "muon",
         "optimizer=muon updates full matrices, but lora_rank trains adapters; give optimizer=adamw",
     )
+
+
+def _list_adaptable(c: "Config") -> list[str]:
+    """Returns the matrices of a layer that may have adapters."""
+    feed_forward = list(MATRICES[MATRICES.index("up") :])
+    if c.experts.experts:
+        feed_forward = [*EXPERT_MATRICES, *(SHARED_MATRICES if c.experts.shared_width else ())]
+    return [*"qkvo", *(name for name in feed_forward if c.model.gated or not name.endswith("gate"))]
 
 
 def _check_experts(c: "Config") -> None:
@@ -216,6 +228,12 @@ def _check_split_sizes(c: "Config", mp: int) -> None:
     sizes = {"heads": c.model.heads}
     if not c.experts.experts or c.mixes_layers:
         sizes["feed-forward width"] = c.model.ff_size
+    over_dp = c.parallel.dp * c.parallel.mp if c.experts.expert_axes == "dp" and c.parallel.dp > 1 else 1
+    require(
+        c.experts.experts % over_dp == 0,
+        f"expert_axes=dp splits experts={c.experts.experts} over dp * mp = {over_dp} (mesh={c.parallel.mesh}), which "
+        "does not divide them; give expert_axes=mp",
+    )
     if c.experts.experts and not c.splits_experts:
         sizes["the width of an expert"] = c.expert_size
     if c.experts.shared_width:

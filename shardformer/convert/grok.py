@@ -13,7 +13,7 @@ from shardformer.config import ARCHITECTURE, Config, parsing
 from shardformer.convert import runs
 from shardformer.convert.gptj import Leaves
 from shardformer.convert.gptj_state import State
-from shardformer.convert.grok_pickles import read_weight
+from shardformer.convert.grok_pickles import read_shape, read_weight
 from shardformer.convert.leaves import Filled, flatten
 from shardformer.convert.new_folder import describe_size, new_folder
 from shardformer.errors import RunError, UsageError
@@ -75,7 +75,7 @@ def read_config(folder: Path, changes: dict) -> tuple[Config, dict[str, Path]]:
         raise UsageError(f"{folder} was written by more than one process; only files named tensor?????_000 are read")
     count = len(list(folder.glob("tensor?????_000")))
     paths = [folder / f"tensor{number:05d}_000" for number in range(count)]
-    has_experts = count > 2 and read_weight(paths[2]).ndim == 3
+    has_experts = count > 2 and len(read_shape(paths[2])) == 3
     each = len(list_names(1, has_experts)) - 2
     layers, left = divmod(count - 2, each)
     if layers < 1 or left:
@@ -85,7 +85,7 @@ def read_config(folder: Path, changes: dict) -> tuple[Config, dict[str, Path]]:
     files = dict(zip(list_names(layers, has_experts), paths, strict=True))
 
     def shape(name: str) -> tuple[int, ...]:
-        return read_weight(files[name]).shape
+        return read_shape(files[name])
 
     layer = "transformer/decoder_layer_0"
     vocab, d_model = shape(EMBEDDINGS)

@@ -8,7 +8,7 @@ import math
 import os
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +26,37 @@ KNOWN = {
 }  # fmt: skip
 
 
+LONG = 1 << 16  # bytes of an argument that only an array has
+
+
+@dataclasses.dataclass(frozen=True)
+class Skipped:
+    """The content of an array that was not read."""
+
+    size: int
+
+    def __len__(self) -> int:
+        return self.size
+
+
+class SkippingFile:
+    """A file as `pickletools.genops` reads it, without the contents of its arrays."""
+
+    def __init__(self, file: BinaryIO, size: int):
+        self._file, self._size = file, size
+        self.readline, self.tell = file.readline, file.tell
+
+    def __len__(self) -> int:
+        return self._size
+
+    def read(self, count: int) -> bytes | Skipped:
+        start = self._file.tell()
+        if count <= LONG or start + count > self._size:
+            return self._file.read(min(count, LONG))
+        self._file.seek(start + count)
+        return Skipped(count)
+
+
 class Name(NamedTuple):
     """A class or function that a pickle names: one of `KNOWN`, by its package."""
 
@@ -40,13 +71,16 @@ class Array:
 
     def build(self, state) -> None:
         _, shape, dtype, fortran_order, content = state
-        if not isinstance(dtype, np.dtype) or type(content) is not bytes or type(shape) is not tuple:
+        if not isinstance(dtype, np.dtype) or type(content) not in (bytes, Skipped) or type(shape) is not tuple:
             raise UnpicklingError("it has an array that is not described as NumPy describes one")
         # Without limits, the product of many long numbers would take hours.
         if len(shape) > 4 or not all(type(size) is int and 0 <= size < 2**48 for size in shape):
             raise UnpicklingError("it has an array with more than 4 sizes, or with one that is not a number of rows")
         if math.prod(shape) * dtype.itemsize != len(content):
             raise UnpicklingError(f"it has {len(content)} bytes for an array {dtype}{list(shape)}")
+        if isinstance(content, Skipped):
+            self.values = np.broadcast_to(np.zeros((), dtype), shape)  # one number in memory
+            return
         self.values = np.frombuffer(content, dtype).reshape(shape, order="F" if fortran_order else "C")
 
 
@@ -133,6 +167,19 @@ def read_weight(path: Path) -> np.ndarray:
         if isinstance(content, Quantized):
             return _multiply(_values(content.weight), _values(content.scales))
         return _values(content).astype(np.float32, copy=False)
+    except Exception as error:
+        raise UsageError(f"{path} was not loaded, as it may hold only an array: {describe_error(error)}") from None
+
+
+def read_shape(path: Path) -> tuple[int, ...]:
+    """Returns the shape of a file's array; the content of the array is not read."""
+    try:
+        with path.open("rb") as file:
+            pickled = SkippingFile(file, os.stat(path).st_size)
+            content = run(pickled, _Weights(), len(pickled))
+        return _values(content.weight if isinstance(content, Quantized) else content).shape
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}") from None
     except Exception as error:
         raise UsageError(f"{path} was not loaded, as it may hold only an array: {describe_error(error)}") from None
 

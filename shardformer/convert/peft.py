@@ -2,6 +2,7 @@
 
 PEFT's A is [rank, inputs] and its B [outputs, rank], for each matrix of the Hugging Face model. If that model has q, k
 and v in one matrix, their adapters are joined: the ranks are concatenated, and B is zero between different matrices.
+Experts are parameters there (`target_parameters`), whose module has one A and one B for all experts.
 """
 
 import dataclasses
@@ -17,8 +18,8 @@ import numpy as np
 from shardformer.config import Config, parsing
 from shardformer.config.adapter_keys import Adapter, format_targets, scale_of
 from shardformer.config.keys import key
-from shardformer.config.names import MATRICES
-from shardformer.convert import hf_settings, runs, safetensors_files, weight_files
+from shardformer.config.names import EXPERT_MATRICES, MATRICES, SHARED_MATRICES
+from shardformer.convert import hf_settings, peft_experts, runs, safetensors_files, weight_files
 from shardformer.convert.families import Part, Stored, list_stored
 from shardformer.convert.gptj_state import State
 from shardformer.convert.hf import TOKENIZER_FOLDER, copy_tokenizer
@@ -42,7 +43,7 @@ SILENT = {
     "task_type", "base_model_name_or_path", "auto_mapping", "inference_mode", "lora_dropout", "target_modules",
     "layers_to_transform", "layers_pattern", "revision", "use_dora", "peft_type", "r", "lora_alpha", "fan_in_fan_out",
     "rank_pattern", "alpha_pattern", "use_rslora", "exclude_modules", "eva_config", "loftq_config", "peft_version",
-    "megatron_core", "qalora_group_size", "runtime_config",
+    "megatron_core", "qalora_group_size", "runtime_config", "target_parameters",
 }  # fmt: skip
 # With any other initialisation, the weights of the base change too.
 PLAIN_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
@@ -72,11 +73,12 @@ class FromPeft:
 
 
 class Target(NamedTuple):
-    """A matrix of the Hugging Face model in one layer, and our matrices that it holds."""
+    """A matrix of the Hugging Face model in one layer, or those of all experts, and our matrices that it holds."""
 
     stored: Stored
     names: tuple[str, ...]
     is_conv1d: bool  # a matrix of GPT-2, which stores [inputs, outputs]
+    experts: int = 0  # 0: a module of PEFT's target_modules; else a parameter of its target_parameters
 
     @property
     def module(self) -> str:
@@ -86,6 +88,12 @@ class Target(NamedTuple):
     def kind(self) -> str:
         """The name in all layers: 'attn.c_attn' for 'transformer.h.3.attn.c_attn'."""
         return self.module.rpartition(f".{self.stored.layer}.")[2]
+
+    @property
+    def places(self) -> list[tuple[int, ...]]:
+        """The indices of its matrices in our stacked factors: of the layer, and of the expert."""
+        layer = self.stored.layer or 0
+        return [(layer, expert) for expert in range(self.experts)] or [(layer,)]
 
     def parts_of(self, name: str) -> list[Part]:
         return [part for part in self.stored.parts if part.ours == f"{LAYERS}{name}"]
@@ -112,8 +120,11 @@ def list_targets(family: str, config: Config) -> list[Target]:
     result = []
     for stored in list_stored(family, config):
         names = tuple(dict.fromkeys(part.ours.removeprefix(LAYERS) for part in stored.parts))
-        if stored.layer is not None and set(names) <= set(MATRICES):
+        if stored.layer is not None and set(names) <= {*MATRICES, *SHARED_MATRICES}:
             result.append(Target(stored, names, family == "gpt2"))
+    for stored in peft_experts.list_parameters(family, config):
+        names = tuple(part.ours.removeprefix(LAYERS) for part in stored.parts)
+        result.append(Target(stored, names, False, config.experts.experts))
     return result
 
 
@@ -167,29 +178,49 @@ def join_factors(family: str, config: Config, factors: dict[str, np.ndarray]) ->
     """Returns PEFT's arrays by name, and the rank and alpha of each type of module, from our stacked factors."""
     arrays: dict[str, np.ndarray] = {}
     values: dict[str, Adapter] = {}
+    adapted = peft_experts.find_adapted(config)
+
+    @functools.cache
+    def have_same_first(*names: str) -> bool:
+        """Returns whether matrices have equal first factors, as factors from one matrix of PEFT have."""
+        return all(
+            np.array_equal(factors[f"{LAYERS}{names[0]}{lora.IN}"], factors[f"{LAYERS}{name}{lora.IN}"])
+            for name in names[1:]
+        )
+
     for target in list_targets(family, config):
         names = [name for name in target.names if name in config.lora.lora_names]
         if not names:
             continue
-        firsts = [factors[f"{LAYERS}{name}{lora.IN}"] for name in names]
-        same = all(np.array_equal(firsts[0], other) for other in firsts)  # true of factors that came from PEFT
-        starts = np.cumsum([0, *(first.shape[-1] for first in firsts)]).tolist()
-        rank, layer, scale = firsts[0].shape[-1] if same else starts[-1], target.stored.layer, None
-        a_RI = np.concatenate([first[layer].T for first in (firsts[:1] if same else firsts)])
-        seen = np.zeros(target.outputs_shape(rank), np.float32)
-        for start, name in zip([0] * len(names) if same else starts, names, strict=False):
-            second = factors[f"{LAYERS}{name}{lora.OUT}"][layer]
-            scale = scale or config.lora.adapter_scale(name)
-            if (factor := config.lora.adapter_scale(name) / scale) != 1:
-                second = second * np.float32(factor)
-            default = np.zeros((rank, second.shape[-1]), np.float32)
-            default[start:][: len(second)] = second
-            for part in target.parts_of(name):
-                seen[part.cut] = part.view(default)
-        b_OR = seen.reshape(rank, -1).T if target.is_conv1d else seen.reshape(-1, rank)
-        arrays |= {f"{PREFIX}{target.module}{A}": a_RI, f"{PREFIX}{target.module}{B}": b_OR}
+        same = have_same_first(*names)
+        pairs = [_join_matrix(target, names, config, factors, place, same) for place in target.places]
+        rank, module = len(pairs[0][0]), target.module
+        a, b = peft_experts.stack(pairs) if target.experts else pairs[0]
+        if target.experts:
+            module = peft_experts.name_module(module, adapted)
+        arrays |= {f"{PREFIX}{module}{A}": a, f"{PREFIX}{module}{B}": b}
         values[target.kind] = Adapter(rank, _find_alpha(config, names[0], rank))
     return arrays, values
+
+
+def _join_matrix(
+    target: Target, names: list[str], config: Config, factors: dict[str, np.ndarray], place: tuple[int, ...], same: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (A, B) of one matrix, which may hold two or more of ours; `same`: with equal first factors."""
+    firsts = [factors[f"{LAYERS}{name}{lora.IN}"] for name in names[: 1 if same else None]]
+    starts = np.cumsum([0, *(first.shape[-1] for first in firsts)]).tolist()
+    rank, scale = starts[-1], config.lora.adapter_scale(names[0])
+    a_RI = np.concatenate([first[place].T for first in firsts])
+    seen = np.zeros(target.outputs_shape(rank), np.float32)
+    for start, name in zip([0] * len(names) if same else starts, names, strict=False):
+        second = factors[f"{LAYERS}{name}{lora.OUT}"][place]
+        if (factor := config.lora.adapter_scale(name) / scale) != 1:
+            second = second * np.float32(factor)
+        default = np.zeros((rank, second.shape[-1]), np.float32)
+        default[start:][: len(second)] = second
+        for part in target.parts_of(name):
+            seen[part.cut] = part.view(default)
+    return a_RI, seen.reshape(rank, -1).T if target.is_conv1d else seen.reshape(-1, rank)
 
 
 def _find_alpha(config: Config, name: str, rank: int) -> float:
@@ -200,15 +231,17 @@ def _find_alpha(config: Config, name: str, rank: int) -> float:
 
 def _write_settings(family: str, config: Config, values: dict[str, Adapter]) -> dict[str, Any]:
     default, alpha = config.lora.lora_rank, config.lora.lora_alpha
-    return {
+    parameters = set(filter(peft_experts.is_parameter, values))
+    settings = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM",
-        "r": default, "lora_alpha": _shorten(alpha), "target_modules": sorted(values),
+        "r": default, "lora_alpha": _shorten(alpha), "target_modules": sorted(values.keys() - parameters),
         "rank_pattern": {kind: result.rank for kind, result in values.items() if result.rank != default},
         "alpha_pattern": {kind: _shorten(result.alpha) for kind, result in values.items() if result.alpha != alpha},
         "fan_in_fan_out": family == "gpt2", "lora_dropout": config.lora.lora_dropout, "bias": "none",
         "inference_mode": True, "init_lora_weights": True, "use_rslora": config.lora.rslora, "use_dora": False,
         "modules_to_save": None,
     }  # fmt: skip
+    return settings | ({"target_parameters": sorted(parameters)} if parameters else {})
 
 
 def _shorten(number: float) -> float:
@@ -289,10 +322,11 @@ def read_settings(path: Path) -> dict[str, Any]:
 def split_factors(source: Path, family: str, base: Config, settings: dict) -> tuple[Config, dict[str, np.ndarray]]:
     """Returns the configuration with adapters, and our stacked factors, from the arrays of a folder."""
     pairs = _match(source, list_targets(family, base))
-    values = _find_rank_alphas(source / CONFIG, settings, {target.module: a.shape[0] for target, a, _ in pairs})
+    ranks = {target.module: a.shape[0] // max(target.experts, 1) for target, a, _ in pairs}
+    values = _find_rank_alphas(source / CONFIG, settings, ranks)
     by_matrix = {
         name: result
-        for name in MATRICES
+        for name in (*MATRICES, *EXPERT_MATRICES, *SHARED_MATRICES)
         if (result := [values[target.module] for target, _, _ in pairs if name in target.names])
     }
     config = _choose_config(base, settings, by_matrix)
@@ -305,13 +339,20 @@ def split_factors(source: Path, family: str, base: Config, settings: dict) -> tu
         scale = scale_of(*values[target.module], config.lora.rslora)
         if (factor := scale / config.lora.adapter_scale(target.names[0])) != 1:
             b_OR = b_OR * np.float32(factor)
-        default, layer = len(a_RI), target.stored.layer
-        seen = (b_OR.T if target.is_conv1d else b_OR).reshape(target.outputs_shape(default))
-        for name in target.names:
-            factors[f"{LAYERS}{name}{lora.IN}"][layer, :, :default] = a_RI.T
-            for part in target.parts_of(name):
-                part.view(factors[f"{LAYERS}{name}{lora.OUT}"][layer, :default])[...] = seen[part.cut]
+        matrices = peft_experts.unstack(a_RI, b_OR, target.experts) if target.experts else [(a_RI, b_OR)]
+        for place, pair in zip(target.places, matrices, strict=True):
+            _split_matrix(target, factors, place, *pair)
     return config, factors
+
+
+def _split_matrix(target: Target, factors: dict[str, np.ndarray], place: tuple, a_RI: np.ndarray, b_OR: np.ndarray):
+    """Writes the factors of our matrices that one matrix holds."""
+    rank = len(a_RI)
+    seen = (b_OR.T if target.is_conv1d else b_OR).reshape(target.outputs_shape(rank))
+    for name in target.names:
+        factors[f"{LAYERS}{name}{lora.IN}"][place][:, :rank] = a_RI.T
+        for part in target.parts_of(name):
+            part.view(factors[f"{LAYERS}{name}{lora.OUT}"][place][:rank])[...] = seen[part.cut]
 
 
 def _choose_config(base: Config, settings: dict, by_matrix: dict[str, list[Adapter]]) -> Config:
@@ -351,18 +392,24 @@ def _match(source: Path, targets: list[Target]) -> list[tuple[Target, Tensor, Te
     """Returns the two arrays of each matrix with adapters; rejects any other array."""
     path = find_weights(source)
     left, pairs = weight_files.find_tensors(path), []
+    shapes = {name: tensor.shape for name, tensor in left.items()}
     for target in targets:
-        a, b = (left.pop(f"{PREFIX}{target.module}{end}", None) for end in (A, B))
+        (first, second) = target.stored.shape
+        inputs, outputs = (first, second) if target.is_conv1d else (second, first)
+        module = target.module
+        if target.experts:
+            module = peft_experts.find_module(module, shapes, inputs, outputs)
+        a, b = (left.pop(f"{PREFIX}{module}{end}", None) for end in (A, B))
         if a is None and b is None:
             continue
         if a is None or b is None:
             raise RunError(f"{path} has only one of the two arrays of {target.module}; copy it again")
-        rank, (first, second) = a.shape[0] if a.shape else 0, target.stored.shape
-        inputs, outputs = (first, second) if target.is_conv1d else (second, first)
-        if not rank or (a.shape, b.shape) != ((rank, inputs), (outputs, rank)):
+        rank, experts = a.shape[0] if a.shape else 0, max(target.experts, 1)
+        if not rank or (a.shape, b.shape) != ((rank, inputs), (outputs, rank)) or rank % experts:
+            rows = f"{target.experts} x rank" if target.experts else "rank"
             raise UsageError(
                 f"{path}: {target.module} has adapters of {list(a.shape)} and {list(b.shape)}, and the base makes them "
-                f"[rank, {inputs}] and [{outputs}, rank]"
+                f"[{rows}, {inputs}] and [{outputs}, {rows}]"
             )
         if a.dtype not in FLOATS or b.dtype not in FLOATS:
             raise UsageError(f"{path}: {target.module} has {a.dtype} and {b.dtype}, expected floats")

@@ -4,17 +4,19 @@
 row for each pair. `dispatch` copies the tokens into these rows, `combine` adds the rows of a token up again. An expert
 without tokens has no rows, so its gradients are exact zeros.
 
-`Ragged` is `lax.ragged_dot`, which TPUs and GPUs compute group by group. XLA makes a dense product of it on a CPU, with
-the work of all experts for each token. `Blocks` multiplies blocks of rows of one expert there.
+`Blocks` multiplies blocks of rows of one expert; `grouped_kernel.py` has a TPU's kernel. `lax.ragged_dot` is not used:
+XLA makes a dense product of it on CPUs, GPUs and some TPUs, with the work of all experts for each token.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array, custom_batching, lax
 
+from shardformer.kernels.grouped_kernel import Kernel
 from shardformer.parallel.collectives import vary_like
 
 
@@ -26,23 +28,12 @@ class Groups(NamedTuple):
     size_E: Array  # rows of each expert, padding included
 
 
-class Ragged(NamedTuple):
-    """The product of hardware that computes groups of any size."""
-
-    block: int = 1
-
-    def __str__(self) -> str:
-        return "ragged_dot"
-
-    def multiply(self, x_MI: Array, w_EIO: Array, size_E: Array) -> Array:
-        """Returns each group of rows times its expert's matrix, in the dtype of the rows."""
-        return lax.ragged_dot(x_MI, w_EIO, size_E)
-
-
 class Blocks(NamedTuple):
     """Products of blocks of rows of one expert; each group is padded to full blocks."""
 
     block: int
+    joins_rows: bool = False  # groups the tokens of all rows of a vmap together; see `join_rows`
+    tile: int = 1
 
     def __str__(self) -> str:
         return f"blocks of {self.block} rows of one expert"
@@ -52,17 +43,39 @@ class Blocks(NamedTuple):
         return multiply_blocks(x_MI, w_EIO, size_E, self.block)
 
 
-GroupedProduct = Ragged | Blocks
+GroupedProduct = Blocks | Kernel
 
 
-def group_tokens(choice_NC: Array, first: Array | int, experts: int, block: int) -> Groups:
+def join_rows(apply: Callable[..., Array]) -> Callable[..., Array]:
+    """Returns a function `apply(weights, *tokens)` of arrays [N, ...], which a vmap calls once for all of its rows.
+
+    A vmap of a grouped product would copy the experts' matrices for each row. The result has no gradient: generation
+    vmaps rows, and training does not.
+    """
+    joined = custom_batching.custom_vmap(apply)
+
+    @joined.def_vmap
+    def apply_to_all(rows, is_batched, weights, *tokens):
+        full = [
+            x if batched else jnp.broadcast_to(x, (rows, *x.shape))
+            for x, batched in zip(tokens, is_batched[1:], strict=True)
+        ]
+        y_MD = joined(weights, *[x.reshape(-1, x.shape[-1]) for x in full])
+        return y_MD.reshape(rows, -1, y_MD.shape[-1]), True
+
+    return joined
+
+
+def group_tokens(choice_NC: Array, first: Array | int, experts: int, block: int, tile: int = 1) -> Groups:
     """Sorts pairs of a token and a choice by expert, for the experts `first`, `first + 1`... of this shard.
 
-    The group of each expert is padded to a multiple of `block` rows. A token's rows keep the order of the tokens.
+    The group of each expert is padded to a multiple of `block` rows, and all rows to one of `tile`. A token's rows keep
+    the order of the tokens.
     """
     tokens, choices = choice_NC.shape
     pairs = tokens * choices
     rows = -(-pairs // block) * block + (experts * block if block > 1 else 0)
+    rows = -(-rows // tile) * tile
     local_NC = choice_NC - first
     is_local_NC = (local_NC >= 0) & (local_NC < experts)
     expert_P = jnp.where(is_local_NC, local_NC, experts).reshape(-1)

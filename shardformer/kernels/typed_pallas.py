@@ -1,9 +1,9 @@
-"""JAX's splash attention with outputs that carry manual axis types, which `check_vma=True` requires.
+"""JAX's Pallas kernels with outputs that carry manual axis types, which `check_vma=True` requires.
 
-The kernel describes its outputs by bare `jax.ShapeDtypeStruct`s, and shard_map rejects these. While the kernel is
+The kernels describe their outputs by bare `jax.ShapeDtypeStruct`s, and shard_map rejects these. While a kernel is
 traced, its module sees a `jax` whose ShapeDtypeStruct adds the missing type.
 
-Remove this file when JAX's kernel traces under `check_vma=True`: then `test_pallas_rejects_untyped_outputs` fails.
+Remove this file when JAX's kernels trace under `check_vma=True`: then `test_pallas_rejects_untyped_outputs` fails.
 """
 
 import contextlib
@@ -15,14 +15,14 @@ from collections.abc import Iterator
 import jax
 from jax import Array
 
-MODULE = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel"
-_one_at_a_time = threading.RLock()  # the module is shared by all threads
+SPLASH = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel"
+_one_at_a_time = threading.RLock()  # a module is shared by all threads
 
 
 @contextlib.contextmanager
-def typed_kernel(x: Array) -> Iterator[types.ModuleType]:
+def typed_kernel(x: Array, module: str = SPLASH) -> Iterator[types.ModuleType]:
     """Yields the module of JAX's kernel, patched so that its outputs vary over the same mesh axes as `x`."""
-    kernel = importlib.import_module(MODULE)
+    kernel = importlib.import_module(module)
     with _one_at_a_time:
         kernel.jax = _JaxWithTypedShapes(jax.typeof(x).manual_axis_type)  # type: ignore[attr-defined]  # for the module
         try:

@@ -10,6 +10,7 @@ from shardformer.kernels.remat import Remat
 from shardformer.layout.choose_attention import Rows, choose_attention, without_kernel
 from shardformer.layout.choose_layers import Loop, choose_loop, choose_loss_chunk, choose_pipeline, choose_remat
 from shardformer.layout.choose_replicas import choose_replicas
+from shardformer.layout.expert_axes import choose_expert_axes
 from shardformer.layout.float_weights import FLOAT, FloatWeights
 from shardformer.parallel.pipeline import Pipeline
 from shardformer.parallel.replicas import Replicated
@@ -32,6 +33,7 @@ class Layout:
     replicas: Replicated = REPLICATED
     weights: FloatWeights = FLOAT  # how the matrices are stored
     experts: Any = None  # the grouped product of experts; None without experts
+    expert_axes: tuple[str, ...] = ()  # the mesh axes over which experts are split
     reasons: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)  # by field
     rows: Rows = NO_ROWS  # that the attention is for
 
@@ -81,4 +83,6 @@ def _add_experts(layout: Layout) -> Layout:
     from shardformer.layout.choose_experts import choose_grouped_product  # not imported without experts
 
     product, why = choose_grouped_product(layout.config, layout.hardware)
-    return dataclasses.replace(layout, experts=product, reasons=layout.reasons | {"experts": why})
+    axes = choose_expert_axes(layout.config)
+    reasons = layout.reasons | {"experts": why, "expert_axes": axes.reason}
+    return dataclasses.replace(layout, experts=product, expert_axes=axes.axes, reasons=reasons)

@@ -2,27 +2,41 @@
 
 from shardformer.config import Config
 from shardformer.kernels.fused_attention import Hardware
-from shardformer.kernels.grouped_product import Blocks, GroupedProduct, Ragged
+from shardformer.kernels.grouped_kernel import Kernel
+from shardformer.kernels.grouped_product import Blocks, GroupedProduct
 from shardformer.layout.choose_layers import Loop
 
-LARGEST, SMALLEST = 256, 8  # rows of a block
+BLOCKS = 8, 256  # the fewest and the most rows of a block
+TILES = 128, 512  # of a tile of the kernel
 
 
 def choose_grouped_product(config: Config, hardware: Hardware) -> tuple[GroupedProduct, str]:
     """Returns the grouped product of these devices, and why."""
-    if hardware.platform != "cpu":
-        return Ragged(), f"ragged_dot computes group by group on {hardware.platform}"
-    return Blocks(_choose_block(config)), "ragged_dot is a dense product on cpu"
+    if hardware.platform == "tpu":
+        return Kernel(_choose_rows(config, *TILES)), "the kernel of MegaBlox reads groups of any size on tpu"
+    # On a GPU, jaxlib 0.10 materialises an operand of all experts, and 0.12 in the backward pass (openxla/xla#40189).
+    return Blocks(_choose_rows(config, *BLOCKS)), f"ragged_dot is a dense product on {hardware.platform}"
 
 
-def _choose_block(config: Config) -> int:
+def choose_for_rows(product: GroupedProduct) -> GroupedProduct:
+    """Returns the product of generation's first pass, which vmaps rows."""
+    return product._replace(joins_rows=True)
+
+
+def choose_for_tokens(product: GroupedProduct) -> GroupedProduct:
+    """Returns the product of one token of each row: an expert has few, which a large block would fill up with zeros."""
+    if isinstance(product, Kernel):
+        return product._replace(joins_rows=True, tile=TILES[0])
+    return product._replace(joins_rows=True, block=BLOCKS[0])
+
+
+def _choose_rows(config: Config, fewest: int, most: int) -> int:
     """Returns about a quarter of an expert's mean rows: padding then adds an eighth of the work."""
     rows = config.training.batch // config.parallel.dp // max(config.training.accum, 1)
     pairs = rows * config.model.seq // config.parallel.cp * config.experts.experts_per_token
-    block = SMALLEST
-    while block < LARGEST and 8 * block <= pairs // config.experts.experts:
-        block *= 2
-    return block
+    while fewest < most and 8 * fewest <= pairs // config.experts.experts:
+        fewest *= 2
+    return fewest
 
 
 def choose_groups(config: Config, loop: Loop, reason: str) -> tuple[Loop, str]:

@@ -51,4 +51,5 @@ class QuantizedWeights(FloatWeights):
 def make_replicas(replicas: Replicated) -> QuantizedReplicas:
     """Returns replicas on the same mesh axes that gather codes and scales as they are stored."""
     dtype = getattr(replicas, "dtype", "float32")
-    return QuantizedReplicas(replicas.layer_axes, replicas.outside_axes, replicas.count, dtype)
+    axes = replicas.layer_axes, replicas.outside_axes, replicas.count, replicas.shared_by_dp
+    return QuantizedReplicas(*axes, dtype)

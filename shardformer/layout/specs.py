@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer.config import Config
 from shardformer.config.names import CODES, EXPERT_MATRICES, SCALES, has_key_value_heads, is_stacked
+from shardformer.layout.expert_axes import choose_expert_axes
 
 # Split columns (outputs) or rows (inputs) of a matrix, as Megatron does. pp splits the leading L of stacked layers.
 RULES = (
@@ -49,6 +50,13 @@ RULES = (
     ("*/layers/o_lora_out", P()),
     ("*/layers/down_lora_in", P(None, "mp", None)),
     ("*/layers/down_lora_out", P()),
+    ("*/layers/expert_*_lora_*", P(None, "mp", None, None)),
+    ("*/layers/shared_up_lora_in", P()),
+    ("*/layers/shared_up_lora_out", P(None, None, "mp")),
+    ("*/layers/shared_gate_lora_in", P()),
+    ("*/layers/shared_gate_lora_out", P(None, None, "mp")),
+    ("*/layers/shared_down_lora_in", P(None, "mp", None)),
+    ("*/layers/shared_down_lora_out", P()),
     ("*norm/scale", P()),
     ("*norm/offset", P()),
 )
@@ -57,6 +65,12 @@ SPLIT_WIDTHS = {
     "expert_up": P(None, None, None, "mp"),
     "expert_gate": P(None, None, None, "mp"),
     "expert_down": P(None, None, "mp", None),
+    "expert_up_lora_in": P(),
+    "expert_up_lora_out": P(None, None, None, "mp"),
+    "expert_gate_lora_in": P(),
+    "expert_gate_lora_out": P(None, None, None, "mp"),
+    "expert_down_lora_in": P(None, None, "mp", None),
+    "expert_down_lora_out": P(),
 }
 
 
@@ -70,10 +84,18 @@ def parameter_spec(name: str, config: Config) -> P:
         if fnmatch.fnmatchcase(name, pattern):
             if config.shares_kv_heads and has_key_value_heads(name):
                 spec = P()
-            if not config.splits_experts:
-                spec = SPLIT_WIDTHS.get(name.rpartition("/")[2], spec)
+            if config.experts.experts and name.rpartition("/")[2].startswith(EXPERT_MATRICES):
+                spec = _spec_of_experts(name, spec, config)
             return P("pp", *spec[1:]) if config.parallel.pp > 1 and is_stacked(name) else spec
     raise KeyError(f"no rule in specs.py covers the parameter {name!r}; add one by name")
+
+
+def _spec_of_experts(name: str, spec: P, config: Config) -> P:
+    """Returns the spec of a matrix of experts, or of a factor of its adapters."""
+    if not config.splits_experts:
+        return SPLIT_WIDTHS.get(name.rpartition("/")[2], spec)
+    axes = choose_expert_axes(config).axes
+    return P(None, axes if len(axes) > 1 else axes[0], None, None)
 
 
 def _spec_of_scales(matrix: str, config: Config) -> P:
@@ -113,6 +135,8 @@ def _zero_dimension(name: str, leaf, config: Config) -> int | None:
     if not config.parallel.zero or config.parallel.replicas == 1:
         return None
     spec = (*parameter_spec(name, config), *[None] * leaf.ndim)[: leaf.ndim]
+    if any(isinstance(axes, tuple) for axes in spec):
+        return None  # dp splits it already
 
     def parts(dimension: int) -> int:
         return config.parallel.replicas * (config.parallel.mp if spec[dimension] else 1)

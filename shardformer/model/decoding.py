@@ -22,7 +22,14 @@ class Decoder:
         self.unstacked_specs = map_stacked(lambda name, spec: [P(*spec[1:])] * len(config.layers_of(name)), model.specs)
         any_length = config.without_gradients().replace(sequence_parallel=False)
         layout = dataclasses.replace(resolve(any_length), replicas=model.replicas.for_forward_pass())
-        self._shard = CausalTransformerShard(layout)
+        self._shard = self._token_shard = CausalTransformerShard(layout)
+        if config.experts.experts:
+            from shardformer.layout import choose_experts  # not imported without experts
+
+            product = model.layout.experts
+            choices = choose_experts.choose_for_rows(product), choose_experts.choose_for_tokens(product)
+            layouts = [dataclasses.replace(layout, experts=choice) for choice in choices]
+            self._shard, self._token_shard = map(CausalTransformerShard, layouts)
 
     def logits(self, params, tokens):
         """Returns float32 logits [B, T, V]: rows split over dp, vocabulary over mp; padded entries are -inf."""
@@ -59,7 +66,7 @@ class Decoder:
         def body(unstacked, token_B, position_B, caches, slot):
             def one(token, position, caches):
                 caches = jax.tree.map(lambda x_hSK: x_hSK[None], caches)
-                logits_1v, caches = self._shard.decode(unstacked, token[None], position, caches, slot)
+                logits_1v, caches = self._token_shard.decode(unstacked, token[None], position, caches, slot)
                 return logits_1v[0], jax.tree.map(lambda x_1hSK: x_1hSK[0], caches)
 
             return jax.vmap(one)(token_B, position_B, caches)

@@ -32,6 +32,14 @@ def layer_flops_per_token(config: Config) -> tuple[int, int]:
     return 2 * forward + 2 * trainable + attention, forward
 
 
+def expert_flops_per_token(config: Config) -> tuple[int, int]:
+    """Returns the FLOPs of the experts that a token chooses (in a train step, in its forward pass)."""
+    leaves = Model.abstract_parameters(config)[LAYERS]
+    of_experts = {LAYERS: {name: leaf for name, leaf in leaves.items() if name.startswith(EXPERT_MATRICES)}}
+    active = _count_active(of_experts, config)
+    return 4 * active + 2 * _count_active(lora.select_trainable(of_experts, config), config), 2 * active
+
+
 def attention_flops(config: Config) -> int:
     """Returns the FLOPs of a token's forward pass through attention, of pairs that a causal mask and windows leave."""
     seq = config.model.seq
@@ -53,7 +61,7 @@ def _count_active(parameters: dict, config: Config) -> int:
     if not config.experts.experts:
         return total
     leaves = parameters.get(LAYERS, {})
-    of_experts = sum(leaves[name].size for name in EXPERT_MATRICES if name in leaves)
+    of_experts = sum(leaf.size for name, leaf in leaves.items() if name.startswith(EXPERT_MATRICES))
     unused = config.experts.experts - config.experts.experts_per_token
     return total - of_experts * unused // config.experts.experts
 

@@ -44,11 +44,11 @@ def add_adapters(parameters: dict, config: Config, key) -> dict:
     for target, local_key in zip(
         config.lora.lora_names, jax.random.split(key, len(config.lora.lora_names)), strict=True
     ):
-        L, inputs, outputs = layers[target].shape
+        *stacked, inputs, outputs = layers[target].shape  # layers, and the experts of a layer
         rank = config.lora.adapters[target].rank
-        normal = jax.random.normal(local_key, (L, inputs, rank), jnp.float32)
+        normal = jax.random.normal(local_key, (*stacked, inputs, rank), jnp.float32)
         layers[f"{target}{IN}"] = normal / math.sqrt(inputs)
-        layers[f"{target}{OUT}"] = jnp.zeros((L, rank, outputs), jnp.float32)
+        layers[f"{target}{OUT}"] = jnp.zeros((*stacked, rank, outputs), jnp.float32)
     return parameters | {LAYERS: layers}
 
 

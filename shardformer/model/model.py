@@ -131,7 +131,8 @@ class Model:
         if not self.config.parallel.zero or self.config.parallel.replicas == 1:
             return []
         by_module = self.zero_dimensions.items()
-        return [f"{module}/{name}" for module, leaves in by_module for name, d in leaves.items() if d is None]
+        return [f"{module}/{name}" for module, leaves in by_module for name, d in leaves.items()
+                if d is None and not _is_split_over_dp(self.specs[module][name])]  # fmt: skip
 
     def check_attention(self) -> None:
         """Raises UsageError for attention=fused if the mesh's devices have no kernel for it."""
@@ -273,6 +274,10 @@ class Model:
         c, key = self.config, jax.random.wrap_key_data(dropout_key, impl=STANDARD)
         position_T = self.layout.attention.positions(tokens // c.parallel.cp) if c.parallel.cp > 1 else None
         return Dropout(c.training.dropout, key, batch["examples"], c.parallel.sequence_parallel, position_T)
+
+
+def _is_split_over_dp(spec: P) -> bool:
+    return any(isinstance(axes, tuple) and "dp" in axes for axes in spec)
 
 
 def choose_counts(config: Config) -> Callable:

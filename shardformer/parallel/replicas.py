@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from shardformer.config.names import is_factor_of_product, is_stacked
+from shardformer.config.names import DP, is_factor_of_product, is_stacked
 from shardformer.parallel import collectives
 from shardformer.parallel.scattering import IN_ONE_STAGE, Scattering, gather_parts, scatter_sum
 
@@ -29,6 +29,8 @@ class Replicated:
     layer_axes: tuple[str, ...] = ()
     outside_axes: tuple[str, ...] = ()  # of the other parameters: every pipeline stage has them
     count: int = 1  # shards of a batch's tokens
+    # The prefixes of the layers' parameters that the shards of dp share for good: each computes with its part.
+    shared_by_dp: tuple[str, ...] = ()
 
     def with_dimensions(self, dimensions: dict) -> "Replicated":
         """Returns the replicas of parameters that ZeRO splits along these dimensions, {module: {name: dimension}}."""
@@ -56,6 +58,8 @@ class Replicated:
 
     def axes_of(self, name: str) -> tuple[str, ...]:
         """Returns the mesh axes of a parameter's replicas; a stage's layers see the rows of all stages."""
+        if self.shared_by_dp and name.rpartition("/")[2].startswith(self.shared_by_dp):
+            return tuple(axis for axis in self.layer_axes if axis != DP)
         return self.layer_axes if is_stacked(name) else self.outside_axes
 
 

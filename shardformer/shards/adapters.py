@@ -8,7 +8,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from shardformer.config import Config
-from shardformer.config.names import LORA_IN, LORA_OUT, MATRICES
+from shardformer.config.names import LORA_IN, LORA_OUT, MATRICES, SHARED_MATRICES
 from shardformer.kernels.linear import linear
 from shardformer.kernels.remat import PRODUCT
 from shardformer.parallel import collectives
@@ -17,7 +17,8 @@ from shardformer.shards.layer import LayerFeature, LayerInputs, multiply
 from shardformer.shards.parameters import weight
 
 FIRST_SITE = 3  # the number of the first matrix among a layer's sites of dropout
-ROW_PARALLEL = ("o", "down")  # split by inputs: their products are partial sums
+SITES = (*MATRICES, *SHARED_MATRICES)
+ROW_PARALLEL = ("o", "down", "shared_down")  # split by inputs: their products are partial sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +52,10 @@ class Adapters:
     def _drop(self, name: str, x: Array) -> Array:
         if not self.dropout or not self.config.lora.lora_dropout:
             return x
-        masks = self.dropout.at(FIRST_SITE + MATRICES.index(name))._replace(rate=self.config.lora.lora_dropout)
-        features = {"o": self.config.model.attention_size, "down": self.config.model.ff_size}.get(name, x.shape[-1])
-        return masks.features(x, features)
+        masks = self.dropout.at(FIRST_SITE + SITES.index(name))._replace(rate=self.config.lora.lora_dropout)
+        c = self.config
+        row_parallel = {"o": c.model.attention_size, "down": c.model.ff_size, "shared_down": c.experts.shared_width}
+        return masks.features(x, row_parallel.get(name, x.shape[-1]))
 
 
 class AdaptedProducts(LayerFeature):

@@ -12,11 +12,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from shardformer.config import Config
-from shardformer.config.names import LAYERS, MP
+from shardformer.config.names import DP, EXPERT_MATRICES, LAYERS, MP
 from shardformer.kernels import grouped_product
 from shardformer.kernels.activations import ACTIVATIONS
-from shardformer.kernels.grouped_product import GroupedProduct
 from shardformer.kernels.remat import PRODUCT
 from shardformer.layout import Layout
 from shardformer.parallel import collectives
@@ -37,16 +35,18 @@ class Routes(NamedTuple):
 class ExpertFeedForward:
     """The feed-forward of one layer; `routes` has its record after a call."""
 
-    def __init__(self, config: Config, product: GroupedProduct):
-        self.config, self.product = config, product
+    def __init__(self, layout: Layout):
+        self.config, self.product = layout.config, layout.experts
+        self.over_dp = DP in layout.expert_axes
         self.routes: Routes | None = None
 
     def __call__(self, layer: TransformerLayerShard, h_BTD: Array) -> Array:
         """Returns this shard's part of the sum of each token's experts: a partial sum over mp."""
         choice_BTC, gate_BTC = self.route(h_BTD)
         B, T, D = h_BTD.shape
-        pairs = choice_BTC.reshape(B * T, -1), gate_BTC.reshape(B * T, -1)
-        y_BTD = self.apply_experts(layer, h_BTD.reshape(B * T, D), *pairs).reshape(B, T, D)
+        apply = grouped_product.join_rows(self.apply_experts) if self.product.joins_rows else self.apply_experts
+        tokens = (x.reshape(B * T, -1) for x in (h_BTD, choice_BTC, gate_BTC))
+        y_BTD = apply(self.read_weights(layer, D), *tokens).reshape(B, T, D)
         return y_BTD + self.apply_shared(layer, h_BTD) if self.config.experts.shared_width else y_BTD
 
     def route(self, h_BTD: Array) -> tuple[Array, Array]:
@@ -85,25 +85,46 @@ class ExpertFeedForward:
             excess_B = ((bias_E - lax.stop_gradient(bias_E)).reshape(1, -1) * excess_BE).sum(-1)
         return Routes(count_BE, share_BTE.sum(1), square_B, excess_B)
 
-    def apply_experts(self, layer: TransformerLayerShard, h_ND: Array, choice_NC: Array, gate_NC: Array) -> Array:
-        """Returns the sum of this shard's parts of each token's experts, times their gates."""
-        c, E, D = self.config, self.config.experts.experts, h_ND.shape[1]
-        is_split = E % lax.axis_size(MP) == 0
-        e, f = (collectives.local(E), c.expert_size) if is_split else (E, collectives.local(c.expert_size))
-        first = collectives.offset(e) if is_split else 0
-        groups = grouped_product.group_tokens(choice_NC, first, e, self.product.block)
+    def read_weights(self, layer: TransformerLayerShard, D: int) -> dict[str, Array]:
+        """Returns this shard's matrices of its experts, by name."""
+        c, e = self.config, self.local_experts
+        f = c.expert_size if self.is_split else collectives.local(c.expert_size)
         init = c.model.init_std or D**-0.5
+        weights = {"expert_up": weight("expert_up", [e, D, f], init)}
+        if c.model.gated:
+            weights["expert_gate"] = weight("expert_gate", [e, D, f], init)
+        return weights | {"expert_down": weight("expert_down", [e, f, D], layer.residual_stddev(c.expert_size))}
 
-        def multiply(name, x_MI, width, stddev):
-            # With weights=int8, only one layer's experts are dequantised at a time.
-            w_EIO = weight(name, [e, x_MI.shape[1], width], stddev).astype(x_MI.dtype)
-            return checkpoint_name(self.product.multiply(x_MI, w_EIO, groups.size_E), PRODUCT)
+    @property
+    def is_split(self) -> bool:
+        """True if this shard has some of the experts; else it has a part of each expert's width."""
+        return self.config.experts.experts % lax.axis_size(MP) == 0
 
+    @property
+    def local_experts(self) -> int:
+        """The number of experts of which this shard has at least a part."""
+        experts = collectives.local(self.config.experts.experts) if self.is_split else self.config.experts.experts
+        return experts // lax.axis_size(DP) if self.over_dp else experts
+
+    def apply_experts(self, weights: dict[str, Array], h_ND: Array, choice_NC: Array, gate_NC: Array) -> Array:
+        """Returns the sum of this shard's parts of each token's experts, times their gates."""
+        if self.over_dp:
+            # The transposes scatter the sums of gradients, so that each expert has that of all tokens once.
+            h_ND, choice_NC, gate_NC = (lax.all_gather(x, DP, axis=0, tiled=True) for x in (h_ND, choice_NC, gate_NC))
+        e = self.local_experts
+        first = collectives.index((MP, DP) if self.over_dp else MP) * e if self.is_split else 0
+        groups = grouped_product.group_tokens(choice_NC, first, e, self.product.block, self.product.tile)
         x_MD = grouped_product.dispatch(h_ND, groups)
-        u_Mf = multiply("expert_up", x_MD, f, init)
-        gate_Mf = multiply("expert_gate", x_MD, f, init) if c.model.gated else None
-        y_MD = multiply("expert_down", self._activate(u_Mf, gate_Mf), D, layer.residual_stddev(c.expert_size))
-        return grouped_product.combine(y_MD, gate_NC, groups)
+        u_Mf = self.multiply("expert_up", weights, x_MD, groups.size_E)
+        gate_Mf = self.multiply("expert_gate", weights, x_MD, groups.size_E) if self.config.model.gated else None
+        y_MD = self.multiply("expert_down", weights, self._activate(u_Mf, gate_Mf), groups.size_E)
+        y_ND = grouped_product.combine(y_MD, gate_NC, groups)
+        return lax.psum_scatter(y_ND, DP, scatter_dimension=0, tiled=True) if self.over_dp else y_ND
+
+    def multiply(self, name: str, weights: dict[str, Array], x_MI: Array, size_E: Array) -> Array:
+        """Returns the product of each group of rows and its expert's matrix of this name, in the rows' dtype."""
+        # With weights=int8, only one layer's experts are dequantised at a time.
+        return checkpoint_name(self.product.multiply(x_MI, weights[name].astype(x_MI.dtype), size_E), PRODUCT)
 
     def apply_shared(self, layer: TransformerLayerShard, h_BTD: Array) -> Array:
         """Returns this shard's part of the expert that every token uses."""
@@ -126,12 +147,17 @@ class RoutesOfLayers(Records):
     """The routes of all layers, and the terms of the objective that depend on them."""
 
     def __init__(self, layout: Layout):
-        self.config, self.product = layout.config, layout.experts
+        self.config, self.layout = layout.config, layout
 
     def feed_forward(self, stored: dict | None = None) -> ExpertFeedForward | None:
         """Returns the experts of a layer; None for a dense layer, whose parameters have no router."""
-        is_dense = stored is not None and "router" not in stored[LAYERS]
-        return None if is_dense else ExpertFeedForward(self.config, self.product)
+        if stored is not None and "router" not in stored[LAYERS]:
+            return None
+        if any(name in EXPERT_MATRICES for name in self.config.lora.lora_names):
+            from shardformer.shards.expert_adapters import AdaptedExperts  # not imported without adapters of experts
+
+            return AdaptedExperts(self.layout)
+        return ExpertFeedForward(self.layout)
 
     def start(self, x_BTD: Array) -> Routes:
         L, E, B = sum(self.config.sparse_layers), self.config.experts.experts, x_BTD.shape[0]

@@ -10,11 +10,13 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer.analysis import compiling, memory
 from shardformer.devices import chips
-from shardformer.kernels import fused_attention
+from shardformer.kernels import fused_attention, grouped_kernel
 from shardformer.kernels.blockwise_attention import Mask, Sizes
 from shardformer.layout import torus
+from shardformer.model import Decoder, Model
 from shardformer.parallel import replicas
 from shardformer.parallel.ring_attention import attend_in_ring
+from shardformer.shards.parameters import map_stacked
 from shardformer.training.trainer import Trainer
 from tests import shared
 from tests.surroundings import change_pieces
@@ -197,6 +199,62 @@ def test_layers_keep_repeated_heads_in_full(broken):
 
     broken(fused_attention, "attend_by_kernel", attend_repeated)
     assert kept_heads(heads=8, kv_heads=2) == [8] * 4
+
+
+EXPERTS, PAIRS = 8, 2 * 2 * 256  # experts, and pairs of a token and an expert of each device
+MIXED = {
+    "mesh": "2x2", "layers": 2, "d_model": 256, "d_ff": 512, "heads": 2, "vocab": 256, "seq": 256, "batch": 4,
+    "dtype": "bfloat16", "activation": "swiglu", "bias": "none", "experts": EXPERTS,
+}  # fmt: skip
+
+
+def lower_step() -> jax.stages.Lowered:
+    config = shared.tiny(**MIXED)
+    t = Trainer(config, compiling.tpu_mesh(config, chips.parse_slice("v5e:2x2")))
+    return t.lower(t.abstract, t.abstract_batch)[0]
+
+
+def lower_generation() -> list[jax.stages.Lowered]:
+    """Returns generation's first pass, and that of the next token."""
+    config = shared.tiny(**MIXED)
+    model = Model.on(config, compiling.tpu_mesh(config, chips.parse_slice("v5e:2x2")))
+    decoder = Decoder(model)
+
+    def shape(dtype, spec, *sizes):
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=model.sharding(spec))
+
+    tokens, lengths = shape("int32", P("dp"), 4, 256), shape("int32", P("dp"), 4)
+
+    def prefill(params, tokens, lengths):
+        return decoder.prefill(params, tokens, lengths, jax.numpy.int32(0), 256)
+
+    def decode(params, tokens, caches):
+        unstacked = map_stacked(lambda name, leaf: [leaf[i] for i in range(config.model.layers)], params)
+        return decoder.decode(unstacked, tokens, tokens, caches, jax.numpy.int32(3))
+
+    caches = jax.eval_shape(prefill, model.abstract, tokens, lengths)[1]
+    caches = jax.tree.map(lambda x: shape(x.dtype, decoder.cache_spec, *x.shape), caches)
+    first = jax.jit(prefill).lower(model.abstract, tokens, lengths)
+    return [first, jax.jit(decode).lower(model.abstract, lengths, caches)]
+
+
+def find_dense_copies(text: str) -> set[str]:
+    """Returns the types of arrays that have all rows for each of this shard's experts, or matrices for each row."""
+    experts = rf"\[{EXPERTS // 2},(?:1,)?{PAIRS},(?:256|512)\]"
+    return set(re.findall(rf"(?:bf16|f32|pred)(?:{experts}|\[2,(?:1,|2,)?(?:256,512|512,256)\])", text))
+
+
+def test_no_program_has_a_dense_copy_for_experts():
+    for lowered in (lower_step(), *lower_generation()):
+        text = lowered.compile().as_text()
+        assert "tpu_custom_call" in text
+        assert not find_dense_copies(text)
+
+
+def test_dense_copy_of_ragged_dot_is_noticed(broken):
+    """Libtpu makes a dense product of it on a v5e."""
+    broken(grouped_kernel, "multiply_by_kernel", lambda x, w, sizes, *_: jax.lax.ragged_dot(x, w, sizes))
+    assert find_dense_copies(lower_step().compile().as_text())
 
 
 def test_tpu7x_has_two_devices_a_chip():

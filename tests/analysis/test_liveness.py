@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -223,3 +224,14 @@ def test_heads_take_full_lanes_of_a_tpu():
     assert peak(layers, heads) == 11 * size
     assert peak(layers, heads, head_size=64) == 22 * size
     assert peak(layers, heads, head_size=32) == 11 * size  # no array of heads of 32
+
+
+def test_kernel_reads_its_operands_from_memory():
+    """A product computes an elementwise operand itself; a kernel does not."""
+
+    def copy(x_ref, y_ref):
+        y_ref[...] = x_ref[...]
+
+    kernel = pl.pallas_call(copy, out_shape=MATRIX)
+    assert peak(lambda x: kernel(jnp.sin(x)), MATRIX) == 2 * BYTES
+    assert peak(lambda x: jnp.sin(x) @ x, MATRIX) == BYTES

@@ -8,6 +8,7 @@ from tests.analysis.tpu_bytes import CASES
 
 PARAMETERS = {  # in millions, as published
     "Llama-3-8B": 8030, "Qwen2.5-7B v6e": 7616, "Gemma-2-9B v6e": 9242, "1.5B mp": 1544, "20B mp": 20_555,
+    "Mixtral-8x7B": 46_703, "Qwen3-30B-A3B": 30_532,
 }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ import pytest
 
 from shardformer.analysis import wire_time
 from shardformer.devices import chips
+from shardformer.model import flops
 from tests import shared
 
 SLICE = chips.parse_slice("v5e:2x2")
@@ -147,3 +148,16 @@ def test_utilization_is_the_share_of_the_peak():
     needed = tokens * (6 * (matrices + vectors) + 6 * c.model.layers * c.model.seq * c.model.d_model)
     got = wire_time.utilization(wire_time.Timeline(0.5e-3, 0, 0.5e-3, 0), CONFIG, SLICE)
     assert got == pytest.approx(needed / (4 * SLICE.chip.flops * 1e-3))
+
+
+def test_kernels_count_by_their_names():
+    config = shared.tiny(mesh="4x1", bias="none", experts=4)
+    tokens = config.training.batch * config.model.seq / 4
+
+    def seconds(text):
+        return wire_time._kernel_seconds(text, config, SLICE)
+
+    assert seconds("%fusion.1 = f32[8]") == 0
+    grouped = flops.expert_flops_per_token(config)[0] * tokens / (wire_time.GROUPED_SHARE * SLICE.chip.flops)
+    assert seconds("%gmm.1 = bf16[8] custom-call") == pytest.approx(grouped)
+    assert seconds("%splash_mha_fwd = %gmm.1 = ") > grouped

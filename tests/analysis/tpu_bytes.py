@@ -37,6 +37,13 @@ GEMMA_2_9B = LLAMA.replace(
     activation="geglu", norm="rmsnorm_plus_one", embed_scale=None, block="sequential_four_norms",
     attention_scale=0.0625, attention_cap=50.0, logits_cap=30.0, window=4096, window_pattern="wf",
 )  # fmt: skip
+MIXTRAL_8X7B = LLAMA.replace(
+    layers=32, d_model=4096, heads=32, kv_heads=8, d_ff=14_336, vocab=32_000, seq=4096, experts=8, experts_per_token=2
+)
+QWEN_3_30B_A3B = LLAMA.replace(
+    layers=48, d_model=2048, heads=32, kv_heads=4, head_dim=128, qk_norm="head", vocab=151_936, seq=4096, d_ff=6144,
+    experts=128, experts_per_token=8, expert_width=768,
+)  # fmt: skip
 GPTJ = preset("gptj_6b")
 EXCHANGING = {"zero": 3, "remat": "dots", "grad_dtype": "bfloat16"}
 FULL = {"mesh": "16x1", "batch": 16, "zero": 3, "remat": "full"}
@@ -81,6 +88,8 @@ CASES = {
     "Gemma-2-9B v5p": Case("v5p:2x2x4", GEMMA_2_9B.replace(**FULL), 16.691),
     "Qwen2.5-7B v6e": Case("v6e:4x4", QWEN_7B.replace(**FULL), 12.979),
     "Qwen2.5-7B v5p": Case("v5p:2x2x4", QWEN_7B.replace(**FULL), 12.975),
+    "Mixtral-8x7B": Case("v5p:4x4x4", MIXTRAL_8X7B.replace(**FULL | {"mesh": "64x1", "batch": 256}), 28.93, True),
+    "Qwen3-30B-A3B": Case("v5e:8x8", QWEN_3_30B_A3B.replace(**FULL | {"mesh": "64x1", "batch": 64}), 12.86),
     "gptj_6b bf16 v5e": Case("v5e:4x4", GPTJ.replace(mesh="16x1", grad_dtype="bfloat16"), 11.672),
     "gptj_6b bf16 v4": Case("v4:2x2x4", GPTJ.replace(mesh="16x1", grad_dtype="bfloat16"), 11.681),
     "gptj_6b bf16 v5p": Case("v5p:4x4x4", GPTJ.replace(mesh="64x1", batch=64, grad_dtype="bfloat16"), 7.638),

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import pickle
 import sys
+import tracemalloc
 import types
 from pathlib import Path
 
@@ -217,6 +218,21 @@ def test_damaged_file_is_an_error_of_the_user(tmp_path):
         (tmp_path / "file").write_bytes(whole[:length])
         with pytest.raises(UsageError, match="was not loaded"):
             grok_pickles.read_weight(tmp_path / "file")
+
+
+def test_shape_is_read_without_the_content(tmp_path):
+    rows = 1 << 20
+    values = np.ones((rows, 8), np.int8)
+    write(tmp_path / "grok", [values])
+    path = tmp_path / "grok" / grok.FIRST
+    tracemalloc.start()
+    assert grok_pickles.read_shape(path) == (rows, 8)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < values.nbytes / 10
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(UsageError, match="was not loaded"):
+        grok_pickles.read_shape(path)
 
 
 def test_scales_that_do_not_fit_are_rejected():

@@ -84,6 +84,12 @@ PEFT_MODULES = {
     "gpt2": ["c_attn", "mlp.c_proj"],
     "qwen3": ["q_proj", "k_proj", "up_proj"],
     "phi3": ["qkv_proj", "gate_up_proj", "o_proj"],
+    "mixtral": ["q_proj"],
+    "qwen3_moe": [],
+}
+PEFT_PARAMETERS = {  # of experts
+    "mixtral": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    "qwen3_moe": ["mlp.experts.down_proj"],
 }
 
 
@@ -98,18 +104,21 @@ def test_peft_loads_our_adapters_and_we_load_its(name, tmp_path):
     theirs = hf_models.make_model(name, seed=2)
     theirs.save_pretrained(tmp_path / "src")
     assert main(["convert", str(tmp_path / "src"), str(tmp_path / "base")]) == 0
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=PEFT_MODULES[name], fan_in_fan_out=name == "gpt2")
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=PEFT_MODULES[name], fan_in_fan_out=name == "gpt2",
+        target_parameters=PEFT_PARAMETERS.get(name), rank_pattern={"experts.down_proj": 3},
+    )  # fmt: skip
     adapted = peft.get_peft_model(theirs, config).eval()
     torch.manual_seed(0)
-    for name, parameter in adapted.named_parameters():
-        if "lora_" in name:
+    for key, parameter in adapted.named_parameters():
+        if "lora_" in key:
             parameter.data.normal_(std=0.2)
     adapted.save_pretrained(tmp_path / "peft")
     tokens = np.random.RandomState(1).randint(0, hf_models.VOCAB, (2, hf_models.SEQ)).astype(np.int32)
     expected = hf_models.compute(adapted, tokens)
 
     assert convert(tmp_path / "peft", tmp_path / "run", f"base={tmp_path / 'base'}") == 0
-    assert Run.open(tmp_path / "run").config.lora.lora_rank == 4
+    assert Run.open(tmp_path / "run").config.lora.lora_rank == (3 if name == "qwen3_moe" else 4)
     assert np.abs(logits_of(tmp_path / "run", tokens) - expected).max() <= 5e-6
     assert np.abs(logits_of(tmp_path / "base", tokens) - expected).max() > 0.1
 

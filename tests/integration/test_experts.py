@@ -9,6 +9,7 @@ import pytest
 
 from shardformer.analysis import dense_reference
 from shardformer.model.route_counts import measure_routes
+from shardformer.parallel.replicas import Replicated
 from tests import asserts, shared
 
 KEYS = {
@@ -22,6 +23,9 @@ MESHES = (
     ("2x4", {"accum": 4, "zero": 3, "scan": False, "remat": "dots"}),
     ("2x2x2", {"accum": 4}),
     ("dp2.cp2.mp2", {"zero": 1, "remat": "full"}),
+    ("4x1", {"expert_axes": "dp", "zero": 3, "accum": 2}),
+    ("dp2.cp2.mp2", {"expert_axes": "dp", "zero": 1, "sequence_parallel": True}),
+    ("2x2x2", {"expert_axes": "dp", "accum": 2}),
 )
 
 
@@ -103,6 +107,20 @@ def scale_experts(gradients):
 def test_gradient_scaled_by_the_mesh_is_noticed():
     _, gradients, _ = run("1x1", ())
     assert worst(scale_experts(gradients), expected()[1])[0] > 0.5
+
+
+def test_expert_gradient_scaled_by_its_group_is_noticed(broken):
+    """Each expert has the gradients of the tokens of all shards of dp; their mean is over all tokens."""
+    model = shared.trainer(mesh="2x1", expert_axes="dp", **KEYS).model
+    mean = Replicated.mean
+
+    def scale(self, gradients):
+        return scale_experts(mean(self, gradients))
+
+    broken(Replicated, "mean", scale)
+    params = jax.device_put(parameters(), model.shardings)
+    _, gradients = jax.jit(lambda *args: model.loss_and_grad(*args))(params, shared.batch(0), np.zeros(2, np.uint32))
+    assert worst(shared.on_host(gradients), expected()[1])[0] > 0.5
 
 
 @pytest.mark.parametrize("fault", ["balance per microbatch", "dropped token", "bias in the gate"])

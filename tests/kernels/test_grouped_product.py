@@ -5,18 +5,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardformer.kernels.grouped_product import Blocks, Ragged, combine, dispatch, group_tokens
+from shardformer.kernels.grouped_kernel import Kernel
+from shardformer.kernels.grouped_product import Blocks, combine, dispatch, group_tokens, join_rows
 
 TOKENS, CHOICES, EXPERTS, D, F = 13, 2, 5, 6, 4
 DRAW = np.random.default_rng(0)
 X, W = (DRAW.normal(size=shape).astype(np.float32) for shape in ((TOKENS, D), (EXPERTS, D, F)))
 GATE = DRAW.random((TOKENS, CHOICES)).astype(np.float32)
 CHOICE = np.stack([DRAW.choice([0, 1, 3, 4], CHOICES, replace=False) for _ in range(TOKENS)])  # expert 2 has no tokens
-PRODUCTS = [Ragged(), Blocks(4), Blocks(1)]
+PRODUCTS = [Kernel(8, interpret=True), Blocks(4), Blocks(1)]
 
 
 def mix(product, x, w, gate, first, experts):
-    groups = group_tokens(jnp.asarray(CHOICE), first, experts, product.block)
+    groups = group_tokens(jnp.asarray(CHOICE), first, experts, product.block, product.tile)
     y = product.multiply(dispatch(x, groups), w[first : first + experts], groups.size_E)
     return combine(y, gate, groups)
 
@@ -56,3 +57,23 @@ def test_every_pair_has_a_row_of_its_expert():
     assert len(np.unique(rows)) == TOKENS * CHOICES
     assert (np.searchsorted(ends, rows, side="right") == CHOICE).all()
     assert (np.asarray(groups.token_M)[rows] == np.arange(TOKENS)[:, None]).all()
+
+
+def mix_rows(weights, x, choice, gate):
+    groups = group_tokens(choice, 0, EXPERTS, 4)
+    return combine(Blocks(4).multiply(dispatch(x, groups), weights["w"], groups.size_E), gate, groups)
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_rows_of_a_vmap_share_one_product(joined):
+    """A vmap without `join_rows` copies the matrix of an expert for each row."""
+    rows, draw = 3, np.random.default_rng(1)
+    x = jnp.asarray(draw.normal(size=(rows, TOKENS, D)), jnp.float32)
+    choice = jnp.stack([jnp.roll(jnp.asarray(CHOICE), row, axis=0) for row in range(rows)])
+    gate = jnp.asarray(draw.random((rows, TOKENS, CHOICES)), jnp.float32)
+    apply = jax.vmap(join_rows(mix_rows) if joined else mix_rows, (None, 0, 0, 0))
+    weights = {"w": jnp.asarray(W)}
+    expected = [mix_rows(weights, *row) for row in zip(x, choice, gate, strict=True)]
+    np.testing.assert_allclose(apply(weights, x, choice, gate), jnp.stack(expected), atol=1e-5)
+    copies = f"f32[{rows},{D},{F}]" in str(jax.make_jaxpr(apply)(weights, x, choice, gate))
+    assert copies is not joined

@@ -23,6 +23,8 @@ OPTIONS = [
     {"norm": "plain_layernorm", "bias": "none"},
     {"activation": "swiglu", "lora_rank": 2, "lora_targets": "gate"},
     {"experts": 4, "bias": "none", "activation": "swiglu", "shared_width": 8, "shared_gate": True, "balance_rate": 0.1},
+    {"experts": 4, "bias": "none", "activation": "swiglu", "shared_width": 8, "lora_rank": 2,
+     "lora_targets": "expert_up,shared_up,shared_gate,shared_down"},
 ]  # fmt: skip
 
 

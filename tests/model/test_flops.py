@@ -60,6 +60,24 @@ def test_experts_count_as_often_as_a_token_uses_them():
     assert flops.flops_per_token(mixed) == 6 * (dense + others + 2 * expert + head) + attention
 
 
+def test_experts_that_a_token_chooses_are_counted():
+    config = shared.tiny(mesh="1x1", bias="none", experts=5, experts_per_token=2, expert_width=24, shared_width=8)
+    active = config.model.layers * 2 * 2 * 32 * 24
+    assert flops.expert_flops_per_token(config) == (6 * active, 2 * active)
+    frozen = config.replace(lora_rank=4)
+    assert flops.expert_flops_per_token(frozen) == (4 * active, 2 * active)
+
+
+def test_adapters_of_experts_count_as_often_as_their_experts():
+    experts = {"bias": "none", "experts": 5, "experts_per_token": 2, "expert_width": 24}
+    config = shared.tiny(mesh="1x1", **experts)
+    adapted = config.replace(lora_rank=4, lora_targets="expert_up")
+    frozen = (flops.flops_per_token(config) - 6 * config.model.layers * config.model.seq * 32) // 6
+    adapters = config.model.layers * 2 * 4 * (32 + 24)
+    attention = 6 * config.model.layers * config.model.seq * 32
+    assert flops.flops_per_token(adapted) == 4 * frozen + 6 * adapters + attention
+
+
 def test_the_formula_is_what_is_counted():
     config = shared.tiny(mesh="1x1")
     assert flops.describe_formula(config) == "6 x multiplying parameters + 6 x layers x seq x d_model"

@@ -1,0 +1,39 @@
+"""Experts are split over dp if fewer bytes of tokens than of matrices are sent, and there is room for the rows."""
+
+import pytest
+
+from shardformer.layout import resolve, specs
+from shardformer.layout.expert_axes import choose_expert_axes
+from tests import shared
+
+MANY = {"mesh": "4x2", "experts": 64, "experts_per_token": 2, "expert_width": 64, "bias": "none", "d_model": 64}
+
+
+def test_few_tokens_are_sent_instead_of_matrices():
+    choice = choose_expert_axes(shared.tiny(**MANY))
+    assert choice.axes == ("mp", "dp")
+    # 4 passes x 3 other shards x 32 tokens x 64 x 4 bytes; 2 matrices x 32 experts x 64 x 64 x 8 bytes x 3 / 4
+    assert choice.reason.startswith("0.0983 MB of tokens a layer, 1.573 MB of matrices and gradients; room for")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"batch": 4096}, "50.33 MB of tokens a layer"),
+        ({"accum": 1, "batch": 512, "zero": 3, "experts_per_token": 8}, "room for"),
+        ({"mesh": "1x8"}, "one shard of dp"),
+        ({"expert_axes": "mp"}, "expert_axes=mp"),
+        ({"experts": 6}, "experts=6 do not divide over 8"),
+    ],
+)
+def test_matrices_stay_on_the_shards_of_mp(changes, reason):
+    choice = choose_expert_axes(shared.tiny(**MANY | changes))
+    assert choice.axes == ("mp",)
+    assert reason in choice.reason
+
+
+def test_layout_and_specs_follow_the_choice():
+    config = shared.tiny(**MANY)
+    assert resolve(config).expert_axes == ("mp", "dp")
+    assert specs.parameter_spec("transformer/layers/expert_up", config)[1] == ("mp", "dp")
+    assert specs.parameter_spec("transformer/layers/expert_up", config.replace(expert_axes="mp"))[1] == "mp"
