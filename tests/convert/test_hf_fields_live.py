@@ -117,7 +117,12 @@ def compute_theirs(folder):
     stored = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith("lm_head.weight")}
     if not config.tie_word_embeddings:
         stored["lm_head.weight"] = model.lm_head.weight
-    safetensors.save_file({name: tensor.contiguous() for name, tensor in stored.items()}, folder / "model.safetensors")
+    if any(".experts." in name for name in stored):  # transformers joins experts in memory, not in its files
+        model.save_pretrained(folder / "saved")
+        shutil.copy(folder / "saved" / "model.safetensors", folder)
+    else:
+        tensors = {name: tensor.contiguous() for name, tensor in stored.items()}
+        safetensors.save_file(tensors, folder / "model.safetensors")
     try:
         return hf_models.compute(model, TOKENS)
     except Exception:
