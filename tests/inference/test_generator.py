@@ -46,6 +46,9 @@ ROWS = {
 }
 
 
+OVER_DP = {"experts over dp": (EXPERTS | {"experts": 4, "expert_axes": "dp"},)}
+
+
 @functools.cache
 def model(name="1x1", **overrides):
     config = shared.tiny(**{"mesh": name, "seq": SEQ, "heads": 4, "batch": 8} | overrides)
@@ -200,9 +203,9 @@ def test_zero_shards_give_the_same_text():
         assert [row.ids for row in found] == [row.ids for row in expected]
 
 
-@pytest.mark.parametrize(("row", "name"), [("", "1x1"), ("experts", "2x4")])
+@pytest.mark.parametrize(("row", "name"), [("", "1x1"), ("experts", "2x4"), ("experts over dp", "2x2")])
 def test_logprobs_equal_those_of_a_full_pass(row, name):
-    overrides, sampling = ROWS[row][0] if row else {}, Sampling(tokens=5, temperature=2.0, top_k=5)
+    overrides, sampling = (ROWS | OVER_DP)[row][0] if row else {}, Sampling(tokens=5, temperature=2.0, top_k=5)
     params = parameters(name, **overrides)
     (text,) = generator(name, **overrides).continue_prompts(params, [prompt(3)], sampling)
     ids = [*prompt(3).tolist(), *text.ids]
