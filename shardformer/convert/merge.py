@@ -47,7 +47,7 @@ def merge_adapters(run: Run, state: State) -> tuple[Run, State]:
         if adapted[1] not in state.params:
             copy_into(whole, state.params[name])
             return
-        for layer in range(run.config.model.layers):
+        for layer in range(len(whole)):  # those that have the matrix
             exact = {other: np.asarray(state.params[other][layer], np.float32) for other in adapted}
             leaves = {other.removeprefix(f"{module}/"): leaf for other, leaf in exact.items()}
             whole[layer] = lora.merge_adapters(leaves, run.config)[local]

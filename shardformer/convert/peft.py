@@ -91,9 +91,9 @@ class Target(NamedTuple):
 
     @property
     def places(self) -> list[tuple[int, ...]]:
-        """The indices of its matrices in our stacked factors: of the layer, and of the expert."""
-        layer = self.stored.layer or 0
-        return [(layer, expert) for expert in range(self.experts)] or [(layer,)]
+        """The indices of its matrices in our stacked factors: of the layer's row, and of the expert."""
+        row = self.stored.row or 0
+        return [(row, expert) for expert in range(self.experts)] or [(row,)]
 
     def parts_of(self, name: str) -> list[Part]:
         return [part for part in self.stored.parts if part.ours == f"{LAYERS}{name}"]

@@ -33,8 +33,8 @@ def list_parameters(family: str, config: Config) -> list[Stored]:
         gate_up = tuple(Part(f"{layers}/{name}", np.transpose, (cut,)) for name, cut in rows.items())
         down = (Part(f"{layers}/expert_down", np.transpose, (slice(0, inputs),)),)
         result += [
-            Stored(f"{module}.experts.{GATE_UP}", (2 * outputs, inputs), gate_up, stored.layer),
-            Stored(f"{module}.experts.{DOWN}", (inputs, outputs), down, stored.layer),
+            Stored(f"{module}.experts.{GATE_UP}", (2 * outputs, inputs), gate_up, stored.layer, stored.row),
+            Stored(f"{module}.experts.{DOWN}", (inputs, outputs), down, stored.layer, stored.row),
         ]
     return result
 
