@@ -33,6 +33,8 @@ def check_rules(c: "Config") -> None:
     if c.experts.experts:
         _check_experts(c)
     _check_lbfgs(c)
+    if c.preferences.objective != "lm":
+        _check_preferences(c)
     _check_bad_steps(c)
     traced = parse_steps_range("profile", c.start.profile)
     require(
@@ -147,6 +149,24 @@ def _check_bad_steps(c: "Config") -> None:
     require(
         c.run.save_every or c.run.keep_every,
         "skip_steps goes back to checkpoints whose steps are known; got save_every=0 and keep_every=0, give save_every",
+    )
+
+
+def _check_preferences(c: "Config") -> None:
+    require(
+        c.optimizer.name != "lbfgs" and c.training.accum_mode == "scan" and not c.training.grad_metrics,
+        f"objective={c.preferences.objective} is a mean over the pairs of all microbatches in one program: give "
+        "accum_mode=scan, grad_metrics=false and an optimizer other than lbfgs",
+    )
+    require(
+        not c.training.z_loss,
+        f"z_loss={c.training.z_loss} is a term of every token, and objective={c.preferences.objective} scores answers; "
+        "give z_loss=0",
+    )
+    require(
+        not (c.data.mask_prompt or c.data.order == "random"),
+        f"objective={c.preferences.objective} reads complete pairs, whose prompts have no loss: give mask_prompt=false "
+        "and order=epoch or file",
     )
 
 

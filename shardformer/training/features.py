@@ -1,12 +1,28 @@
 """The parts of a step: each feature that a configuration switches on. Global view."""
 
+from collections.abc import Callable
+
 from shardformer import optim
 from shardformer.config import Config
-from shardformer.model import Loss, Model, master_weights
+from shardformer.model import Loss, Measures, Model, master_weights
 from shardformer.optim import lbfgs
 from shardformer.training.accumulation import AccumulatedGradient
 from shardformer.training.rolling_guard import RollingGuard
 from shardformer.training.step import Part, TrainState
+
+
+def choose_model(config: Config) -> type[Model]:
+    """Returns the class of the model with the objective of a configuration."""
+    if config.preferences.objective == "lm":
+        return Model
+    from shardformer.model.preference_model import PreferenceModel  # not imported without pairs
+
+    return PreferenceModel
+
+
+def choose_sums(config: Config, model: Model) -> Callable:
+    """Returns the function that sums the losses of a batch in an evaluation."""
+    return Measures(model).sums if config.preferences.objective == "lm" else model.sums  # type: ignore[attr-defined]
 
 
 def choose_parts(config: Config, model: Model) -> tuple[Part, ...]:

@@ -8,6 +8,7 @@ import jax
 
 from shardformer.checkpoint import Lock
 from shardformer.config import FIELDS, Config, parsing
+from shardformer.config.preference_keys import PAIR_METRICS
 from shardformer.devices import processes
 from shardformer.devices.chips import Chip, find_chip
 from shardformer.errors import RunError
@@ -104,7 +105,8 @@ def _open(
     c, is_first_process = run.config, jax.process_index() == 0
     metrics, elapsed_before = None, 0.0
     if is_first_process:
-        metrics = metrics_file.open_metrics_file(run.records)
+        more = () if c.preferences.objective == "lm" else PAIR_METRICS
+        metrics = metrics_file.open_metrics_file(run.records, more)
         elapsed_before = metrics_file.find_elapsed_seconds(metrics.begin(last_row))
         goodput.CLOCK.continue_file(run.records, first_step)
         stack.callback(_flush, metrics)
@@ -123,7 +125,7 @@ def _open(
         profiler=stack.enter_context(StepProfiler(steps, run.records / "profile", progress.show_message)),
         checkpoints=stack.enter_context(RunCheckpoints(run, best, progress.show_message, lock)),
         skips=SkipLog(run.records if is_first_process else None, first_step, c, progress.show_message),
-        throughput=Throughput(c.training.batch * c.model.seq, first_step, elapsed_before),
+        throughput=Throughput(c.tokens_per_step, first_step, elapsed_before),
         peak_speed=flops.peak_tokens_per_second(c, chip) if chip else None,
     )
 
@@ -135,10 +137,11 @@ def _make_progress(c: Config, first_step: int, elapsed_before: float, best: Best
     return Progress(
         c.training.steps,
         first_step,
-        c.training.batch * c.model.seq,
+        c.tokens_per_step,
         elapsed_before,
         best=known_best,
         with_mfu=bool(chip),
+        with_pairs=c.preferences.objective != "lm",
     )
 
 

@@ -177,6 +177,11 @@ def test_malformed_mesh(text):
         ({"param_dtype": "bfloat16"}, "the type that they multiply in: give dtype=bfloat16; got dtype=float32"),
         ({"optimizer": "muon", "lora_rank": 2}, "lora_rank trains adapters; give optimizer=adamw"),
         ({"skip_steps": 3.0, "accum": 2, "accum_mode": "multisteps"}, "updates by microbatches; give accum_mode=scan"),
+        ({"objective": "dpo", "beta": 0.0}, "beta must be above 0, got 0.0"),
+        ({"objective": "dpo", "label_smoothing": 0.5}, "label_smoothing is the probability of a wrong label, below"),
+        ({"objective": "dpo", "accum": 2, "accum_mode": "manual"}, "objective=dpo is a mean over the pairs of all"),
+        ({"objective": "dpo", "z_loss": 0.1}, "z_loss=0.1 is a term of every token"),
+        ({"objective": "dpo", "order": "random"}, "objective=dpo reads complete pairs, whose prompts have no loss"),
         ({"skip_steps": 3.0, "save_every": 0, "keep_every": 0}, "got save_every=0 and keep_every=0, give save_every"),
         ({"optimizer": "lbfgs", "clip": 1.0, "weight_decay": 0.0},
          "give clip=0 weight_decay=0 accum=1; got clip=1.0 weight_decay=0.0 accum=1"),
@@ -193,6 +198,8 @@ def test_malformed_mesh(text):
         ({"tracker": "module"}, "tracker takes module:function, got 'module'"),
         ({"decay": 0}, "decay must be at least 1, or auto, got 0"),
         *(({name: -1}, f"{name} must not be negative, got -1") for name in ("eval_limit", "skip_steps")),
+        *(({name: -1}, f"{name} must not be negative, got -1") for name in ("label_smoothing", "reward_gap")),
+        ({"sft_weight": -1.0}, "sft_weight must not be negative, or auto, got -1.0"),
         *(({name: -1}, f"{name} must not be negative, got -1")
           for name in ("experts", "shared_width", "balance_loss", "router_z_loss", "balance_rate")),
         ({"experts_per_token": 0}, "experts_per_token must be at least 1, got 0"),
@@ -303,7 +310,7 @@ def test_model_batch_and_state_keys_are_fixed_on_resume():
               "embed", "tied", "init_std", "head_dim", "qk_norm", "logits_cap", "embed_scale", "residual_scale",
               "logits_scale"}  # fmt: skip
     batches = {"tokenizer", "order", "documents", "mask_prompt", "special_tokens", "bos", "batch",
-               "seed", "chat_template"}  # fmt: skip
+               "seed", "chat_template", "objective"}  # fmt: skip
     arrays = {"optimizer", "lr_rules", "accum_mode", "base", "ema", "param_dtype",
               "moment_dtype", "lora_rank", "lora_targets", "lora_alpha",
               "rslora"}  # fmt: skip
@@ -321,7 +328,7 @@ def test_groups_hold_every_key_once():
 
 
 WERE_ZERO = {name for name, field in FIELDS.items() if parsing.is_optional(field.type)}
-WERE_ZERO -= {"embed_scale", "expert_width"}  # never written as 0
+WERE_ZERO -= {"embed_scale", "expert_width", "sft_weight"}  # never written as 0, or with the meaning of 0
 
 
 @pytest.mark.parametrize("name", sorted(WERE_ZERO))
@@ -358,6 +365,12 @@ def test_zero_means_none_in_old_files_only(name):
         ({"pipeline_rounds": 2, "mesh": "2x2"}, "pipeline_rounds does nothing without pipeline stages"),
         ({"special_tokens": True, "tokenizer": "bytes"}, "special_tokens does nothing with a tokenizer that has none"),
         ({"text": "body"}, "text does nothing without data from .jsonl records"),
+        ({"beta": 0.2}, "beta does nothing with objective=lm; give objective=dpo or another of pairs"),
+        ({"sft_weight": 0.2}, "sft_weight does nothing with objective=lm"),
+        ({"sft_tokens": "all"}, "sft_tokens does nothing with objective=lm"),
+        ({"label_smoothing": 0.2, "objective": "ipo"}, "label_smoothing does nothing with an objective that has no"),
+        ({"length_norm": True, "objective": "ipo"}, "length_norm does nothing with another objective, which fixes it"),
+        ({"reward_gap": 0.2, "objective": "dpo"}, "reward_gap does nothing with another objective; give objective=sim"),
         ({"bad_rows": "skip"}, "bad_rows does nothing without data from .jsonl records"),
         *(
             ({name: value} | LBFGS, f"{name} does nothing with optimizer=lbfgs, whose line search finds the rate")

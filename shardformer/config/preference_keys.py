@@ -1,0 +1,71 @@
+"""Keys of preference tuning: the objective over pairs of a chosen and a rejected answer."""
+
+import dataclasses
+import functools
+from typing import Literal
+
+from shardformer.config.keys import KeyGroup, UsedIf, key, require
+
+# The metrics that a step of pairs has besides loss (the objective) and accuracy (the right order of the rewards).
+PAIR_METRICS = ("chosen_reward", "rejected_reward", "reward_margin", "chosen_logp", "rejected_logp", "sft_loss")
+WITH_PAIRS = UsedIf(lambda keys: keys.objective != "lm", "with objective=lm; give objective=dpo or another of pairs")
+WITH_SMOOTHING = UsedIf(
+    lambda keys: keys.objective in ("dpo", "simpo"),
+    "with an objective that has no sigmoid of a margin; give dpo or simpo",
+)
+WITH_DPO = UsedIf(lambda keys: keys.objective == "dpo", "with another objective, which fixes it; give objective=dpo")
+WITH_SIMPO = UsedIf(lambda keys: keys.objective == "simpo", "with another objective; give objective=simpo")
+
+
+@dataclasses.dataclass(frozen=True)
+class PreferenceKeys(KeyGroup):
+    """Preferences"""
+
+    objective: Literal["lm", "dpo", "ipo", "orpo", "simpo"] = key(
+        "lm",
+        "loss; lm: of every token; the others: of pairs of a chosen and a rejected answer (batch counts rows of pairs)",
+        fixed=True,
+    )
+    beta: float = key(
+        0.1, "scale of the rewards; ipo: its regularisation tau; orpo: weight of the odds ratio", used_if=WITH_PAIRS
+    )
+    label_smoothing: float = key(
+        0.0, "probability that a pair is labelled the wrong way round", least=0, used_if=WITH_SMOOTHING
+    )
+    length_norm: bool = key(
+        False, "divide each answer's log-ratio by its number of tokens; ipo, orpo and simpo always do", used_if=WITH_DPO
+    )
+    reward_gap: float = key(0.5, "gap between the rewards that is aimed at: SimPO's gamma", least=0, used_if=WITH_SIMPO)
+    sft_weight: float | None = key(
+        None, "weight of the chosen answers' loss per token, added; auto: 1 with orpo, else 0", least=0,
+        used_if=WITH_PAIRS,
+    )  # fmt: skip
+    sft_tokens: Literal["answer", "all"] = key(
+        "answer", "tokens of that loss; all: those of the prompts too, as TRL's ORPO", used_if=WITH_PAIRS
+    )
+
+    @functools.cached_property
+    def needs_references(self) -> bool:
+        """True if the objective compares with the model that training starts from."""
+        return self.objective in ("dpo", "ipo")
+
+    @functools.cached_property
+    def is_normed(self) -> bool:
+        """True if log-probabilities are means over the tokens of an answer."""
+        return self.length_norm or self.objective in ("ipo", "orpo", "simpo")
+
+    @functools.cached_property
+    def sft(self) -> float:
+        """The weight of the SFT term."""
+        return float(self.objective == "orpo") if self.sft_weight is None else self.sft_weight
+
+    @functools.cached_property
+    def has_sft_term(self) -> bool:
+        return self.objective != "lm" and self.sft > 0
+
+    def check(self) -> None:
+        require(self.beta > 0, f"beta must be above 0, got {self.beta}; try beta=0.1")
+        require(
+            self.label_smoothing < 0.5,
+            f"label_smoothing is the probability of a wrong label, below 0.5, got {self.label_smoothing}",
+        )
