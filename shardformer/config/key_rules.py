@@ -168,6 +168,16 @@ def _check_preferences(c: "Config") -> None:
         f"objective={c.preferences.objective} reads complete pairs, whose prompts have no loss: give mask_prompt=false "
         "and order=epoch or file",
     )
+    require(
+        not (c.preferences.measures_kl and c.data.documents == "masked"),
+        "objective=kto compares each pair with the answers of another one, and has a pair in each row: give "
+        "documents=padded",
+    )
+    require(
+        not (c.preferences.measures_kl and c.experts.balance_loss),
+        f"objective=kto counts no routes of experts over the batch, got balance_loss={c.experts.balance_loss}; give "
+        "balance_loss=0",
+    )
 
 
 def _check_lbfgs(c: "Config") -> None:

@@ -7,7 +7,7 @@ from typing import Literal
 from shardformer.config.keys import KeyGroup, UsedIf, key, require
 
 # The metrics that a step of pairs has besides loss (the objective) and accuracy (the right order of the rewards).
-PAIR_METRICS = ("chosen_reward", "rejected_reward", "reward_margin", "chosen_logp", "rejected_logp", "sft_loss")
+PAIR_METRICS = ("chosen_reward", "rejected_reward", "reward_margin", "chosen_logp", "rejected_logp", "sft_loss", "kl")
 WITH_PAIRS = UsedIf(lambda keys: keys.objective != "lm", "with objective=lm; give objective=dpo or another of pairs")
 WITH_SMOOTHING = UsedIf(
     lambda keys: keys.objective in ("dpo", "simpo"),
@@ -21,7 +21,7 @@ WITH_SIMPO = UsedIf(lambda keys: keys.objective == "simpo", "with another object
 class PreferenceKeys(KeyGroup):
     """Preferences"""
 
-    objective: Literal["lm", "dpo", "ipo", "orpo", "simpo"] = key(
+    objective: Literal["lm", "dpo", "ipo", "kto", "orpo", "simpo"] = key(
         "lm",
         "loss; lm: of every token; the others: of pairs of a chosen and a rejected answer (batch counts rows of pairs)",
         fixed=True,
@@ -47,7 +47,17 @@ class PreferenceKeys(KeyGroup):
     @functools.cached_property
     def needs_references(self) -> bool:
         """True if the objective compares with the model that training starts from."""
-        return self.objective in ("dpo", "ipo")
+        return self.objective in ("dpo", "ipo", "kto")
+
+    @functools.cached_property
+    def measures_kl(self) -> bool:
+        """True if the objective needs the divergence from the reference, measured on answers to other prompts."""
+        return self.objective == "kto"
+
+    @functools.cached_property
+    def references_of_a_pair(self) -> int:
+        """Stored log-probabilities of a pair: of its sides, and of the answers to another prompt."""
+        return 4 if self.measures_kl else 2
 
     @functools.cached_property
     def is_normed(self) -> bool:

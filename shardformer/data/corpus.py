@@ -154,7 +154,12 @@ def choose_row_layout(config: Config) -> RowLayout:
     documents = config.data.documents
     sft_tokens = config.preferences.sft_tokens if config.preferences.has_sft_term else ""
     return RowLayout(
-        config.model.seq, documents != "padded", documents == "masked", config.data.mask_prompt, sft_tokens
+        config.model.seq,
+        documents != "padded",
+        documents == "masked",
+        config.data.mask_prompt,
+        sft_tokens,
+        config.preferences.measures_kl,
     )
 
 

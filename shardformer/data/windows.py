@@ -22,6 +22,7 @@ class RowLayout:
     mask_documents: bool = False  # rows number their documents, and no token attends to another document
     mask_prompt: bool = False  # prompts are read but have no loss
     sft_tokens: str = ""  # of preference pairs, the targets of the SFT term: answer or all; empty: none
+    measures_kl: bool = False  # rows of preference pairs have the answers of another pair behind their prompts as well
 
     @property
     def weighs_targets(self) -> bool:

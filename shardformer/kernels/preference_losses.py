@@ -26,14 +26,16 @@ class Sides(NamedTuple):
     tokens: Array
 
 
-def compute_losses(sides: Sides, keys) -> Losses:
-    """Returns the loss of every pair under an objective of `PreferenceKeys`."""
+def compute_losses(sides: Sides, keys, kl: Array | float = 0.0) -> Losses:
+    """Returns the loss of every pair under an objective of `PreferenceKeys`; `kl` is the divergence that KTO needs."""
     score = sides.logp - sides.reference
     normed = score / jnp.maximum(sides.tokens, 1)  # a slot without a pair has no tokens
     used = normed if keys.is_normed else score
     margin = used[:, 0] - used[:, 1]
     if keys.objective == "ipo":
         loss = jnp.square(margin - 1 / (2 * keys.beta))
+    elif keys.objective == "kto":
+        loss = 1 - (jax.nn.sigmoid(keys.beta * (score[:, 0] - kl)) + jax.nn.sigmoid(keys.beta * (kl - score[:, 1]))) / 2
     elif keys.objective == "orpo":
         loss = -keys.beta * jax.nn.log_sigmoid(margin - (log_complement(normed[:, 0]) - log_complement(normed[:, 1])))
     else:

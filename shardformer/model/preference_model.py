@@ -36,6 +36,7 @@ class PairLoss(NamedTuple):
     chosen_logp: jax.Array
     rejected_logp: jax.Array
     sft_loss: jax.Array  # nats per token of the SFT term; 0 without it
+    kl: jax.Array  # KTO's divergence from the reference, at least 0; 0 for other objectives
 
 
 class PreferenceModel(Model):
@@ -46,6 +47,8 @@ class PreferenceModel(Model):
     def __init__(self, layout, mesh):
         super().__init__(layout, mesh)
         self.shard = PairTransformerShard(self.layout)
+        if self.config.preferences.measures_kl:
+            self.count_first = measure_kl
 
     def batch_shapes(self) -> dict:
         """Returns the shapes of the arrays of a training batch, without their shardings."""
@@ -61,9 +64,12 @@ class PreferenceModel(Model):
             shapes["documents"] = (2, c.model.seq)
         if c.preferences.needs_references:
             shapes["references"] = (2, slots)
+        if c.preferences.measures_kl:
+            shapes |= {f"kl_{name}": (2, c.model.seq) for name in ("tokens", "targets", "scored")}
+            shapes |= {"kl_references": (2,), "kl_pairs": (2,)}
         if c.preferences.has_sft_term:
             shapes["sft"] = (c.model.seq,)
-        integers = ("tokens", "targets", "documents")
+        integers = ("tokens", "targets", "documents", "kl_tokens", "kl_targets")
         return {
             name: jax.ShapeDtypeStruct((rows, *shape), jnp.int32 if name in integers else jnp.float32)
             for name, shape in shapes.items()
@@ -81,26 +87,30 @@ class PreferenceModel(Model):
         """Returns the sums over a batch's pairs: their number, their losses without the SFT term, the right orders."""
 
         def body(params, batch):
-            params = self.replicas.make_local(params)
+            params, rows = self.replicas.make_local(params), self.number_rows(batch)
+            counts = self.count_first(self, params, rows, None)
 
             def sums(batch):
-                losses, _, _ = self._compare(params, batch)
+                losses, _, _ = self._compare(params, batch, counts=counts)
                 right = (losses.chosen > losses.rejected).astype(jnp.float32)
                 parts = batch["pairs"], batch["pairs"] * losses.loss, batch["pairs"] * right, batch["pairs"] * 0
                 return Sums(*(part.sum() for part in parts))
 
-            result = self.run_rows(sums, self.number_rows(batch), accumulator=AccumulationType.SUM)
+            result = self.run_rows(sums, rows, accumulator=AccumulationType.SUM)
             return collectives.psum(result, self.row_spec[0])
 
         return self.shard_map(body, (self.specs, self.row_spec), P())(params, batch)
 
     def log_probabilities(self, params, batch) -> jax.Array:
-        """Returns the log-probability of every side [B, 2, K], the same on every device."""
+        """Returns the log-probability of every side [B, 2, K]; those of KTO's other answers behind them, [B, 4, 1]."""
 
         def body(params, batch):
-            params = self.replicas.make_local(params)
-            sides, _ = self._measure(params, self.number_rows(batch), with_references=False)
-            return sides.logp
+            params, rows = self.replicas.make_local(params), self.number_rows(batch)
+            logp_b2K = self._measure(params, rows, with_references=False)[0].logp
+            if not self.config.preferences.measures_kl:
+                return logp_b2K
+            other = self._measure(params, select_mismatched(rows), with_references=False)[0].logp
+            return jnp.concatenate([logp_b2K, other], axis=1)
 
         return self.shard_map(body, (self.specs, self.row_spec), self.row_spec)(params, batch)
 
@@ -108,6 +118,8 @@ class PreferenceModel(Model):
 
     def local_objective(self, params, batch, dropout_key=None, counts=None):
         """Returns (the minimised loss, `PairLoss`) of this shard's rows; weights of pairs are of the global batch."""
+        if self.config.preferences.measures_kl and counts is None:
+            counts = measure_kl(self, params, batch, None)
         losses, sides, measured = self._compare(params, batch, dropout_key, counts)
         weight_bK, rows = batch["pairs"], batch["pairs"].shape[0]
 
@@ -128,7 +140,8 @@ class PreferenceModel(Model):
         z_loss = z_loss / jnp.maximum(self._sum_over_context(scored.sum()), 1)
         right = (losses.chosen > losses.rejected).astype(jnp.float32)
         means = [losses.chosen, losses.rejected, losses.chosen - losses.rejected, sides.logp[:, 0], sides.logp[:, 1]]
-        result = PairLoss(objective, z_loss, mean(right), *map(mean, means), sft)
+        kl = counts if self.config.preferences.measures_kl else jnp.zeros_like(sft)
+        result = PairLoss(objective, z_loss, mean(right), *map(mean, means), sft, kl)
         return objective, lax.stop_gradient(result)
 
     def local_records(self, params, batch, dropout_key=None):
@@ -136,8 +149,10 @@ class PreferenceModel(Model):
 
     def _compare(self, params, batch, dropout_key=None, counts=None) -> tuple[Losses, Sides, tuple]:
         """Returns the losses of the pairs, the sums of their sides, and (nats, log-partitions, records' objective)."""
-        sides, measured = self._measure(params, batch, dropout_key, counts)
-        return compute_losses(sides, self.config.preferences), sides, measured
+        keys = self.config.preferences
+        constants, kl = (None, counts) if keys.measures_kl else (counts, 0.0)
+        sides, measured = self._measure(params, batch, dropout_key, constants)
+        return compute_losses(sides, keys, kl), sides, measured
 
     def _measure(self, params, batch, dropout_key=None, counts=None, with_references=None) -> tuple[Sides, tuple]:
         """Returns the sums of the sides, and (nats, log-partitions, records' objective)."""
@@ -180,6 +195,28 @@ class PreferenceModel(Model):
         """Averages over all rows of the batch."""
         losses = collectives.pmean(jnp.stack(losses), self.token_axes)  # one collective
         return PairLoss(*losses), self.replicas.mean(grads)
+
+
+def measure_kl(model: PreferenceModel, params, batch, dropout_key) -> jax.Array:
+    """Returns KTO's divergence over the global batch: the mean log-ratio of answers to other prompts, at least 0.
+
+    Computed before the gradients of the microbatches, without dropout and without a gradient. Shard view.
+    """
+
+    def sums(rows):
+        logp_b2 = model._measure(params, select_mismatched(rows), with_references=False)[0].logp[..., 0]
+        ratio_b2 = (logp_b2 - rows["kl_references"]) * rows["kl_pairs"]
+        return jnp.stack([ratio_b2.sum(), rows["kl_pairs"].sum()])
+
+    total = model.run_rows(sums, batch, accumulator=AccumulationType.SUM)
+    total = collectives.psum(total, model.row_spec[0])
+    return lax.stop_gradient(jnp.maximum(total[0] / jnp.maximum(total[1], 1), 0))
+
+
+def select_mismatched(rows: dict) -> dict:
+    """Returns the rows with the answers of other pairs in place of their own."""
+    names = ("tokens", "targets", "scored")
+    return rows | {name: rows[f"kl_{name}"] for name in names} | {"pairs": rows["pairs"]}
 
 
 def normalise_pairs(batch) -> dict:

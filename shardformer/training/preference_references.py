@@ -84,6 +84,7 @@ class References:
 
     def __init__(self, run: Run, corpus: Corpus):
         self._out, self.folder, self._corpus = run.out, run.records / FOLDER, corpus
+        self._columns = run.config.preferences.references_of_a_pair
         self.weights = ""  # the sha256 of the weights that the index names
 
     def part_folder(self, name: str) -> Path:
@@ -103,7 +104,7 @@ class References:
         found = {}
         for name, split in self._corpus.preference_splits().items():
             entry = index["splits"].get(hashlib.sha256(name.encode()).hexdigest()[:12])
-            values = None if entry is None else np.array(entry["logp"], np.float32).reshape(-1, 2)
+            values = None if entry is None else np.array(entry["logp"], np.float32).reshape(-1, self._columns)
             if values is None or len(values) != split.count or _digest(values) != entry["sha256"]:
                 raise RunError(f"{self.folder / INDEX} is damaged; remove it, and the references are computed again")
             found[name] = values
@@ -155,34 +156,36 @@ class _ReferencePass:
         self._measure = programs.jit(model.log_probabilities, out_shardings=model.sharding(P()))  # type: ignore[attr-defined]
 
     def compute(self, split: PreferenceSplit, folder: Path, say: Say, name: str) -> np.ndarray:
-        """Returns the log-probabilities [pairs, 2] of a split; pairs that no row has are 0. Continues after a kill."""
+        """Returns log-probabilities [pairs, columns] of a split, 0 for pairs without a row; goes on after a kill."""
         config = self._trainer.config
         windows = PreferenceWindows(split, choose_row_layout(config))
         rows_of_parts = [config.training.batch, config.model.seq, config.data.documents, BATCHES_OF_A_PART]
         identity = hashlib.sha256(json.dumps([self._identity, rows_of_parts]).encode()).hexdigest()[:16]
-        result, size = np.zeros((split.count, 2), np.float32), config.training.batch
+        columns = config.preferences.references_of_a_pair
+        result, size = np.zeros((split.count, columns), np.float32), config.training.batch
         batches = -(-windows.count // size)
         say(f"references: computing those of {len(windows.pairs):,} pairs of {name}, in {batches:,} batches")
         for number, first in enumerate(range(0, batches, BATCHES_OF_A_PART)):
             path = folder / f"{identity}_{number:06d}.npy"
             rows = np.arange(first * size, min(first + BATCHES_OF_A_PART, batches) * size)
-            values = _read_part(path, len(rows) * windows.pairs_of_a_row)
+            values = _read_part(path, (len(rows) * windows.pairs_of_a_row, columns))
             if values is None:
                 values = self._compute_part(windows, rows)
                 processes.run_on_first_process(functools.partial(_write_part, path, values))
-            for row, of_row in zip(rows.tolist(), values.reshape(len(rows), -1, 2), strict=True):
+            for row, of_row in zip(rows.tolist(), values.reshape(len(rows), -1, columns), strict=True):
                 members = windows.rows_of_pairs(row) if row < windows.count else []
                 result[members] = of_row[: len(members)]
         return result
 
     def _compute_part(self, windows: PreferenceWindows, rows: np.ndarray) -> np.ndarray:
-        """Returns the log-probabilities [slots, 2] of some rows, one row after the other."""
+        """Returns the log-probabilities [slots, columns] of some rows, one row after the other."""
         size, parts = self._trainer.config.training.batch, []
         for start in range(0, len(rows), size):
             local = rows[start : start + size][self._trainer.local_rows]
             batch = self._trainer.to_devices(windows.gather(local))
             parts.append(np.asarray(self._measure(self._params, batch)))
-        return np.concatenate(parts).transpose(0, 2, 1).reshape(-1, 2)
+        values = np.concatenate(parts).transpose(0, 2, 1)
+        return values.reshape(-1, values.shape[-1])
 
 
 def digest_weights(params, replicated: NamedSharding) -> str:
@@ -200,7 +203,7 @@ def digest_weights(params, replicated: NamedSharding) -> str:
     return digest.hexdigest()
 
 
-def _read_part(path: Path, length: int) -> np.ndarray | None:
+def _read_part(path: Path, shape: tuple[int, int]) -> np.ndarray | None:
     """Returns a part that is complete on the first process's disk; every process decides alike."""
 
     def read() -> str:
@@ -208,10 +211,10 @@ def _read_part(path: Path, length: int) -> np.ndarray | None:
             values = np.load(path, allow_pickle=False)
         except (OSError, ValueError, EOFError):
             return ""
-        return json.dumps(values.tolist()) if values.shape == (length, 2) else ""
+        return json.dumps(values.tolist()) if values.shape == shape else ""
 
     text = processes.text_of_first_process(read() if jax.process_index() == 0 else "")
-    return np.array(json.loads(text), np.float32).reshape(-1, 2) if text else None
+    return np.array(json.loads(text), np.float32).reshape(shape) if text else None
 
 
 def _write_part(path: Path, values: np.ndarray) -> None:

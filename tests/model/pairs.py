@@ -67,9 +67,9 @@ def make_trainer(config: Config) -> Trainer:
 
 
 @functools.cache
-def find_references() -> np.ndarray:
-    """Returns the log-probabilities [pairs, 2] of the recorded reference, which our model computes."""
-    trainer = make_trainer(make_config("dpo", batch=PAIRS))
+def find_references(case: str = "dpo") -> np.ndarray:
+    """Returns the log-probabilities [pairs, 2 or 4] of the recorded reference, which our model computes."""
+    trainer = make_trainer(make_config(case, batch=PAIRS))
     batch = make_split().make_windows(choose_row_layout(trainer.config)).gather(np.arange(PAIRS))
     params = read_params(trainer, REFERENCE)
     return np.asarray(jax.jit(trainer.model.log_probabilities)(params, trainer.to_devices(batch)))[:, :, 0]
@@ -78,7 +78,7 @@ def find_references() -> np.ndarray:
 def make_batch(config: Config, references: np.ndarray | None = None) -> dict:
     """Returns the batch with each recorded pair once; rows beyond have none."""
     if config.preferences.needs_references and references is None:
-        references = find_references()
+        references = find_references("kto" if config.preferences.measures_kl else "dpo")
     windows = make_split(references=references).make_windows(choose_row_layout(config))
     return windows.gather(np.arange(config.training.batch))
 

@@ -30,6 +30,7 @@ CASES: dict[str, tuple[dict, str, dict]] = {
         {"beta": 2.0, "loss_type": ["sigmoid_norm"]},
     ),
     "ipo": ({"objective": "ipo", "beta": 0.5}, "DPO", {"beta": 0.5, "loss_type": ["ipo"]}),
+    "kto": ({"objective": "kto", "beta": 0.3}, "KTO", {"beta": 0.3}),
     "simpo": (
         {"objective": "simpo", "beta": 2.0, "reward_gap": 0.7},
         "CPO",
@@ -112,6 +113,12 @@ def make_trainer(kind: str, options: dict, folder: str):
             train_dataset=data, processing_class=tokenizer,
         )  # fmt: skip
         return trainer, lambda batch: trainer._compute_loss(trainer.model, batch, False)
+    if kind == "KTO":
+        trainer = trl.KTOTrainer(
+            model=model, ref_model=in_double(make_reference()), args=trl.KTOConfig(**shared, **options),
+            train_dataset=data, processing_class=tokenizer,
+        )  # fmt: skip
+        return trainer, lambda batch: trainer._compute_loss(trainer.model, batch, False)
     module, make = (cpo, cpo.CPOConfig) if kind == "CPO" else (orpo, orpo.ORPOConfig)
     args = make(**shared, **options)
     trainer = getattr(module, f"{kind}Trainer")(model=model, args=args, train_dataset=data, processing_class=tokenizer)
@@ -124,6 +131,17 @@ def in_order(trainer):
     return rows, trainer.data_collator(rows)
 
 
+def unpair(trainer, pairs: list[dict]):
+    """Returns KTO's batch of both sides of all pairs; the other answers are those of the pair before."""
+    rows = [
+        {"prompt_ids": pair["prompt"], "completion_ids": pair[side], "KL_completion_ids": pairs[n - 1][side],
+         "label": side == "chosen"}
+        for side in ("chosen", "rejected")
+        for n, pair in enumerate(pairs)
+    ]  # fmt: skip
+    return rows, trainer.data_collator(rows)
+
+
 def main() -> None:
     from safetensors.numpy import save_file
 
@@ -133,23 +151,22 @@ def main() -> None:
     for name, (_, kind, options) in CASES.items():
         with tempfile.TemporaryDirectory() as folder:
             trainer, compute = make_trainer(kind, options, folder)
-            rows, batch = in_order(trainer)
+            rows, batch = unpair(trainer, found["pairs"]) if kind == "KTO" else in_order(trainer)
             trainer.model.train()
             loss = compute(batch)
             loss.backward()
+        metrics = {}
+        if kind in ("DPO", "KTO"):
+            metrics = {key: values[-1] for key, values in trainer._metrics["train"].items()}
         if kind == "DPO":
             found["pairs"] = [{side: row[f"{side}_ids"] for side in ("prompt", "chosen", "rejected")} for row in rows]
-            metrics = {key: values[-1] for key, values in trainer._metrics["train"].items()}
-        else:
-            metrics = (
-                {key: values[-1] for key, values in trainer._stored_metrics["train"].items()}
-                if getattr(trainer, "_stored_metrics", None) and trainer._stored_metrics["train"]
-                else {}
-            )
+        if kind in ("CPO", "ORPO"):
             ids = [[row["chosen_input_ids"], row["rejected_input_ids"]] for row in rows]
             expected = [[p["prompt"] + p["chosen"], p["prompt"] + p["rejected"]] for p in found["pairs"]]
             assert ids == expected, (name, ids, expected)
-        found["cases"][name] = {"loss": float(loss)} | {k: float(v) for k, v in metrics.items() if "/" in k}
+        found["cases"][name] = {"loss": float(loss)} | {
+            k: float(v) for k, v in metrics.items() if "/" in k or k == "kl"
+        }
         gradients = {key: p.grad.float().numpy() for key, p in trainer.model.named_parameters()}
         save_file(gradients, FOLDER / f"{name}.gradients")
         print(name, found["cases"][name])

@@ -50,6 +50,22 @@ def test_split_pairs_give_the_results_of_trl(changes):
     assert_same("dpo_sft", pairs.loss_and_grads("dpo_sft", **changes))
 
 
+def test_kl_is_of_the_global_batch():
+    result = pairs.loss_and_grads("kto", mesh="4x2", accum=2)
+    assert_same("kto", result)
+    assert float(result[0].kl) == pytest.approx(pairs.RECORDED["cases"]["kto"]["kl"], rel=1e-5)
+
+
+def test_kl_of_the_own_answers_is_noticed():
+    """The other answers must be of other prompts: a roll off by one would give each prompt its own."""
+
+    def take_own(batch):
+        own = {f"kl_{name}": batch[name] for name in ("tokens", "targets", "scored")}
+        return own | {"kl_references": batch["references"][..., 0]}
+
+    assert change_batch("kto", take_own)[0].kl != pytest.approx(pairs.RECORDED["cases"]["kto"]["kl"], rel=1e-2)
+
+
 @pytest.mark.parametrize("case", [name for name in CASES if name.startswith(("dpo", "ipo"))])
 def test_rewards_are_those_of_trl(case):
     losses, recorded = pairs.loss_and_grads(case)[0], pairs.RECORDED["cases"][case]

@@ -76,7 +76,7 @@ def test_evaluation_reads_the_references(finished, capsys):
 def test_incomplete_part_is_computed_again(tmp_path):
     values = np.arange(6, dtype=np.float32).reshape(3, 2)
     preference_references._write_part(tmp_path / "x" / "part.npy", values)
-    np.testing.assert_array_equal(preference_references._read_part(tmp_path / "x" / "part.npy", 3), values)
-    assert preference_references._read_part(tmp_path / "x" / "part.npy", 4) is None
+    np.testing.assert_array_equal(preference_references._read_part(tmp_path / "x" / "part.npy", (3, 2)), values)
+    assert preference_references._read_part(tmp_path / "x" / "part.npy", (4, 2)) is None
     (tmp_path / "x" / "part.npy").write_bytes(b"\x93NUMPY")
-    assert preference_references._read_part(tmp_path / "x" / "part.npy", 3) is None
+    assert preference_references._read_part(tmp_path / "x" / "part.npy", (3, 2)) is None

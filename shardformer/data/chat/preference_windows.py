@@ -16,7 +16,7 @@ MOST_PAIRS = 16  # in one packed row; the size of the arrays of pairs, which is 
 class PreferenceSplit(ChatSplit):
     """The pairs of one split: documents 2n and 2n + 1 are the chosen and the rejected side of pair n."""
 
-    references: np.ndarray | None = None  # log-probabilities [pairs, 2] under the model that training starts from
+    references: np.ndarray | None = None  # log-probabilities [pairs, 2 or 4] under the model that training starts from
 
     def make_windows(self, layout: RowLayout) -> "PreferenceWindows":  # type: ignore[override]
         return PreferenceWindows(self, layout)
@@ -84,7 +84,7 @@ class PreferenceWindows(Windows):
             members = self._rows[row] if row < self.count else []
             pairs[number, : len(members)] = 1
             if self.split.references is not None:
-                references[number, :, : len(members)] = self.split.references[members].T
+                references[number, :, : len(members)] = self.split.references[members, :2].T
             for side in range(2):
                 self._fill(ids[number, side], scored[number, side], documents[number, side], members, side)
         batch = {"tokens": ids[..., :-1], "targets": ids[..., 1:], "scored": scored[..., 1:], "pairs": pairs}
@@ -94,7 +94,7 @@ class PreferenceWindows(Windows):
             batch["references"] = references
         if self.layout.sft_tokens:
             batch["sft"] = self._select_sft(batch, documents)
-        return batch
+        return batch | self._gather_mismatched(rows) if self.layout.measures_kl else batch
 
     def _fill(self, ids: np.ndarray, scored: np.ndarray, documents: np.ndarray, members: list[int], side: int) -> None:
         """Writes one side of the pairs of a row; padding is a separate document."""
@@ -108,6 +108,37 @@ class PreferenceWindows(Windows):
             documents[position:end] = number
             position = end
         documents[position:] = len(members)
+
+    def _gather_mismatched(self, rows: np.ndarray) -> Batch:
+        """Returns each prompt with the answers of the pair before it, as in TRL: `kl_pairs` [R, 2] is 1 where one fits.
+
+        They measure how far the model is from its reference, and have no gradient.
+        """
+        shape = len(rows), 2, self.capacity
+        ids, scored = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+        fits, references = np.zeros(shape[:2], np.float32), np.zeros(shape[:2], np.float32)
+        for number, row in enumerate(np.asarray(rows).tolist()):
+            for side in range(2) if row < self.count else ():
+                joined, mask = self._join_mismatched(row, side)
+                if len(joined) > self.capacity:
+                    continue
+                ids[number, side, : len(joined)], scored[number, side, : len(joined)] = joined, mask
+                fits[number, side] = 1
+                if self.split.references is not None:
+                    references[number, side] = self.split.references[self.pairs[row], 2 + side]
+        result = {"kl_tokens": ids[..., :-1], "kl_targets": ids[..., 1:], "kl_scored": scored[..., 1:]}
+        with_references = {} if self.split.references is None else {"kl_references": references}
+        return result | {"kl_pairs": fits} | with_references
+
+    def _join_mismatched(self, row: int, side: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the prompt of a row's pair and the scored rest of the pair before it: ids, and a mask."""
+        parts = []
+        for pair in (self.pairs[row], self.pairs[row - 1]):
+            start, length = int(self._starts[pair, side]), int(self._lengths[pair, side])
+            ids, scored = self.split.tokens.take(start, length), self.split.learned.take(start, length)
+            parts.append((ids, scored, int(np.argmax(scored))))
+        (ids, _, prompt), (other, mask, first) = parts
+        return np.concatenate([ids[:prompt], other[first:]]), np.concatenate([np.zeros(prompt), mask[first:]])
 
     def _select_sft(self, batch: Batch, documents: np.ndarray) -> np.ndarray:
         """Returns 1 for the targets [R, T] of the SFT term: those of the chosen answers, or of their prompts too."""
