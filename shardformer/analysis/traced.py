@@ -34,7 +34,7 @@ def trace(layout: Layout) -> Traced:
     config, layout = layout.config, layout.without_kernel()
     trainer = make_trainer(config, layout)
     key = jax.ShapeDtypeStruct((2,), jnp.uint32)
-    batch = trainer.model.batch_shapes()
+    batch = trainer.model.batch_shapes() | trainer.model.constant_shapes()
     traced = jax.make_jaxpr(trainer.model.loss_and_grad)(trainer.abstract.params, batch, key)
     return Traced(trainer, tuple(jaxprs.drop_dead(body) for body in jaxprs.find_shard_maps(traced.jaxpr)))
 

@@ -59,7 +59,7 @@ def evaluate(arguments: list[str]) -> None:
     step, params = run.restore_params(trainer.model, options.step, options.ema)
     splits = corpus.held_out if options.split == "all" else (options.split,)
     losses = Evaluator(trainer, corpus).evaluate_splits(splits, params)
-    say(f"step {step}\n{loss_table(losses, settings.preferences.objective)}")
+    say(f"step {step}\n{loss_table(losses, settings)}")
 
 
 def for_evaluation(settings: Config, shape: str) -> Config:
@@ -75,11 +75,11 @@ def for_evaluation(settings: Config, shape: str) -> Config:
     return settings.without_gradients().replace(mesh=shape, batch=batch, accum=sizes.pp)
 
 
-def loss_table(losses: dict[str, Evaluation], objective: str = "lm") -> str:
+def loss_table(losses: dict[str, Evaluation], settings: Config) -> str:
     rows = [[name, f"{it.loss:.4f}", f"{it.accuracy:.1%}", f"{it.tokens:,}"] for name, it in losses.items()]
     titles = ["split", "nats/token", "accuracy", "tokens"]
-    if objective != "lm":
-        titles = ["split", f"{objective} loss", "right order", "pairs"]
+    if settings.preferences.learns_pairs:
+        titles = ["split", f"{settings.preferences.objective} loss", "right order", "pairs"]
     if all(it.bytes for it in losses.values()):
         titles += ["nats/byte", "bits/byte"]
         for row, it in zip(rows, losses.values(), strict=True):

@@ -74,7 +74,7 @@ class Config:
     @property
     def tokens_per_step(self) -> int:
         """Positions in the rows of a global batch; a row of pairs has two sides."""
-        sides = 1 if self.preferences.objective == "lm" else 2
+        sides = 2 if self.preferences.learns_pairs else 1
         return self.training.batch * self.model.seq * sides
 
     @functools.cached_property

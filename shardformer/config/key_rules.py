@@ -155,14 +155,20 @@ def _check_bad_steps(c: "Config") -> None:
 def _check_preferences(c: "Config") -> None:
     require(
         c.optimizer.name != "lbfgs" and c.training.accum_mode == "scan" and not c.training.grad_metrics,
-        f"objective={c.preferences.objective} is a mean over the pairs of all microbatches in one program: give "
+        f"objective={c.preferences.objective} finds the mean over all microbatches in one program: give "
         "accum_mode=scan, grad_metrics=false and an optimizer other than lbfgs",
     )
     require(
         not c.training.z_loss,
-        f"z_loss={c.training.z_loss} is a term of every token, and objective={c.preferences.objective} scores answers; "
-        "give z_loss=0",
+        f"z_loss={c.training.z_loss} is a term of objective=lm; with objective={c.preferences.objective} give z_loss=0",
     )
+    if c.preferences.objective == "distill":
+        require(
+            not c.experts.balance_loss and (c.parallel.mesh == "auto" or c.parallel.pp == 1),
+            "objective=distill runs the teacher in one stage and counts no routes of experts: give balance_loss=0 and "
+            f"a mesh without pp; got balance_loss={c.experts.balance_loss} mesh={c.parallel.mesh}",
+        )
+        return
     require(
         not (c.data.mask_prompt or c.data.order == "random"),
         f"objective={c.preferences.objective} reads complete pairs, whose prompts have no loss: give mask_prompt=false "

@@ -1,4 +1,4 @@
-"""Keys of preference tuning: the objective over pairs of a chosen and a rejected answer."""
+"""Keys of the objective: pairs of a chosen and a rejected answer, or a teacher's distributions."""
 
 import dataclasses
 import functools
@@ -8,7 +8,8 @@ from shardformer.config.keys import KeyGroup, UsedIf, key, require
 
 # The metrics that a step of pairs has besides loss (the objective) and accuracy (the right order of the rewards).
 PAIR_METRICS = ("chosen_reward", "rejected_reward", "reward_margin", "chosen_logp", "rejected_logp", "sft_loss", "kl")
-WITH_PAIRS = UsedIf(lambda keys: keys.objective != "lm", "with objective=lm; give objective=dpo or another of pairs")
+WITH_PAIRS = UsedIf(lambda keys: keys.learns_pairs, "without pairs; give objective=dpo or another of pairs")
+WITH_TEACHER = UsedIf(lambda keys: keys.objective == "distill", "with another objective; give objective=distill")
 WITH_SMOOTHING = UsedIf(
     lambda keys: keys.objective in ("dpo", "simpo"),
     "with an objective that has no sigmoid of a margin; give dpo or simpo",
@@ -19,11 +20,12 @@ WITH_SIMPO = UsedIf(lambda keys: keys.objective == "simpo", "with another object
 
 @dataclasses.dataclass(frozen=True)
 class PreferenceKeys(KeyGroup):
-    """Preferences"""
+    """Objective"""
 
-    objective: Literal["lm", "dpo", "ipo", "kto", "orpo", "simpo"] = key(
+    objective: Literal["lm", "distill", "dpo", "ipo", "kto", "orpo", "simpo"] = key(
         "lm",
-        "loss; lm: of every token; the others: of pairs of a chosen and a rejected answer (batch counts rows of pairs)",
+        "loss; lm: of every token; distill: of a teacher's distributions; the others: of pairs of a chosen and a "
+        "rejected answer (batch counts rows of pairs)",
         fixed=True,
     )
     beta: float = key(
@@ -43,6 +45,30 @@ class PreferenceKeys(KeyGroup):
     sft_tokens: Literal["answer", "all"] = key(
         "answer", "tokens of that loss; all: those of the prompts too, as TRL's ORPO", used_if=WITH_PAIRS
     )
+
+    teacher: str = key(
+        "", "run folder whose best weights are the teacher of objective=distill", fixed=True, used_if=WITH_TEACHER
+    )
+    divergence: Literal["forward", "reverse"] = key(
+        "forward", "KL divergence of each token; forward: of the student from the teacher, which covers all that the "
+        "teacher does; reverse: of the teacher from the student", used_if=WITH_TEACHER,
+    )  # fmt: skip
+    distill_weight: float = key(
+        1.0, "weight of the divergence; the rest is that of the data's tokens", least=0, used_if=WITH_TEACHER
+    )
+    distill_temperature: float = key(
+        1.0, "divides the logits of both; the divergence is multiplied by its square", used_if=WITH_TEACHER
+    )
+
+    @functools.cached_property
+    def learns_pairs(self) -> bool:
+        """True for an objective over preference pairs."""
+        return self.objective not in ("lm", "distill")
+
+    @functools.cached_property
+    def metrics(self) -> tuple[str, ...]:
+        """The metrics of a step that only this objective has."""
+        return PAIR_METRICS if self.learns_pairs else ("kl",) if self.objective == "distill" else ()
 
     @functools.cached_property
     def needs_references(self) -> bool:
@@ -71,7 +97,7 @@ class PreferenceKeys(KeyGroup):
 
     @functools.cached_property
     def has_sft_term(self) -> bool:
-        return self.objective != "lm" and self.sft > 0
+        return self.learns_pairs and self.sft > 0
 
     def check(self) -> None:
         require(self.beta > 0, f"beta must be above 0, got {self.beta}; try beta=0.1")
@@ -79,3 +105,9 @@ class PreferenceKeys(KeyGroup):
             self.label_smoothing < 0.5,
             f"label_smoothing is the probability of a wrong label, below 0.5, got {self.label_smoothing}",
         )
+        require(
+            self.teacher or self.objective != "distill",
+            "objective=distill learns from a teacher; give the folder of its run: teacher=RUN",
+        )
+        require(self.distill_weight <= 1, f"distill_weight is a share, at most 1, got {self.distill_weight}")
+        require(self.distill_temperature > 0, f"distill_temperature must be above 0, got {self.distill_temperature}")

@@ -183,7 +183,7 @@ def load_corpus(
     out = Path(expand_home(config.run.out)) if config.run.out and not is_url(config.run.out) else None
     format = format_of_fingerprint(started_with)
     options = SourceOptions(config.data.text, share, bool(named_validation), format, out, config.data.chat_template)
-    pairs = config.preferences.objective != "lm"
+    pairs = config.preferences.learns_pairs
     options = dataclasses.replace(options, skips_bad_rows=config.data.bad_rows == "skip", pairs=pairs)
     names, weights = parse_mixture(config.data.source)
     result = [sources.find_source(name, options, say) for name in names]
@@ -223,12 +223,12 @@ def check_objective(config: Config, opened: Sequence[OpenedSource]) -> None:
     objective = config.preferences.objective
     for source in opened:
         pairs = any(isinstance(split, PreferenceSplit) for split in source.splits.values())
-        if pairs and objective == "lm":
+        if pairs and not config.preferences.learns_pairs:
             raise UsageError(
-                f"data={source.name} holds preference pairs (chosen and rejected), and objective=lm learns texts; give "
-                "objective=dpo"
+                f"data={source.name} holds preference pairs (chosen and rejected), and objective={objective} learns "
+                "texts; give objective=dpo"
             )
-        if not pairs and objective != "lm":
+        if not pairs and config.preferences.learns_pairs:
             raise UsageError(
                 f"objective={objective} learns from preference pairs, and data={source.name} has none; give records "
                 "with prompt, chosen and rejected, or objective=lm"

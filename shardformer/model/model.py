@@ -149,6 +149,10 @@ class Model:
         tokens = jax.ShapeDtypeStruct((self.config.training.batch, self.config.model.seq), jnp.int32)
         return {"tokens": tokens, "targets": tokens}
 
+    def constant_shapes(self) -> dict:
+        """Returns the shapes and shardings of the arrays that a step needs besides its batch."""
+        return {}
+
     @staticmethod
     def abstract_parameters(config: Config):
         """Returns the parameter tree with global shapes; touches no device."""

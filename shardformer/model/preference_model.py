@@ -43,6 +43,7 @@ class PreferenceModel(Model):
     """`Model` with the objective of `config.preferences`."""
 
     details = PAIR_METRICS
+    shard: PairTransformerShard
 
     def __init__(self, layout, mesh):
         super().__init__(layout, mesh)

@@ -1,4 +1,7 @@
-"""The model of one shard with a differentiable loss of every token, for objectives that are no mean of them."""
+"""The model of one shard with a differentiable loss of every token, or with the factors of its logits.
+
+For objectives that are no mean of the losses of tokens.
+"""
 
 from typing import Any
 
@@ -24,6 +27,12 @@ class PairTransformerShard(CausalTransformerShard):
             return measure_in_chunks(*factors, targets_BT, layout.loss_chunk)
 
         self._token_losses = transform(measure)
+        self._factors = transform(lambda x_BTD, table: ProjectionShard(c, multiply=multiply_table)(x_BTD, table))
+
+    def factors(self, params: dict, tokens_BT: Array, dropout: Dropout | None, documents_BT: Array | None) -> tuple:
+        """Returns the factors of the logits: activations, this shard's table and bias, and its vocabulary."""
+        outside, x_BTD, _ = self._forward(params, tokens_BT, dropout, documents_BT)
+        return self._factors(outside, x_BTD, self._tied_table(outside))
 
     def token_losses(
         self,

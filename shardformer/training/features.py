@@ -13,16 +13,20 @@ from shardformer.training.step import Part, TrainState
 
 def choose_model(config: Config) -> type[Model]:
     """Returns the class of the model with the objective of a configuration."""
-    if config.preferences.objective == "lm":
-        return Model
-    from shardformer.model.preference_model import PreferenceModel  # not imported without pairs
+    if config.preferences.learns_pairs:
+        from shardformer.model.preference_model import PreferenceModel  # not imported without pairs
 
-    return PreferenceModel
+        return PreferenceModel
+    if config.preferences.objective == "distill":
+        from shardformer.model.distillation_model import DistillationModel  # not imported without a teacher
+
+        return DistillationModel
+    return Model
 
 
 def choose_sums(config: Config, model: Model) -> Callable:
     """Returns the function that sums the losses of a batch in an evaluation."""
-    return Measures(model).sums if config.preferences.objective == "lm" else model.sums  # type: ignore[attr-defined]
+    return model.sums if config.preferences.learns_pairs else Measures(model).sums  # type: ignore[attr-defined]
 
 
 def choose_parts(config: Config, model: Model) -> tuple[Part, ...]:

@@ -8,7 +8,6 @@ import jax
 
 from shardformer.checkpoint import Lock
 from shardformer.config import FIELDS, Config, parsing
-from shardformer.config.preference_keys import PAIR_METRICS
 from shardformer.devices import processes
 from shardformer.devices.chips import Chip, find_chip
 from shardformer.errors import RunError
@@ -105,8 +104,7 @@ def _open(
     c, is_first_process = run.config, jax.process_index() == 0
     metrics, elapsed_before = None, 0.0
     if is_first_process:
-        more = () if c.preferences.objective == "lm" else PAIR_METRICS
-        metrics = metrics_file.open_metrics_file(run.records, more)
+        metrics = metrics_file.open_metrics_file(run.records, c.preferences.metrics)
         elapsed_before = metrics_file.find_elapsed_seconds(metrics.begin(last_row))
         goodput.CLOCK.continue_file(run.records, first_step)
         stack.callback(_flush, metrics)
@@ -141,7 +139,7 @@ def _make_progress(c: Config, first_step: int, elapsed_before: float, best: Best
         elapsed_before,
         best=known_best,
         with_mfu=bool(chip),
-        with_pairs=c.preferences.objective != "lm",
+        with_pairs=c.preferences.learns_pairs,
     )
 
 

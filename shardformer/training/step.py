@@ -125,7 +125,7 @@ class Update:
         """Returns the losses and the norm of the gradient."""
         for part in self.parts:
             grads = part.select_gradient(state, grads)
-        return Measured(*losses[: len(Loss._fields)], self.model.norm(grads))
+        return Measured(losses.loss, losses.z_loss, losses.accuracy, self.model.norm(grads))
 
     def advance(self, state: TrainState, grads, measured: Measured, **arguments):
         """Returns the state after one update, the norm of the update, and the learning rate."""

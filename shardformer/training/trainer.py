@@ -37,6 +37,7 @@ class Trainer:
         kind = choose_model(config)
         self.model = kind(layout, mesh) if layout else kind.on(config, mesh)
         self.model.check_attention()
+        self.constants: dict = {}  # arrays that each step needs besides its batch, such as a teacher
         self.update = Update(config, self.model, choose_parts(config, self.model))
         self.optimizer = self.update.optimizer
         self.shardings = self.update.make_shardings()
@@ -60,7 +61,7 @@ class Trainer:
 
     def step(self, state: TrainState, batch, step: int) -> tuple[TrainState, jax.Array]:
         """Dispatches one update with the batch made for `step`; consumes `state`. The metrics are one array."""
-        return self.accumulation.step(state, self.to_devices(batch), np.int32(step))
+        return self.accumulation.step(state, self.to_devices(batch) | self.constants, np.int32(step))
 
     def lower(self, state: TrainState, batch) -> list[jax.stages.Lowered]:
         """Returns the programs that a step runs, for a caller to compile and inspect.
@@ -75,7 +76,7 @@ class Trainer:
         """The shapes and shardings of a batch without arrays."""
         sharding = self.model.sharding(self.model.row_spec)
         shapes = self.model.batch_shapes()
-        return with_shardings(shapes, dict.fromkeys(shapes, sharding))
+        return with_shardings(shapes, dict.fromkeys(shapes, sharding)) | self.model.constant_shapes()
 
     @staticmethod
     def read_metrics(metrics: jax.Array) -> StepMetrics:

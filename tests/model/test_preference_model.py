@@ -53,7 +53,8 @@ def test_split_pairs_give_the_results_of_trl(changes):
 def test_kl_is_of_the_global_batch():
     result = pairs.loss_and_grads("kto", mesh="4x2", accum=2)
     assert_same("kto", result)
-    assert float(result[0].kl) == pytest.approx(pairs.RECORDED["cases"]["kto"]["kl"], rel=1e-5)
+    # A mean of differences of sums of 20 nats, whose float32 has a resolution of 2e-6.
+    assert float(result[0].kl) == pytest.approx(pairs.RECORDED["cases"]["kto"]["kl"], abs=4e-6)
 
 
 def test_kl_of_the_own_answers_is_noticed():

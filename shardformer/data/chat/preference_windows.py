@@ -23,7 +23,7 @@ class PreferenceSplit(ChatSplit):
 
     @property
     def count(self) -> int:
-        """The number of pairs, those that no row has included."""
+        """The number of pairs, with those that do not fit in a row."""
         return len(self.ends) // 2
 
     @functools.cached_property
@@ -157,7 +157,7 @@ class PreferenceWindows(Windows):
 
 
 def describe_pairs(name: str, windows: PreferenceWindows) -> str:
-    """Returns a line with the pairs that are trained on and those that are left out."""
+    """Returns a line with the numbers of pairs in rows and of pairs that are left out."""
     seq, total = windows.layout.seq, windows.split.count
     parts = [f"{len(windows.pairs):,} of {total:,} preference pairs in {len(windows._rows):,} rows of two sides"]
     changed = {
