@@ -23,11 +23,12 @@ from shardformer.data.chat.preference_windows import PreferenceSplit, Preference
 from shardformer.data.corpus import choose_row_layout
 from shardformer.devices import processes, programs
 from shardformer.errors import RunError
-from shardformer.files import make_folder, replacing
+from shardformer.files import make_folder, read_text, replacing
 from shardformer.training.run_folder import Run
 from shardformer.training.trainer import Trainer
 
 FOLDER, INDEX = "references", "index.json"
+MAX_BYTES = 1 << 30
 BATCHES_OF_A_PART = 64  # computed between two writes
 Say = Callable[[str], None]
 
@@ -89,7 +90,7 @@ class References:
 
     def part_folder(self, name: str) -> Path:
         """Returns the folder of the parts of a split; their names do not depend on its path."""
-        return self.folder / hashlib.sha256(name.encode()).hexdigest()[:12]
+        return self.folder / _shorten(name)
 
     def read(self, say: Say) -> dict[str, np.ndarray] | None:
         """Returns the references of every split; None if they are not complete, or belong to other data."""
@@ -103,9 +104,13 @@ class References:
             return None
         found = {}
         for name, split in self._corpus.preference_splits().items():
-            entry = index["splits"].get(hashlib.sha256(name.encode()).hexdigest()[:12])
-            values = None if entry is None else np.array(entry["logp"], np.float32).reshape(-1, self._columns)
-            if values is None or len(values) != split.count or _digest(values) != entry["sha256"]:
+            try:
+                entry = index["splits"][_shorten(name)]
+                values = np.array(entry["logp"], np.float32).reshape(-1, self._columns)
+                is_sound = len(values) == split.count and _digest(values) == entry["sha256"]
+            except (KeyError, TypeError, ValueError):
+                is_sound = False
+            if not is_sound:
                 raise RunError(f"{self.folder / INDEX} is damaged; remove it, and the references are computed again")
             found[name] = values
         say(f"references: read from {self.folder}, of weights {self.weights[:12]} and data {index['data'][:12]}")
@@ -113,7 +118,7 @@ class References:
 
     def _read_index(self) -> str:
         try:
-            text = (self.folder / INDEX).read_text()
+            text = read_text(self.folder / INDEX, MAX_BYTES)
             index = json.loads(text)
             if not all(isinstance(index[name], str) for name in ("weights", "data")) or "splits" not in index:
                 raise ValueError("its values are not strings")
@@ -128,7 +133,7 @@ class References:
     def write(self, found: dict[str, np.ndarray], weights: str) -> None:
         """Writes the index, and removes the parts that it replaces."""
         splits = {
-            hashlib.sha256(name.encode()).hexdigest()[:12]: {
+            _shorten(name): {
                 "split": name.rpartition("/")[2], "sha256": _digest(values),
                 "logp": [float(value) for value in values.reshape(-1)],
             }
@@ -221,6 +226,11 @@ def _write_part(path: Path, values: np.ndarray) -> None:
     make_folder(path.parent)
     with replacing(path) as temporary, open(temporary, "wb") as file:
         np.save(file, values)
+
+
+def _shorten(name: str) -> str:
+    """Returns a short name of a split, without a path."""
+    return hashlib.sha256(name.encode()).hexdigest()[:12]
 
 
 def _digest(values: np.ndarray) -> str:
