@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer import storage
 from shardformer.checkpoint import read_config
-from shardformer.config import ARCHITECTURE, Config
+from shardformer.config import ARCHITECTURE, Config, is_hugging_face
 from shardformer.errors import UsageError
 from shardformer.kernels import vocabulary_loss
 from shardformer.kernels.divergences import measure_divergence
@@ -124,6 +124,9 @@ def read_teacher(config: Config) -> Config:
     location = storage.location(config.preferences.teacher)
     if not (location / "config.json").exists():
         raise UsageError(f"teacher={config.preferences.teacher} is not a run: it has no config.json")
+    if is_hugging_face((location / "config.json").read_bytes()):
+        name = config.preferences.teacher
+        raise UsageError(f"teacher={name} is in Hugging Face's format; make a run of it first: convert {name} TEACHER")
     teacher = read_config(storage.reading_folder(location))
     sizes = [(c.model.vocab, c.model.padded_vocab) for c in (config, teacher)]
     if sizes[0] != sizes[1] or teacher.lora.lora_rank:

@@ -68,7 +68,7 @@ class Trainer:
 
         Accepts a state and a batch of shapes as well: `abstract` and `abstract_batch`.
         """
-        is_abstract = all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in batch.values())
+        is_abstract = all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch))
         return self.accumulation.lower(state, batch if is_abstract else self.to_devices(batch))
 
     @property

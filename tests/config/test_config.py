@@ -179,7 +179,7 @@ def test_malformed_mesh(text):
         ({"skip_steps": 3.0, "accum": 2, "accum_mode": "multisteps"}, "updates by microbatches; give accum_mode=scan"),
         ({"objective": "dpo", "beta": 0.0}, "beta must be above 0, got 0.0"),
         ({"objective": "dpo", "label_smoothing": 0.5}, "label_smoothing is the probability of a wrong label, below"),
-        ({"objective": "dpo", "accum": 2, "accum_mode": "manual"}, "objective=dpo finds the mean over all microbatches in one"),
+        ({"objective": "dpo", "accum": 2, "accum_mode": "manual"}, "objective=dpo finds the mean over all micro"),
         ({"objective": "dpo", "z_loss": 0.1}, "z_loss=0.1 is a term of objective=lm; with objective=dpo give z_loss=0"),
         ({"objective": "kto", "documents": "masked"}, "objective=kto compares each pair with the answers of"),
         ({"objective": "kto", "experts": 4, "bias": "none", "balance_loss": 0.1}, "objective=kto counts no routes of"),

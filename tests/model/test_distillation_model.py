@@ -105,6 +105,13 @@ def test_teacher_normalised_on_each_shard_is_noticed(teacher, broken):
     assert kl > 1e-3
 
 
+def test_teacher_in_the_format_of_hugging_face_is_rejected(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    config = make_config(tmp_path, {}, mesh="4x2")
+    with pytest.raises(UsageError, match="make a run of it first: convert"):
+        Trainer(config, mesh.make(config))
+
+
 def test_teacher_of_another_vocabulary_is_rejected(tmp_path):
     (tmp_path / "config.json").write_text(shared.tiny(vocab=99, mesh="1x1").to_json())
     config = make_config(tmp_path, {}, mesh="4x2")

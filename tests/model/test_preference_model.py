@@ -77,6 +77,16 @@ def test_rewards_are_those_of_trl(case):
         assert float(value) == pytest.approx(recorded[name], rel=3e-6, abs=3e-6), name
 
 
+@pytest.mark.parametrize(
+    ("case", "changes"), [("dpo_sft", {}), ("dpo", {"documents": "masked"}), ("kto", {}), ("orpo", {})], ids=str
+)
+def test_shapes_of_a_batch_are_those_of_the_data(case, changes):
+    """So that memory and plan measure the step that runs."""
+    config = pairs.make_config(case, **changes)
+    batch, shapes = pairs.make_batch(config), pairs.make_trainer(config).model.batch_shapes()
+    assert {name: (x.shape, x.dtype) for name, x in batch.items()} == {n: (x.shape, x.dtype) for n, x in shapes.items()}
+
+
 # Negative twins: each breaks what published trainers broke, and the comparison notices.
 
 
