@@ -168,7 +168,9 @@ class Session:
             self._say_step(run, trainer, int(state.step))
             corpus = self._with_references(run, trainer, state)
             if run.config.preferences.teacher:
-                self._add_teacher(run, trainer)
+                from shardformer.training.teacher import add_teacher  # not imported without one
+
+                add_teacher(run, trainer, self.say)
             evaluator = Evaluator(trainer, corpus, _make_monitor(run, int(state.step), stop, self.say), evaluate)
             self._say_evaluated_share(evaluator)
             batches = corpus.train_batches(run.config, int(state.step), trainer.local_rows)
@@ -195,18 +197,6 @@ class Session:
         from shardformer.training.preference_references import add_references  # not imported without pairs
 
         return add_references(run, trainer, self.corpus, state, self.say)  # type: ignore[arg-type]
-
-    def _add_teacher(self, run: Run, trainer: Trainer) -> None:
-        """Loads the teacher's best weights onto the devices of the run."""
-        teacher = Run.open(run.config.preferences.teacher)
-        if teacher.vocabulary.sha256 != run.vocabulary.sha256:
-            raise UsageError(
-                f"teacher={teacher.out} has tokenizer={teacher.vocabulary.name}, and this run "
-                f"tokenizer={run.vocabulary.name}: distributions over different tokens; give tokenizer= of the teacher"
-            )
-        step, params = teacher.restore_params(trainer.model.teacher)  # type: ignore[attr-defined]
-        trainer.constants["teacher"] = params
-        self.say(f"teacher: step {step} of {teacher.out}")
 
     def _say_start(self, run: Run, trainer: Trainer) -> None:
         model = trainer.model
