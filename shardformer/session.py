@@ -166,9 +166,14 @@ class Session:
             self._say_start(run, trainer)
             state, best = run.restore(trainer, self.say)
             self._say_step(run, trainer, int(state.step))
-            evaluator = Evaluator(trainer, self.corpus, _make_monitor(run, int(state.step), stop, self.say), evaluate)
+            corpus = self._with_references(run, trainer, state)
+            if run.config.preferences.teacher:
+                from shardformer.training.teacher import add_teacher  # not imported without one
+
+                add_teacher(run, trainer, self.say)
+            evaluator = Evaluator(trainer, corpus, _make_monitor(run, int(state.step), stop, self.say), evaluate)
             self._say_evaluated_share(evaluator)
-            batches = self.corpus.train_batches(run.config, int(state.step), trainer.local_rows)
+            batches = corpus.train_batches(run.config, int(state.step), trainer.local_rows)
             stack.callback(batches.close)
             run.write_documents()
             try:
@@ -184,6 +189,14 @@ class Session:
         config = mesh.start(self.run.config, predict_needed, self.say, self.previous)
         check_zero(config)  # check a second time, as mesh=auto has a shape now
         return dataclasses.replace(self.run, config=config)
+
+    def _with_references(self, run: Run, trainer: Trainer, state) -> Data:
+        """Returns the data with what the objective compares with: for most objectives nothing."""
+        if not run.config.preferences.needs_references:
+            return self.corpus
+        from shardformer.training.preference_references import add_references  # not imported without pairs
+
+        return add_references(run, trainer, self.corpus, state, self.say)  # type: ignore[arg-type]
 
     def _say_start(self, run: Run, trainer: Trainer) -> None:
         model = trainer.model

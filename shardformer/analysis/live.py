@@ -32,11 +32,14 @@ def measure(config: Config) -> Measured:
     """Compiles the step and runs it once, on the config's mesh."""
     traced.check_one_program(config)
     trainer = Trainer(config, mesh.make(config))
-    state, batch = trainer.init(), verify.random_batch(config)
-    lowered: Any = trainer.lower(state, batch)[0]
+    state, batch = trainer.init(), make_batch(trainer)
+    abstract: Any = trainer.abstract_batch
+    lowered: Any = trainer.lower(state, abstract)[0]
     compiled = lowered.compile()
     planned = compiled.memory_analysis()
-    state, metrics = compiled(state, trainer.to_devices(batch), np.int32(0))
+    if config.preferences.objective == "distill":  # any weights of the teacher's shapes
+        trainer.constants["teacher"] = trainer.model.teacher.init(0)  # type: ignore[attr-defined]
+    state, metrics = compiled(state, trainer.to_devices(batch) | trainer.constants, np.int32(0))
     jax.block_until_ready(metrics)
     live = {name: bytes_by_device(getattr(state, name)) for name in ("params", "optimizer", "average")}
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
@@ -45,6 +48,16 @@ def measure(config: Config) -> Measured:
         config, memory.predict_bytes(config), memory.estimate_temporaries(trainer.model.layout),
         planned.argument_size_in_bytes, planned.temp_size_in_bytes, live, peak, whole_on_one_device(state),
     )  # fmt: skip
+
+
+def make_batch(trainer: Trainer) -> dict[str, np.ndarray]:
+    """Returns a batch of the shapes that the objective needs: random tokens, or pairs with all tokens scored."""
+    if not trainer.config.preferences.learns_pairs:
+        return verify.random_batch(trainer.config.replace(objective="lm", teacher=""))
+    return {
+        name: np.ones(leaf.shape, leaf.dtype) if leaf.dtype == np.float32 else np.zeros(leaf.shape, leaf.dtype)
+        for name, leaf in trainer.model.batch_shapes().items()
+    }
 
 
 def bytes_by_device(tree) -> dict:

@@ -33,9 +33,8 @@ def trace(layout: Layout) -> Traced:
     """Traces the loss and its gradients, with blocks instead of a kernel."""
     config, layout = layout.config, layout.without_kernel()
     trainer = make_trainer(config, layout)
-    tokens = jax.ShapeDtypeStruct((config.training.batch, config.model.seq), jnp.int32)
     key = jax.ShapeDtypeStruct((2,), jnp.uint32)
-    batch = {"tokens": tokens, "targets": tokens}
+    batch = trainer.model.batch_shapes() | trainer.model.constant_shapes()
     traced = jax.make_jaxpr(trainer.model.loss_and_grad)(trainer.abstract.params, batch, key)
     return Traced(trainer, tuple(jaxprs.drop_dead(body) for body in jaxprs.find_shard_maps(traced.jaxpr)))
 

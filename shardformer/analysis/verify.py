@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from shardformer.analysis import dense_reference
 from shardformer.analysis.shard_runs import match_shardings, name_path
 from shardformer.config import Config
+from shardformer.errors import UsageError
 from shardformer.layout import mesh
 from shardformer.model import Loss, Model, lora
 from shardformer.optim import lbfgs
@@ -173,7 +174,12 @@ def _train_reference(trainer: Trainer, batch) -> list[np.ndarray]:
 
 
 def random_batch(config: Config) -> dict[str, np.ndarray]:
-    """Returns a batch of random tokens."""
+    """Returns a batch of random tokens; raises UsageError for an objective that learns more than tokens."""
+    if config.preferences.objective != "lm":
+        raise UsageError(
+            f"objective={config.preferences.objective} is trained on other batches; verify and bench take "
+            "objective=lm, and memory and plan any"
+        )
     tokens = np.random.default_rng(config.training.seed).integers(
         0, config.model.vocab, (config.training.batch, config.model.seq + 1), np.int32
     )

@@ -5,6 +5,7 @@
 
 import dataclasses
 import itertools
+from pathlib import Path
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from shardformer.data import Vocabulary, corpus, sources
 from shardformer.data.chat.builtin_templates import TEMPLATES
 from shardformer.data.chat.chat_files import mask_tokens, read_conversations
 from shardformer.data.chat.chat_windows import ChatSplit
+from shardformer.data.chat.preference_windows import PreferenceSplit
+from shardformer.data.chat.preferences import SIDES, encode_side, read_pairs
+from shardformer.data.recipe import Recipe
 from shardformer.data.source import SourceOptions
 from shardformer.data.tokens import Tokens
 from shardformer.errors import UsageError
@@ -27,17 +31,24 @@ SHOWN = 2000  # tokens
 def show_conversation(split: ChatSplit, vocabulary: Vocabulary, on_terminal: bool) -> str:
     """Returns the first conversation of a split, with a line that explains its marks."""
     length = min(int(split.ends[0]), SHOWN)
+    trained = split.learned.take(0, length)
+    printed = format_marked(split, vocabulary, length, on_terminal)
+    after = describe_end_of_turn(split, vocabulary, length)
+    explained = "what is dimmed is read, not learned" if on_terminal else f"{BEGIN}learned{END}, the rest is read"
+    return (
+        f"The first conversation ({int(trained.sum())} of {length} tokens are learned; {explained}{after}):\n{printed}"
+    )
+
+
+def format_marked(split: ChatSplit, vocabulary: Vocabulary, length: int, on_terminal: bool) -> str:
+    """Returns the text of the first `length` tokens, with marks around what has a loss."""
     ids, trained = split.tokens.take(0, length), split.learned.take(0, length)
     printed, places = "", [0, *(n + 1 for n, (a, b) in enumerate(itertools.pairwise(trained)) if a != b), length]
     for start, end in itertools.pairwise(places):
         # Two decodings: a tokenizer may leave out the first space of a text.
         text = vocabulary.decode(ids[:end])[len(vocabulary.decode(ids[:start])) :]
         printed += _mark(escape_controls(text), bool(start < length and trained[start]), on_terminal)
-    after = describe_end_of_turn(split, vocabulary, length)
-    explained = "what is dimmed is read, not learned" if on_terminal else f"{BEGIN}learned{END}, the rest is read"
-    return (
-        f"The first conversation ({int(trained.sum())} of {length} tokens are learned; {explained}{after}):\n{printed}"
-    )
+    return printed
 
 
 def describe_end_of_turn(split: ChatSplit, vocabulary: Vocabulary, length: int) -> str:
@@ -72,11 +83,53 @@ class ShowOptions:
     tokenizer: str = key("auto", "a folder with tokenizer.json, such as a Hugging Face folder; auto: bytes")
     chat_template: str = key("auto", f"{', '.join(TEMPLATES)}; auto: that of the tokenizer")
     text: str = key("text", "name of the field that holds the text of .jsonl records")
+    pairs: bool = key(False, "read chosen and rejected of records that have messages too")
+
+
+def show_pair(sides: tuple[ChatSplit, ChatSplit, Vocabulary], on_terminal: bool) -> str:
+    """Returns the two sides of a preference pair, with a line that explains their marks."""
+    *splits, vocabulary = sides
+    lines = []
+    for name, split in zip(SIDES, splits, strict=True):
+        length = len(split.tokens)
+        scored = int(split.learned.take(0, length).sum())
+        marked = format_marked(split, vocabulary, min(length, SHOWN), on_terminal)
+        lines.append(f"{name} ({scored} of {length} tokens are scored):\n{marked}")
+    explained = "what is dimmed is read, not scored" if on_terminal else f"{BEGIN}scored{END}, the rest is read"
+    return f"The first preference pair ({explained}):\n\n" + "\n\n".join(lines)
+
+
+def take_first_pair(split: PreferenceSplit) -> tuple[ChatSplit, ChatSplit]:
+    """Returns the two sides of the first pair of a split."""
+    chosen, rejected = int(split.ends[0]), int(split.ends[1])
+    path = Path(split.tokens.name)
+    spans = (0, chosen), (chosen, rejected - chosen)
+    first, second = (_make_split(split.tokens.take(*span), split.learned.take(*span), path) for span in spans)
+    return first, second
+
+
+def _read_pair(recipe: Recipe, options: ShowOptions) -> tuple[ChatSplit, ChatSplit, Vocabulary]:
+    """Returns the first pair of a recipe as token ids with masks, and their vocabulary."""
+    vocabulary, path = _open_vocabulary(options), recipe.files[0]
+    pair = next(read_pairs(path, recipe.choose_format(vocabulary) if recipe.chat else None))
+    chosen, rejected = (_make_split(*encode_side(vocabulary, side, str(path)), path) for side in pair)
+    return chosen, rejected, vocabulary
+
+
+def _make_split(ids: np.ndarray, trained: np.ndarray, path: Path) -> ChatSplit:
+    return ChatSplit(Tokens([ids], str(path)), np.array([len(ids)]), Tokens([trained], str(path)))
+
+
+def _open_vocabulary(options: ShowOptions) -> Vocabulary:
+    return corpus.open_vocabulary("bytes" if options.tokenizer == "auto" else options.tokenizer, 0)
 
 
 def show_chat_file(name: str, options: ShowOptions, on_terminal: bool) -> None:
     """Prints the first conversation of files, a folder or a glob; raises UsageError for other files."""
-    recipe = sources.find_recipe([name], SourceOptions(options.text, chat_template=options.chat_template), say)
+    settings = SourceOptions(options.text, chat_template=options.chat_template, pairs=options.pairs)
+    recipe = sources.find_recipe([name], settings, say)
+    if recipe.pairs and not recipe.chat:  # of texts, which need no template
+        return say(show_pair(_read_pair(recipe, options), on_terminal))
     if not recipe.chat:
         raise UsageError(
             f"{name} is not a prepared folder, and holds no conversations; make a folder: data prepare {name} "
@@ -87,12 +140,11 @@ def show_chat_file(name: str, options: ShowOptions, on_terminal: bool) -> None:
             f"{name} holds conversations; give the tokenizer whose template makes a text of them: data show {name} "
             f"tokenizer=HF_FOLDER, or a built-in template: chat_template={'|'.join(TEMPLATES)}"
         )
-    tokenizer = "bytes" if options.tokenizer == "auto" else options.tokenizer
-    vocabulary = corpus.open_vocabulary(tokenizer, 0)
-    path = recipe.files[0]
+    if recipe.pairs:
+        return say(show_pair(_read_pair(recipe, options), on_terminal))
+    vocabulary, path = _open_vocabulary(options), recipe.files[0]
     first = next(read_conversations(path, recipe.choose_format(vocabulary)))
     ids, offsets = vocabulary.encode_with_offsets(first.text, str(path))
     trained = mask_tokens(offsets, first.spans or ())
     trained[:1] = 0  # nothing is before the first token
-    split = ChatSplit(Tokens([ids], str(path)), np.array([len(ids)]), Tokens([trained], str(path)))
-    say(show_conversation(split, vocabulary, on_terminal))
+    say(show_conversation(_make_split(ids, trained, path), vocabulary, on_terminal))

@@ -10,12 +10,13 @@ import numpy as np
 
 from shardformer import data, storage
 from shardformer.cli.arguments import say, split_places
-from shardformer.cli.chat_display import ShowOptions, show_chat_file, show_conversation
+from shardformer.cli.chat_display import ShowOptions, show_chat_file, show_conversation, show_pair, take_first_pair
 from shardformer.cli.loading import ShownProgress
 from shardformer.config import check_tokenizer, parsing
 from shardformer.config.keys import key
 from shardformer.data import corpus, prepare, sources, tfrecords
 from shardformer.data.chat.chat_windows import ChatSplit
+from shardformer.data.chat.preference_windows import PreferenceSplit
 from shardformer.data.source import Source, SourceOptions
 from shardformer.data.token_folder import TokenFolder
 from shardformer.data.token_sources import TokenFile
@@ -47,6 +48,7 @@ class PrepareOptions:
     text: str = key("text", "name of the field that holds the text of .jsonl records")
     chat_template: str = key("auto", "template of conversations: chatml, llama3 or plain; auto: that of the tokenizer")
     bad_rows: Literal["stop", "skip"] = key("stop", "end with all causes at once, or leave bad records out")
+    pairs: bool = key(False, "read chosen and rejected of records that have messages too")
     special_tokens: bool = key(False, "recognise a tokenizer.json's special tokens in texts")
     bos: Literal["auto", "true", "false"] = key(
         "auto", "begin every document with the tokenizer's beginning of text; auto: if the tokenizer adds one"
@@ -105,6 +107,7 @@ def prepare_data(arguments: list[str]) -> None:
         named_validation=without,
         chat_template=options.chat_template,
         skips_bad_rows=options.bad_rows == "skip",
+        pairs=options.pairs,
     )
     recipe = sources.find_recipe(names, source, say, with_ids=True)
     result: list[Source] = [TokenFile(path, source) for path in recipe.token_files]
@@ -144,7 +147,9 @@ def show_data(arguments: list[str]) -> None:
     ids = split.tokens.take(0, min(SHOWN_TOKENS, len(split.tokens)))
     if (largest := int(ids.max())) >= len(folder.vocabulary):
         raise RunError(f"{describe_largest_id(str(folder.path), largest, len(folder.vocabulary))}; the data is damaged")
-    if isinstance(split, ChatSplit):
+    if isinstance(split, PreferenceSplit):
+        say(f"\n{show_pair((*take_first_pair(split), folder.vocabulary), sys.stdout.isatty())}")
+    elif isinstance(split, ChatSplit):
         say(f"\n{show_conversation(split, folder.vocabulary, sys.stdout.isatty())}")
     else:
         say(f"\nThe {name} split begins:\n{escape_controls(folder.vocabulary.decode(ids))}")
@@ -155,8 +160,9 @@ def show_data(arguments: list[str]) -> None:
 def export_data(arguments: list[str]) -> None:
     """Writes a split as records of equal length, as create_finetune_tfrecords.py does; drops an incomplete one."""
     folder = _open_folder(arguments[:1])
-    if folder.has_chat:
-        raise UsageError(f"{folder.path} holds conversations, and TFRecords cannot keep what of them is learned")
+    if folder.has_masks:
+        kind = "preference pairs" if folder.has_pairs else "conversations"
+        raise UsageError(f"{folder.path} holds {kind}, and TFRecords cannot keep what of them is learned")
     options = parsing.parse_options(arguments[1:], ExportOptions)
     if options.split not in (result := folder.splits()):
         raise UsageError(f"{folder.path} has no split {options.split!r}; there are {', '.join(result)}")

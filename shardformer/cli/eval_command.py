@@ -51,11 +51,15 @@ def evaluate(arguments: list[str]) -> None:
     settings = for_evaluation(run.config, options.mesh).replace(weights=options.weights)
     settings = mesh.start(settings, lambda c: predict_bytes(c).parameters, say, may_add_rows=True)
     programs.keep_compiled_programs(settings, processes.gather_documents)
+    if settings.preferences.needs_references:
+        from shardformer.training.preference_references import read_references  # not imported without pairs
+
+        corpus = read_references(run, corpus, say)
     trainer = Trainer(settings, mesh.make(settings))
     step, params = run.restore_params(trainer.model, options.step, options.ema)
     splits = corpus.held_out if options.split == "all" else (options.split,)
     losses = Evaluator(trainer, corpus).evaluate_splits(splits, params)
-    say(f"step {step}\n{loss_table(losses)}")
+    say(f"step {step}\n{loss_table(losses, settings)}")
 
 
 def for_evaluation(settings: Config, shape: str) -> Config:
@@ -71,9 +75,11 @@ def for_evaluation(settings: Config, shape: str) -> Config:
     return settings.without_gradients().replace(mesh=shape, batch=batch, accum=sizes.pp)
 
 
-def loss_table(losses: dict[str, Evaluation]) -> str:
+def loss_table(losses: dict[str, Evaluation], settings: Config) -> str:
     rows = [[name, f"{it.loss:.4f}", f"{it.accuracy:.1%}", f"{it.tokens:,}"] for name, it in losses.items()]
     titles = ["split", "nats/token", "accuracy", "tokens"]
+    if settings.preferences.learns_pairs:
+        titles = ["split", f"{settings.preferences.objective} loss", "right order", "pairs"]
     if all(it.bytes for it in losses.values()):
         titles += ["nats/byte", "bits/byte"]
         for row, it in zip(rows, losses.values(), strict=True):

@@ -80,7 +80,8 @@ def finish(trained: Trained, stop: StopSignal) -> None:
             say("evaluating the best checkpoint on all of validation and test")
             losses = trained.evaluate(stop.is_requested)
             model, params, step = trained.load_best()
-            say(f"\nbest checkpoint: step {step}, on {trained.run.config.data.source}\n{loss_table(losses)}")
+            table = loss_table(losses, trained.run.config)
+            say(f"\nbest checkpoint: step {step}, on {trained.run.config.data.source}\n{table}")
             with contextlib.suppress(SampleStopped):
                 say_text(f"\nit writes:\n{write_sample(trained.run, model, params, stop)}")
         except EvaluationStopped:

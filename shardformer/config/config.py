@@ -19,6 +19,7 @@ from shardformer.config.names import OF_DENSE_LAYERS, OF_EXPERT_LAYERS
 from shardformer.config.optimizer_keys import OptimizerKeys
 from shardformer.config.parallel_keys import ParallelKeys
 from shardformer.config.parsing import MeshSizes, parse_mesh
+from shardformer.config.preference_keys import PreferenceKeys
 from shardformer.config.run_keys import LaunchKeys, ProcessKeys, RunKeys
 from shardformer.config.training_keys import BadStepKeys, TrainingKeys
 from shardformer.config.weight_keys import WeightKeys
@@ -35,6 +36,7 @@ class Config:
     parallel: ParallelKeys = dataclasses.field(default_factory=ParallelKeys)
     data: DataKeys = dataclasses.field(default_factory=DataKeys)
     training: TrainingKeys = dataclasses.field(default_factory=TrainingKeys)
+    preferences: PreferenceKeys = dataclasses.field(default_factory=PreferenceKeys)
     lora: AdapterKeys = dataclasses.field(default_factory=AdapterKeys)
     optimizer: OptimizerKeys = dataclasses.field(default_factory=OptimizerKeys)
     bad_steps: BadStepKeys = dataclasses.field(default_factory=BadStepKeys)
@@ -70,6 +72,12 @@ class Config:
     def group(self, name: str) -> KeyGroup:
         """Returns the group that has a key of this flat name."""
         return getattr(self, GROUP_OF[name])
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Positions in the rows of a global batch; a row of pairs has two sides."""
+        sides = 2 if self.preferences.learns_pairs else 1
+        return self.training.batch * self.model.seq * sides
 
     @functools.cached_property
     def stage_layers(self) -> int:

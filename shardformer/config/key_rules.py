@@ -33,6 +33,8 @@ def check_rules(c: "Config") -> None:
     if c.experts.experts:
         _check_experts(c)
     _check_lbfgs(c)
+    if c.preferences.objective != "lm":
+        _check_preferences(c)
     _check_bad_steps(c)
     traced = parse_steps_range("profile", c.start.profile)
     require(
@@ -164,6 +166,40 @@ def _check_bad_steps(c: "Config") -> None:
     require(
         c.run.save_every or c.run.keep_every,
         "skip_steps goes back to checkpoints whose steps are known; got save_every=0 and keep_every=0, give save_every",
+    )
+
+
+def _check_preferences(c: "Config") -> None:
+    require(
+        c.optimizer.name != "lbfgs" and c.training.accum_mode == "scan" and not c.training.grad_metrics,
+        f"objective={c.preferences.objective} finds the mean over all microbatches in one program: give "
+        "accum_mode=scan, grad_metrics=false and an optimizer other than lbfgs",
+    )
+    require(
+        not c.training.z_loss,
+        f"z_loss={c.training.z_loss} is a term of objective=lm; with objective={c.preferences.objective} give z_loss=0",
+    )
+    if c.preferences.objective == "distill":
+        require(
+            not c.experts.balance_loss and (c.parallel.mesh == "auto" or c.parallel.pp == 1),
+            "objective=distill runs the teacher in one stage and counts no routes of experts: give balance_loss=0 and "
+            f"a mesh without pp; got balance_loss={c.experts.balance_loss} mesh={c.parallel.mesh}",
+        )
+        return
+    require(
+        not (c.data.mask_prompt or c.data.order == "random"),
+        f"objective={c.preferences.objective} reads complete pairs, whose prompts have no loss: give mask_prompt=false "
+        "and order=epoch or file",
+    )
+    require(
+        not (c.preferences.measures_kl and c.data.documents == "masked"),
+        "objective=kto compares each pair with the answers of another one, and has a pair in each row: give "
+        "documents=padded",
+    )
+    require(
+        not (c.preferences.measures_kl and c.experts.balance_loss),
+        f"objective=kto counts no routes of experts over the batch, got balance_loss={c.experts.balance_loss}; give "
+        "balance_loss=0",
     )
 
 

@@ -233,7 +233,7 @@ class EvalBatches:
 
         batch = _join_sources(sources, gather)
         check_ids(batch, self.vocab_size, self.names)
-        if self.byte_lengths is not None:
+        if self.byte_lengths is not None and "weights" in batch:
             batch["bytes"] = self.byte_lengths[batch["targets"]] * batch["weights"]
         return batch
 
@@ -250,7 +250,7 @@ def _join_sources(sources: np.ndarray, gather: Callable[[int, np.ndarray], Batch
 
 def check_ids(batch: Batch, vocab_size: int, location: str) -> Batch:
     """Returns the batch. Raises RunError for an id beyond the vocabulary, which a device would clip in silence."""
-    for ids in (batch["tokens"], batch["targets"][:, -1]):  # the other targets are tokens as well
+    for ids in (batch["tokens"], batch["targets"][..., -1]):  # the other targets are tokens as well
         for wrong in (ids.min(), ids.max()):
             if not 0 <= wrong < vocab_size:
                 raise RunError(f"{location}: id {wrong} is not in the vocabulary of {vocab_size}; the data is damaged")

@@ -9,10 +9,13 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from shardformer.config import Config
 from shardformer.data import batches, hf_tokenizer, sources
 from shardformer.data.chat import chat_format
 from shardformer.data.chat.chat_windows import ChatSplit, ChatWindows, describe_rows
+from shardformer.data.chat.preference_windows import PreferenceSplit, PreferenceWindows, describe_pairs
 from shardformer.data.digests import BackgroundCheck
 from shardformer.data.prepare import Progress
 from shardformer.data.row_report import join_faults
@@ -56,8 +59,13 @@ class Corpus:
 
         For `load_corpus` from Python; a run adapts its configuration by itself.
         """
-        documents = "masked" if self.has_chat and config.data.documents == "packed" else config.data.documents
-        return config.replace(vocab=config.model.vocab or len(self.vocabulary), documents=documents)
+        return self.separate_documents(config.replace(vocab=config.model.vocab or len(self.vocabulary)))
+
+    def separate_documents(self, config: Config) -> Config:
+        """Returns a configuration whose conversations never see each other; without packing, a row has one pair."""
+        if not self.has_chat or config.data.documents != "packed":
+            return config
+        return config.replace(documents="padded" if self.has_pairs else "masked")
 
     def check(self) -> None:
         """Raises RunError if a check in the background has found damaged data."""
@@ -68,11 +76,42 @@ class Corpus:
     def has_chat(self) -> bool:
         return any(isinstance(split, ChatSplit) for split in self.splits("train"))
 
+    @property
+    def has_pairs(self) -> bool:
+        """True if the training data are preference pairs."""
+        return any(isinstance(split, PreferenceSplit) for split in self.splits("train"))
+
+    def with_references(self, references: dict[str, np.ndarray]) -> "Corpus":
+        """Returns the corpus with reference log-probabilities [pairs, 2] by `SOURCE/SPLIT`."""
+
+        def add(source: OpenedSource) -> OpenedSource:
+            splits = {
+                name: dataclasses.replace(split, references=references[f"{source.name}/{name}"])
+                for name, split in source.splits.items()
+                if isinstance(split, PreferenceSplit)
+            }
+            return dataclasses.replace(source, splits=splits)
+
+        validation = self.validation and add(self.validation)
+        return dataclasses.replace(self, sources=tuple(map(add, self.sources)), validation=validation)
+
+    def preference_splits(self) -> dict[str, PreferenceSplit]:
+        """Returns the splits of pairs by `SOURCE/SPLIT`."""
+        every = [*self.sources, *([self.validation] if self.validation else [])]
+        return {
+            f"{source.name}/{name}": split
+            for source in every
+            for name, split in source.splits.items()
+            if isinstance(split, PreferenceSplit)
+        }
+
     def describe_chat(self, layout: RowLayout) -> Iterator[str]:
         """Yields a line for every source of conversations: how they are laid out in rows."""
         for source in self.sources:
             split = source.splits.get("train")
-            if isinstance(split, ChatSplit):
+            if isinstance(split, PreferenceSplit):
+                yield describe_pairs(source.name, PreferenceWindows(split, layout))
+            elif isinstance(split, ChatSplit):
                 yield describe_rows(source.name, ChatWindows(split, layout))
 
     def splits(self, name: str) -> list[AnySplit]:
@@ -114,7 +153,15 @@ class Corpus:
 
 def choose_row_layout(config: Config) -> RowLayout:
     documents = config.data.documents
-    return RowLayout(config.model.seq, documents != "padded", documents == "masked", config.data.mask_prompt)
+    sft_tokens = config.preferences.sft_tokens if config.preferences.has_sft_term else ""
+    return RowLayout(
+        config.model.seq,
+        documents != "padded",
+        documents == "masked",
+        config.data.mask_prompt,
+        sft_tokens,
+        config.preferences.measures_kl,
+    )
 
 
 def load_corpus(
@@ -137,7 +184,8 @@ def load_corpus(
     out = Path(expand_home(config.run.out)) if config.run.out and not is_url(config.run.out) else None
     format = format_of_fingerprint(started_with)
     options = SourceOptions(config.data.text, share, bool(named_validation), format, out, config.data.chat_template)
-    options = dataclasses.replace(options, skips_bad_rows=config.data.bad_rows == "skip")
+    pairs = config.preferences.learns_pairs
+    options = dataclasses.replace(options, skips_bad_rows=config.data.bad_rows == "skip", pairs=pairs)
     names, weights = parse_mixture(config.data.source)
     result = [sources.find_source(name, options, say) for name in names]
     if share is not None and all(source.fixed_splits for source in result):
@@ -154,6 +202,7 @@ def load_corpus(
     vocabulary = choose_chat_template(config.data.chat_template, every, vocabulary)
     opened = _open_all(every, vocabulary, progress)
     opened, held_out = opened[: len(result)], opened[-1] if validation else None
+    check_objective(config, opened)
     _check_splits(opened, bool(validation), any(source.fixed_splits for source in result))
     for source in (*opened, *([held_out] if held_out else [])):
         for notice in source.notices:
@@ -177,6 +226,23 @@ def _open_all(every: Sequence[Source], vocabulary: Vocabulary, progress: Progres
         return [source.open(vocabulary, progress)]
 
     return tuple(join_faults(functools.partial(open_one, source) for source in every))
+
+
+def check_objective(config: Config, opened: Sequence[OpenedSource]) -> None:
+    """Raises UsageError for pairs without a preference objective, and for such an objective without pairs."""
+    objective = config.preferences.objective
+    for source in opened:
+        pairs = any(isinstance(split, PreferenceSplit) for split in source.splits.values())
+        if pairs and not config.preferences.learns_pairs:
+            raise UsageError(
+                f"data={source.name} holds preference pairs (chosen and rejected), and objective={objective} learns "
+                "texts; give objective=dpo"
+            )
+        if not pairs and config.preferences.learns_pairs:
+            raise UsageError(
+                f"objective={objective} learns from preference pairs, and data={source.name} has none; give records "
+                "with prompt, chosen and rejected, or objective=lm"
+            )
 
 
 def choose_chat_template(wanted: str, result: Sequence[Source], vocabulary: Vocabulary) -> Vocabulary:

@@ -23,7 +23,7 @@ class OwnBatches:
       name: names the data in the run folder. A resume must bring data of the same name.
     """
 
-    has_chat = False
+    has_chat = has_pairs = False
 
     def __init__(
         self,
@@ -43,6 +43,10 @@ class OwnBatches:
     @property
     def held_out(self) -> tuple[str, ...]:
         return ("validation",) if self._validation else ()
+
+    def separate_documents(self, config: Config) -> Config:
+        """Returns the configuration as it is: the caller lays out the rows."""
+        return config
 
     def describe_chat(self, layout) -> Iterator[str]:
         return iter(())

@@ -20,6 +20,7 @@ import numpy as np
 
 from shardformer.data import text_files
 from shardformer.data.chat.chat_files import mask_tokens, read_conversations
+from shardformer.data.chat.preferences import encode_side, read_pairs
 from shardformer.data.recipe import Item, Recipe, TokenItem
 from shardformer.data.row_report import RowReport
 from shardformer.data.text_files import Breaks, Piece
@@ -179,10 +180,12 @@ def _write_part(
     dtype = id_type(len(vocabulary))
     paths = {split: folder / f"part_{number:05d}.{split}.bin" for split in SPLITS}
     writers = {
-        split: _PartWriter(path, dtype, mask_path(path) if recipe.chat else None) for split, path in paths.items()
+        split: _PartWriter(path, dtype, mask_path(path) if recipe.has_masks else None) for split, path in paths.items()
     }
     if isinstance(item, TokenItem):
         by_source = _copy_ids(item, vocabulary, writers[item.split], advance)
+    elif recipe.pairs:
+        by_source = _tokenise_pairs(item, recipe, vocabulary, writers, advance, report)
     elif recipe.chat:
         by_source = _tokenise_chat(item, recipe, vocabulary, writers, advance, report)
     else:
@@ -230,6 +233,28 @@ def _tokenise_chat(
             writer.write_conversation(ids, trained)
             writer.bytes += len(piece.text.encode("utf-8", "surrogatepass"))
             by_source[str(part.path)] += len(ids)
+    return by_source
+
+
+def _tokenise_pairs(
+    item: Item,
+    recipe: Recipe,
+    vocabulary: Vocabulary,
+    writers: dict[str, _PartWriter],
+    advance: Callable[[int], object],
+    report: RowReport,
+) -> dict[str, int]:
+    """Writes the two sides of an item's preference pairs with their masks; returns the tokens by source."""
+    by_source: collections.Counter[str] = collections.Counter()
+    format = recipe.choose_format(vocabulary) if recipe.chat else None
+    for part in item.ranges:
+        for pair in read_pairs(part.path, format, advance, report):
+            writer = writers[recipe.choose_split(item, pair.chosen)]
+            for side in pair:
+                ids, scored = encode_side(vocabulary, side, recipe.name)
+                writer.write_conversation(ids, scored)
+                writer.bytes += len((side.prompt + side.text).encode("utf-8", "surrogatepass"))
+                by_source[str(part.path)] += len(ids)
     return by_source
 
 
@@ -328,6 +353,7 @@ def _write_index(recipe: Recipe, vocabulary: Vocabulary, folder: Path, items: in
         "has_documents": recipe.has_documents,
         "prompts": any_prompts,
         "chat": bool(recipe.chat),
+        **({"pairs": True} if recipe.pairs else {}),
         "fingerprint": fingerprint,
         "splits": splits,
         "rows": report.to_json(),

@@ -13,6 +13,7 @@ from pathlib import Path
 from shardformer.data import text_files
 from shardformer.data.chat.chat_files import read_conversations
 from shardformer.data.chat.chat_format import ChatFormat, resolve_format
+from shardformer.data.chat.preferences import read_pairs
 from shardformer.data.digests import Stamp, digest_files, stamp_file
 from shardformer.data.row_report import RowReport
 from shardformer.data.text_files import LINE_BREAKS, Breaks, FileRange, Piece
@@ -83,10 +84,16 @@ class Recipe:
     token_files: tuple[Path, ...] = ()  # each is divided in order
     chat: str = ""  # the chat template of files of conversations, by name; auto: the tokenizer's
     skips_bad_rows: bool = False  # leaves out rows that cannot be trained on
+    pairs: bool = False  # the documents are the sides of preference pairs, of conversations or of texts
 
     @property
     def every_file(self) -> tuple[Path, ...]:
         return self.files + self.token_files
+
+    @property
+    def has_masks(self) -> bool:
+        """Returns whether each document has a mask of the tokens with a loss."""
+        return bool(self.chat) or self.pairs
 
     @property
     def has_documents(self) -> bool:
@@ -130,6 +137,7 @@ class Recipe:
         options += ["skips_bad_rows"] if self.skips_bad_rows else []
         # Earlier versions trained on these files differently, and their folders may be in the cache.
         options += ["chat 2"] if self.chat else []
+        options += ["pairs"] if self.pairs else []
         options += ["json records"] if any(self._contains_json_records(path) for path in self.files) else []
         files: list[tuple]
         if self.format == 1:
@@ -163,7 +171,7 @@ class Recipe:
             return item.split
         if item.is_part_of_a_long_text:
             return "train"
-        if first.spans is not None:
+        if first.spans is not None or self.pairs:
             return split_of_text(first.key, self.share)
         text = text_files.cut_text(first.text)[0] if self.format == 1 else first.text
         return split_of_text(first.prompt + text, self.share, self.format)
@@ -195,6 +203,9 @@ class Recipe:
             report.raise_faults()
 
     def _read_pieces(self, part: FileRange, report: RowReport) -> Iterator[Piece]:
+        if self.pairs:
+            format = self.choose_format() if self.chat else None
+            return (side for pair in read_pairs(part.path, format, report=report) for side in pair)
         if self.chat:
             return read_conversations(part.path, self.choose_format(), report=report)
         return text_files.read_pieces(part, self.field, report=report)

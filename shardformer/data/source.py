@@ -26,6 +26,7 @@ class SourceOptions:
     out: Path | None = None  # the folder of the run, which its data leaves out
     chat_template: str = "auto"
     skips_bad_rows: bool = False
+    pairs: bool = False  # reads chosen and rejected of records that have messages too
 
     def share_of(self, size: int) -> float:
         if self.named_validation:

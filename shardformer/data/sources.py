@@ -4,6 +4,7 @@ from pathlib import Path
 
 from shardformer.data import builtin, shakespeare, text_files, tfrecords
 from shardformer.data.chat.chat_files import are_chat_files
+from shardformer.data.chat.preferences import are_preference_files, holds_messages
 from shardformer.data.listing import TOKEN_FILES, check_suffix, is_code, list_files
 from shardformer.data.recipe import Recipe
 from shardformer.data.source import SHARE, Say, Source, SourceOptions
@@ -85,6 +86,10 @@ def find_recipe(names: list[str], options: SourceOptions, say: Say = print, *, w
     name = ",".join(name if is_url(name) else str(Path(expand_home(name)).resolve()) for name in names)
     one_text = len(files) == 1 and bool(documents) and text_files.FileRange(documents[0], 0, 0, True).is_plain
     size = sum(file.stat().st_size for file in documents) + sum(len(open_token_file(file)) for file in token_files)
+    is_chat = not options.pairs and are_chat_files(documents, options.field)
+    pairs = not is_chat and are_preference_files(documents, options.field)
+    if pairs:
+        is_chat = holds_messages(text_files.peek_record(documents[0]))
     return Recipe(
         name,
         tuple(documents),
@@ -93,8 +98,9 @@ def find_recipe(names: list[str], options: SourceOptions, say: Say = print, *, w
         in_order=one_text,
         format=options.format,
         token_files=tuple(token_files),
-        chat=options.chat_template if are_chat_files(documents, options.field) else "",
+        chat=options.chat_template if is_chat else "",
         skips_bad_rows=options.skips_bad_rows,
+        pairs=pairs,
     )
 
 
@@ -109,7 +115,7 @@ def _find_repeated(files: list[Path]) -> Path | None:
 
 def _find_documents(name: str, path: Path, options: SourceOptions, say: Say) -> Source:
     recipe = find_recipe([name], options, say)
-    if recipe.chat or not recipe.in_order or recipe.files[0].stat().st_size > text_files.LIMITS.in_memory:
+    if recipe.has_masks or not recipe.in_order or recipe.files[0].stat().st_size > text_files.LIMITS.in_memory:
         return TextFiles(recipe)
     splits = split_text(text_files.read_text(recipe.files[0]), recipe.share)
     if min(len(text) for text, wanted in zip(splits, (1, recipe.share, recipe.share), strict=True) if wanted) < 2:

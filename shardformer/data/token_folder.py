@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from shardformer.data.chat.chat_windows import ChatSplit
+from shardformer.data.chat.preference_windows import PreferenceSplit
 from shardformer.data.digests import digest_files
 from shardformer.data.row_report import RowReport
 from shardformer.data.stored_vocabulary import load_vocabulary
@@ -79,6 +80,16 @@ class TokenFolder:
         return self.index.get("chat", False)
 
     @property
+    def has_pairs(self) -> bool:
+        """Returns whether the documents are the sides of preference pairs."""
+        return self.index.get("pairs", False)
+
+    @property
+    def has_masks(self) -> bool:
+        """Returns whether each file of ids has a mask of the tokens with a loss."""
+        return self.has_chat or self.has_pairs
+
+    @property
     def rows(self) -> RowReport:
         """The rows that were left out or changed when the folder was prepared."""
         return RowReport.from_json(self.index.get("rows", {}))
@@ -88,7 +99,7 @@ class TokenFolder:
         for split in self.index["splits"].values():
             for part in split["parts"]:
                 _check_size(self.path / part["file"], part["tokens"] * size)
-                if self.has_chat:
+                if self.has_masks:
                     _check_size(mask_path(self.path / part["file"]), part["tokens"])
 
     def check_contents(self, *, remembered: bool = False) -> None:
@@ -96,7 +107,7 @@ class TokenFolder:
         `remembered` is true."""
         parts = [part for split in self.index["splits"].values() for part in split["parts"]]
         files = [self.path / part["file"] for part in parts]
-        paths = [path for file in files for path in ([file, mask_path(file)] if self.has_chat else [file])]
+        paths = [path for file in files for path in ([file, mask_path(file)] if self.has_masks else [file])]
         expected = digests_of(parts)
         result = digest_files(paths, remembered=remembered)
         if remembered and result != expected:
@@ -125,9 +136,10 @@ class TokenFolder:
         parts, dtype = self.index["splits"][name]["parts"], id_type(len(self.vocabulary))
         sizes = {self.path / part["file"]: part["tokens"] for part in parts if part["tokens"]}
         tokens = Tokens([MappedFile(path, dtype, size) for path, size in sizes.items()], str(self.path))
-        if self.has_chat:
+        if self.has_masks:
+            make = PreferenceSplit if self.has_pairs else ChatSplit
             masks = [MappedFile(mask_path(path), np.dtype(np.uint8), size) for path, size in sizes.items()]
-            return ChatSplit(tokens, self._load(name, "ends"), Tokens(masks, str(self.path)))
+            return make(tokens, self._load(name, "ends"), Tokens(masks, str(self.path)))
         if not self.index["has_documents"]:
             return Split(tokens)
         return Split(tokens, self._load(name, "ends"), self._load(name, "prompts") if self.has_prompts else None)
@@ -195,15 +207,17 @@ def _check_index(index) -> None:
     _need(isinstance(index["fingerprint"], str), "fingerprint")
     _need(all(isinstance(index[name], bool) for name in ("has_documents", "prompts")), "has_documents or prompts")
     has_chat = index.get("chat", False)
-    _need(isinstance(has_chat, bool), "chat")
+    has_pairs = index.get("pairs", False)
+    _need(isinstance(has_chat, bool) and isinstance(has_pairs, bool), "chat or pairs")
     for name in SPLITS:
         split = index["splits"][name]
         _need(all(_is_count(split[key]) for key in ("tokens", "documents", "bytes")), f"splits/{name}")
+        _need(not has_pairs or split["documents"] % 2 == 0, f"splits/{name}/documents")
         for part in split["parts"]:
             file = part["file"]
             _need(Path(file).name == file and len(file) < 100 and _is_count(part["tokens"]), f"splits/{name}/parts")
             _need(isinstance(part["sha256"], str), f"splits/{name}/parts")
-            _need(isinstance(part.get("mask_sha256"), str) == has_chat, f"splits/{name}/parts")
+            _need(isinstance(part.get("mask_sha256"), str) == (has_chat or has_pairs), f"splits/{name}/parts")
         _need(sum(part["tokens"] for part in split["parts"]) == split["tokens"], f"splits/{name}/tokens")
     RowReport.from_json(index.get("rows", {}))
     for source in index["sources"]:

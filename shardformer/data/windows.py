@@ -21,6 +21,8 @@ class RowLayout:
     pack: bool = True  # rows run across documents; else a row has one document, and padding after it
     mask_documents: bool = False  # rows number their documents, and no token attends to another document
     mask_prompt: bool = False  # prompts are read but have no loss
+    sft_tokens: str = ""  # of preference pairs, the targets of the SFT term: answer or all; empty: none
+    measures_kl: bool = False  # rows of preference pairs have the answers of another pair behind their prompts as well
 
     @property
     def weighs_targets(self) -> bool:

@@ -107,7 +107,7 @@ def loss_in_chunks(
         h_1cD, targets_1c = part
         return measure_tokens(project(h_1cD, table, bias_v, vocabulary), targets_1c, vocabulary)
 
-    token = _join(lax.map(measure, _split((h_BTD, targets_BT), chunk)), targets_BT.shape)
+    token = join_tokens(lax.map(measure, split_tokens((h_BTD, targets_BT), chunk)), targets_BT.shape)
     return objective(token, weights_BT, z_loss), token
 
 
@@ -131,10 +131,16 @@ def _differentiate(h_BTD, table, bias_v, targets_BT, weights_BT, vocabulary, z_l
         return (d_table, d_bias), (d_h_1cD, token)
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), (table, bias_v))
-    parts = _split((h_BTD, targets_BT, weights_BT), chunk)
+    parts = split_tokens((h_BTD, targets_BT, weights_BT), chunk)
     (d_table, d_bias), (d_h, token) = lax.scan(add_chunk, vary_like(zeros, h_BTD, table, weights_BT), parts)
-    token = _join(token, targets_BT.shape)
-    return (objective(token, weights_BT, z_loss), token), (_join(d_h, h_BTD.shape[:2]), d_table, d_bias, table, bias_v)
+    token = join_tokens(token, targets_BT.shape)
+    return (objective(token, weights_BT, z_loss), token), (
+        join_tokens(d_h, h_BTD.shape[:2]),
+        d_table,
+        d_bias,
+        table,
+        bias_v,
+    )
 
 
 def _gradient_of_logits(logits_1cv, log_z_1c, targets_1c, weights_1c, vocabulary, z_loss):
@@ -163,7 +169,7 @@ def _scale(vocabulary, z_loss, chunk, saved, cotangents):
 loss_in_chunks.defvjp(_differentiate, _scale)
 
 
-def _split(tree, chunk: int):
+def split_tokens(tree, chunk: int):
     """Splits arrays of [B, T, ...] into chunks of one row, [chunks, 1, c, ...]; zeros pad the last chunk."""
 
     def split(x):
@@ -178,8 +184,8 @@ def _split(tree, chunk: int):
     return jax.tree.map(split, tree)
 
 
-def _join(tree, shape: tuple[int, ...]):
-    """Inverts `_split`."""
+def join_tokens(tree, shape: tuple[int, ...]):
+    """Inverts `split_tokens`."""
     tokens = shape[0] * shape[1]
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:])[:tokens].reshape(*shape, *x.shape[3:]), tree)
 

@@ -20,6 +20,11 @@ _SMALL_PANELS = (
     ("lr", "Learning rate", "per step"),
     ("tokens_per_s", "Speed", "tokens/s"),
 )
+_PAIR_PANELS = (
+    ("reward_margin", "Reward margin", "chosen minus rejected"),
+    ("accuracy", "Right order", "share of pairs"),
+    ("chosen_reward", "Reward of chosen", "nats, scaled by beta"),
+)
 _THOUSANDS = FuncFormatter(lambda value, _: f"{value:,.0f}")
 _SMOOTHED_SHARE = 0.03  # of the run: the width of the running mean's window
 _LARGEST_DRAWN = 1e30  # matplotlib overflows on larger values
@@ -36,9 +41,10 @@ def draw_curves(out: Path) -> Path:
     name = escape(os.fsencode(out.resolve().name).decode(errors="replace"))  # the name may hold any bytes
     title = figure.suptitle(f"{name}: {last_step:,} steps", fontsize=15, fontweight="bold")
     title.set_parse_math(False)  # a $ in the name does not begin a formula
-    axes = figure.subplot_mosaic([["loss"] * 3, [key for key, *_ in _SMALL_PANELS]], height_ratios=[2.4, 1])
+    panels = _PAIR_PANELS if "reward_margin" in series else _SMALL_PANELS
+    axes = figure.subplot_mosaic([["loss"] * 3, [key for key, *_ in panels]], height_ratios=[2.4, 1])
     _draw_loss(axes["loss"], series)
-    for key, heading, unit in _SMALL_PANELS:
+    for key, heading, unit in panels:
         _draw_small(axes[key], *select_drawable(series["step"], series[key]), heading, unit)
     for key, panel in axes.items():
         _format_axes(panel, last_step, ticks=10 if key == "loss" else 5)
@@ -87,7 +93,7 @@ def _draw_small(panel: Axes, steps: np.ndarray, values: np.ndarray, title: str, 
         panel.text(0.5, 0.5, "no value yet", color=_GREY, ha="center", transform=panel.transAxes)
         return
     panel.plot(steps, values, color=_GREY, linewidth=1.1, marker=_choose_marker(steps))
-    panel.set_ylim(0, 1.1 * values.max() or 1)
+    panel.set_ylim(min(0, 1.1 * values.min()), 1.1 * max(values.max(), 0) or 1)
     if values.max() >= 1000:
         panel.yaxis.set_major_formatter(_THOUSANDS)
     else:

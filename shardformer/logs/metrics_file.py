@@ -7,6 +7,7 @@
 import math
 from pathlib import Path
 
+from shardformer.config.preference_keys import PAIR_METRICS
 from shardformer.errors import RunError
 from shardformer.logs.csv_file import CsvFile, Row
 from shardformer.parallel.example_norms import Noise
@@ -34,8 +35,9 @@ COLUMNS = (
 )
 
 
-def open_metrics_file(out: Path) -> CsvFile:
-    return CsvFile(Path(out) / "metrics.csv", COLUMNS)
+def open_metrics_file(out: Path, more: tuple[str, ...] = ()) -> CsvFile:
+    """Opens the file of a run; `more` are the columns that only its objective has."""
+    return CsvFile(Path(out) / "metrics.csv", (*COLUMNS, *more))
 
 
 def find_elapsed_seconds(rows: list[Row]) -> float:
@@ -45,12 +47,16 @@ def find_elapsed_seconds(rows: list[Row]) -> float:
 
 
 def read_metrics(out: Path) -> Series:
-    """Returns the columns of a run's metrics.csv, with None for an empty cell; those of a long run are thinned."""
+    """Returns the columns of a run's metrics.csv, with None for an empty cell; those of a long run are thinned.
+
+    The columns of preference pairs are included if they have a value.
+    """
     try:
-        rows = open_metrics_file(out).read(MAX_POINTS, lowest="val_loss")
+        rows = open_metrics_file(out, PAIR_METRICS).read(MAX_POINTS, lowest="val_loss")
     except FileNotFoundError:
         raise RunError(f"{out} has no metrics.csv; is it the folder of a run?") from None
-    return {column: [row[column] for row in rows] for column in COLUMNS}
+    more = [column for column in PAIR_METRICS if any(row[column] is not None for row in rows)]
+    return {column: [row[column] for row in rows] for column in (*COLUMNS, *more)}
 
 
 def find_last_step(series: Series) -> int:

@@ -58,8 +58,10 @@ class Progress(NoProgress):
         stream: TextIO | None = None,
         best: tuple[int, float] | None = None,
         with_mfu: bool = False,
+        with_pairs: bool = False,
     ):
-        self._run = _RunState(steps, first_step, tokens_per_step, elapsed_before, best, with_mfu)
+        columns = (*(_PAIR_COLUMNS if with_pairs else _COLUMNS), *((_MFU,) if with_mfu else ()))
+        self._run = _RunState(steps, first_step, tokens_per_step, elapsed_before, best, columns)
         stream = sys.stdout if stream is None else stream
         on_terminal = stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         self._display = (_Terminal if on_terminal else _Lines)(self._run, stream)
@@ -97,9 +99,9 @@ class _RunState:
         tokens_per_step: int,
         elapsed_before: float,
         best: tuple[int, float] | None,
-        with_mfu: bool,
+        columns: tuple,
     ):
-        self.columns = (*_COLUMNS, _MFU) if with_mfu else _COLUMNS
+        self.columns = columns
         self.steps = steps
         self.step = first_step
         self.best = best
@@ -156,6 +158,15 @@ _COLUMNS = (
     ("tokens/s", 11, lambda run: _format_count(run.row.get("tokens_per_s"))),
     ("elapsed", 9, lambda run: _format_duration(run.elapsed())),
     ("left", 9, lambda run: _format_duration(run.seconds_left())),
+)
+# Preference pairs show their margin and the share of right orders where other runs show the rate and the speed.
+_PAIR_COLUMNS = (
+    *_COLUMNS[:3],
+    ("margin", 9, lambda run: format_number(run.row.get("reward_margin"))),
+    ("right", 7, lambda run: _format_share(run.row.get("accuracy"))),
+    ("val right", 10, lambda run: _format_share(run.row.get("val_accuracy"))),
+    _COLUMNS[3],
+    *_COLUMNS[-2:],
 )
 _MFU = (
     "MFU",
@@ -303,6 +314,7 @@ class _Terminal:
             ("loss", format_number(latest.get("loss")), "bold"),
             ("val", format_number(latest.get("val_loss")), "bold"),
             ("best", f"{format_number(best[1])} @{best[0]}" if best else "", "green"),
+            ("margin", format_number(latest.get("reward_margin")), ""),
             ("grad", format_number(latest.get("grad_norm")), ""),
             ("lr", _format_rate(latest.get("lr")), ""),
         ]

@@ -143,6 +143,17 @@ class Model:
     def sharding(self, spec: P) -> NamedSharding:
         return NamedSharding(self.mesh, spec)
 
+    details: tuple[str, ...] = ()  # names of further metrics of a step, in their order
+
+    def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the shapes of the arrays of a training batch, without their shardings."""
+        tokens = jax.ShapeDtypeStruct((self.config.training.batch, self.config.model.seq), jnp.int32)
+        return {"tokens": tokens, "targets": tokens}
+
+    def constant_shapes(self) -> dict:
+        """Returns the shapes and shardings of the arrays that a step needs besides its batch."""
+        return {}
+
     @staticmethod
     def abstract_parameters(config: Config):
         """Returns the parameter tree with global shapes; touches no device."""

@@ -44,11 +44,11 @@ class CausalTransformerShard:
         multiply_table = layout.weights.multiply_table
         self._stage_layers, self._features, self.records = c.stage_layers, choose_features(c), choose_records(layout)
         self._mixed = choose_mixed_layers(c)
-        self._embed = _function(lambda *args: EmbeddingShard(c)(*args))
-        self._table = _function(lambda: EmbeddingShard(c).table())
-        self._relative_bias = _function(lambda *args: RelativeBiasShard(c)(*args))
-        self._logits = _function(lambda *args: ProjectionShard(c, multiply=multiply_table).logits(*args))
-        self._token_loss = _function(lambda *args: ProjectionShard(c, layout.loss_chunk, multiply_table).loss(*args))
+        self._embed = transform(lambda *args: EmbeddingShard(c)(*args))
+        self._table = transform(lambda: EmbeddingShard(c).table())
+        self._relative_bias = transform(lambda *args: RelativeBiasShard(c)(*args))
+        self._logits = transform(lambda *args: ProjectionShard(c, multiply=multiply_table).logits(*args))
+        self._token_loss = transform(lambda *args: ProjectionShard(c, layout.loss_chunk, multiply_table).loss(*args))
 
     def init(self, key: Array) -> dict:
         """Draws all parameters on axes of size 1, where a shard is the full model; each layer has a separate key."""
@@ -207,7 +207,7 @@ class CausalTransformerShard:
             result = TransformerLayerShard(self.config, method, products, branches, recompute, sparse)(*args)
             return *result, sparse and sparse.routes
 
-        return _function(call)(_without_prefix(inputs.params), x_BTD, inputs.options, cache)
+        return transform(call)(_without_prefix(inputs.params), x_BTD, inputs.options, cache)
 
     def _numbered_layers(self, layout, options, dropout: Dropout | None, first=0) -> list[Callable]:
         """Returns a layer of each type as a function of (x_BTD, (stored, index)) that gives its record, not its cache.
@@ -287,7 +287,7 @@ def _by_type(layer: Callable, loop: Loop) -> list[Callable]:
     return [functools.partial(layer, number) for number in values]
 
 
-def _function(module_call: Callable) -> Callable:
+def transform(module_call: Callable) -> Callable:
     """Returns a Haiku module's call as a function of parameters and arguments."""
     transformed: Any = hk.without_apply_rng(hk.transform(module_call))
     return transformed.apply

@@ -1,12 +1,32 @@
 """The parts of a step: each feature that a configuration switches on. Global view."""
 
+from collections.abc import Callable
+
 from shardformer import optim
 from shardformer.config import Config
-from shardformer.model import Loss, Model, master_weights
+from shardformer.model import Loss, Measures, Model, master_weights
 from shardformer.optim import lbfgs
 from shardformer.training.accumulation import AccumulatedGradient
 from shardformer.training.rolling_guard import RollingGuard
 from shardformer.training.step import Part, TrainState
+
+
+def choose_model(config: Config) -> type[Model]:
+    """Returns the class of the model with the objective of a configuration."""
+    if config.preferences.learns_pairs:
+        from shardformer.model.preference_model import PreferenceModel  # not imported without pairs
+
+        return PreferenceModel
+    if config.preferences.objective == "distill":
+        from shardformer.model.distillation_model import DistillationModel  # not imported without a teacher
+
+        return DistillationModel
+    return Model
+
+
+def choose_sums(config: Config, model: Model) -> Callable:
+    """Returns the function that sums the losses of a batch in an evaluation."""
+    return model.sums if config.preferences.learns_pairs else Measures(model).sums  # type: ignore[attr-defined]
 
 
 def choose_parts(config: Config, model: Model) -> tuple[Part, ...]:

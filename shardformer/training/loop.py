@@ -121,7 +121,7 @@ class TrainingLoop:
     def _read(self, state: TrainState, step: int, metrics: jax.Array) -> dict:
         """Waits for a step and returns its metrics. If any is not finite, saves and raises."""
         values: StepMetrics = self.trainer.read_metrics(metrics)
-        row = {"step": step, **values._asdict()}
+        row = {"step": step, **values._asdict(), **self.trainer.read_details(metrics)}
         broken = [f"{name} is {value}" for name, value in values._asdict().items() if not math.isfinite(value)]
 
         def explain() -> str:

@@ -104,7 +104,7 @@ def _open(
     c, is_first_process = run.config, jax.process_index() == 0
     metrics, elapsed_before = None, 0.0
     if is_first_process:
-        metrics = metrics_file.open_metrics_file(run.records)
+        metrics = metrics_file.open_metrics_file(run.records, c.preferences.metrics)
         elapsed_before = metrics_file.find_elapsed_seconds(metrics.begin(last_row))
         goodput.CLOCK.continue_file(run.records, first_step)
         stack.callback(_flush, metrics)
@@ -123,7 +123,7 @@ def _open(
         profiler=stack.enter_context(StepProfiler(steps, run.records / "profile", progress.show_message)),
         checkpoints=stack.enter_context(RunCheckpoints(run, best, progress.show_message, lock)),
         skips=SkipLog(run.records if is_first_process else None, first_step, c, progress.show_message),
-        throughput=Throughput(c.training.batch * c.model.seq, first_step, elapsed_before),
+        throughput=Throughput(c.tokens_per_step, first_step, elapsed_before),
         peak_speed=flops.peak_tokens_per_second(c, chip) if chip else None,
     )
 
@@ -135,10 +135,11 @@ def _make_progress(c: Config, first_step: int, elapsed_before: float, best: Best
     return Progress(
         c.training.steps,
         first_step,
-        c.training.batch * c.model.seq,
+        c.tokens_per_step,
         elapsed_before,
         best=known_best,
         with_mfu=bool(chip),
+        with_pairs=c.preferences.learns_pairs,
     )
 
 

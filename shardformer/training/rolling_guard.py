@@ -29,8 +29,9 @@ class Verdict(NamedTuple):
 
     @classmethod
     def read(cls, metrics: jax.Array) -> "Verdict":
-        """Waits for a step, and returns the last part of its metrics."""
-        return cls(*np.asarray(metrics)[len(StepMetrics._fields) :].tolist())
+        """Waits for a step, and returns the metrics behind those of every step."""
+        first = len(StepMetrics._fields)
+        return cls(*np.asarray(metrics)[first : first + len(cls._fields)].tolist())
 
 
 class RollingGuard(Part):

@@ -79,8 +79,12 @@ class Run:
                 f"vocab={vocab} is less than the {len(vocabulary)} {vocabulary.units} of {corpus.name}; "
                 f"try vocab={len(vocabulary)}, or vocab=auto for as many as there are"
             )
-        if corpus.has_chat and config.data.documents == "packed":
-            config = config.replace(documents="masked")  # conversations never see each other
+        if config.preferences.learns_pairs and not corpus.has_pairs:
+            raise UsageError(
+                f"objective={config.preferences.objective} learns from preference pairs, and {corpus.name} has none; "
+                "give objective=lm"
+            )
+        config = corpus.separate_documents(config)
         config = config.replace(vocab=vocab, data=corpus.name, tokenizer=vocabulary.name)
         return Run(config, vocabulary, corpus.fingerprint, special_tokens)
 

@@ -116,13 +116,16 @@ class Update:
         `arguments` are passed to the optimizer; see `Part.optimizer_arguments`.
         """
         measured = self.measure(state, losses, grads)
-        return self.guard(state, measured, batch_step, lambda: self.advance(state, grads, measured, **arguments))
+        after, metrics = self.guard(
+            state, measured, batch_step, lambda: self.advance(state, grads, measured, **arguments)
+        )
+        return after, (*metrics, *losses[len(Loss._fields) :])  # an objective may have further metrics
 
     def measure(self, state: TrainState, losses: Loss, grads) -> Measured:
         """Returns the losses and the norm of the gradient."""
         for part in self.parts:
             grads = part.select_gradient(state, grads)
-        return Measured(*losses, self.model.norm(grads))
+        return Measured(losses.loss, losses.z_loss, losses.accuracy, self.model.norm(grads))
 
     def advance(self, state: TrainState, grads, measured: Measured, **arguments):
         """Returns the state after one update, the norm of the update, and the learning rate."""

@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -11,10 +10,10 @@ from jax.sharding import PartitionSpec as P
 from shardformer.config import Config
 from shardformer.devices import programs
 from shardformer.layout import Layout
-from shardformer.model import Measures, Model, Sums, with_shardings
+from shardformer.model import Sums, with_shardings
 from shardformer.training.accumulation import make_accumulation
 from shardformer.training.example_gradients import ExampleGradients
-from shardformer.training.features import choose_parts
+from shardformer.training.features import choose_model, choose_parts, choose_sums
 from shardformer.training.step import StepMetrics, TrainState, Update
 
 IN_FLIGHT = 4  # metrics are read this many steps late, so that the device never waits for the host
@@ -35,14 +34,16 @@ class Trainer:
     def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None):
         """Resolves the layout from the mesh's devices, unless one is given."""
         self.config = config
-        self.model = Model(layout, mesh) if layout else Model.on(config, mesh)
+        kind = choose_model(config)
+        self.model = kind(layout, mesh) if layout else kind.on(config, mesh)
         self.model.check_attention()
+        self.constants: dict = {}  # arrays that each step needs besides its batch, such as a teacher
         self.update = Update(config, self.model, choose_parts(config, self.model))
         self.optimizer = self.update.optimizer
         self.shardings = self.update.make_shardings()
         self.accumulation = make_accumulation(config, self.update, self.shardings)
         self._start = programs.jit(self.update.start, donate_argnums=0, out_shardings=self.shardings)
-        self._sums = programs.jit(Measures(self.model).sums, out_shardings=self.model.sharding(P()))
+        self._sums = programs.jit(choose_sums(config, self.model), out_shardings=self.model.sharding(P()))
 
     @property
     def abstract(self) -> TrainState:
@@ -60,27 +61,32 @@ class Trainer:
 
     def step(self, state: TrainState, batch, step: int) -> tuple[TrainState, jax.Array]:
         """Dispatches one update with the batch made for `step`; consumes `state`. The metrics are one array."""
-        return self.accumulation.step(state, self.to_devices(batch), np.int32(step))
+        return self.accumulation.step(state, self.to_devices(batch) | self.constants, np.int32(step))
 
     def lower(self, state: TrainState, batch) -> list[jax.stages.Lowered]:
         """Returns the programs that a step runs, for a caller to compile and inspect.
 
         Accepts a state and a batch of shapes as well: `abstract` and `abstract_batch`.
         """
-        is_abstract = all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in batch.values())
+        is_abstract = all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch))
         return self.accumulation.lower(state, batch if is_abstract else self.to_devices(batch))
 
     @property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes and shardings of a batch without arrays."""
         sharding = self.model.sharding(self.model.row_spec)
-        tokens = jax.ShapeDtypeStruct((self.config.training.batch, self.config.model.seq), jnp.int32, sharding=sharding)
-        return {"tokens": tokens, "targets": tokens}
+        shapes = self.model.batch_shapes()
+        return with_shardings(shapes, dict.fromkeys(shapes, sharding)) | self.model.constant_shapes()
 
     @staticmethod
     def read_metrics(metrics: jax.Array) -> StepMetrics:
         """Waits for the step, and returns its metrics."""
         return StepMetrics(*np.asarray(metrics).tolist()[: len(StepMetrics._fields)])
+
+    def read_details(self, metrics: jax.Array) -> dict[str, float]:
+        """Returns the metrics that only this model's objective has."""
+        names = self.model.details
+        return dict(zip(names, np.asarray(metrics)[len(metrics) - len(names) :].tolist(), strict=True))
 
     def sums(self, params, batch) -> Sums:
         """Returns the weighted sums over one batch."""

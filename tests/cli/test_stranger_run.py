@@ -30,6 +30,7 @@ KEYS = {
     "chat_template": "the name of a built-in template; the run has a copy of another one",
     "text": "the name of a field",
     "base": "a run that is read, by a resume before the first checkpoint and by convert; never its own base",
+    "teacher": "a run whose weights are read, by a start with objective=distill",
     "out": "replaced by the folder that the command names",
     **dict.fromkeys(("mesh", "rotary_scaling", "window_pattern", "lr_rules", "lora_targets"), NOTHING),
 }
@@ -45,6 +46,8 @@ FILES = {
     r"(scores|texts)\.jsonl": "parsed and written again as a new file; a link is replaced",
     r"final\.json": "parsed for a step",
     r"curves\.png": "replaced",
+    r"teacher\.json": "parsed for a sha256",
+    r"references/.*": "numbers, compared with their sha256 and that of the data; a part of another run is not read",
     r"\.lock": "parsed for a host and a process; opened without following a link",
     r"tensorboard/events\..*": "never read; new files are written beside it",
     r"step_\d{8}/(manifest|config|progress|vocabulary|tokenizer|special_tokens|chat_template)\.json": "parsed",

@@ -177,6 +177,19 @@ def test_malformed_mesh(text):
         ({"param_dtype": "bfloat16"}, "the type that they multiply in: give dtype=bfloat16; got dtype=float32"),
         ({"optimizer": "muon", "lora_rank": 2}, "lora_rank trains adapters; give optimizer=adamw"),
         ({"skip_steps": 3.0, "accum": 2, "accum_mode": "multisteps"}, "updates by microbatches; give accum_mode=scan"),
+        ({"objective": "dpo", "beta": 0.0}, "beta must be above 0, got 0.0"),
+        ({"objective": "dpo", "label_smoothing": 0.5}, "label_smoothing is the probability of a wrong label, below"),
+        ({"objective": "dpo", "accum": 2, "accum_mode": "manual"}, "objective=dpo finds the mean over all micro"),
+        ({"objective": "dpo", "z_loss": 0.1}, "z_loss=0.1 is a term of objective=lm; with objective=dpo give z_loss=0"),
+        ({"objective": "kto", "documents": "masked"}, "objective=kto compares each pair with the answers of"),
+        ({"objective": "kto", "experts": 4, "bias": "none", "balance_loss": 0.1}, "objective=kto counts no routes of"),
+        ({"objective": "distill"}, "objective=distill learns from a teacher; give the folder of its run: teacher=RUN"),
+        ({"distill_weight": 1.5}, "distill_weight is a share, at most 1, got 1.5"),
+        ({"distill_weight": -1.0}, "distill_weight must not be negative, got -1.0"),
+        ({"distill_temperature": 0.0}, "distill_temperature must be above 0, got 0.0"),
+        ({"objective": "distill", "teacher": "x", "mesh": "1x1x2", "accum": 2},
+         "objective=distill runs the teacher in one stage"),
+        ({"objective": "dpo", "order": "random"}, "objective=dpo reads complete pairs, whose prompts have no loss"),
         ({"skip_steps": 3.0, "save_every": 0, "keep_every": 0}, "got save_every=0 and keep_every=0, give save_every"),
         ({"optimizer": "lbfgs", "clip": 1.0, "weight_decay": 0.0},
          "give clip=0 weight_decay=0 accum=1; got clip=1.0 weight_decay=0.0 accum=1"),
@@ -193,6 +206,8 @@ def test_malformed_mesh(text):
         ({"tracker": "module"}, "tracker takes module:function, got 'module'"),
         ({"decay": 0}, "decay must be at least 1, or auto, got 0"),
         *(({name: -1}, f"{name} must not be negative, got -1") for name in ("eval_limit", "skip_steps")),
+        *(({name: -1}, f"{name} must not be negative, got -1") for name in ("label_smoothing", "reward_gap")),
+        ({"sft_weight": -1.0}, "sft_weight must not be negative, or auto, got -1.0"),
         *(({name: -1}, f"{name} must not be negative, got -1")
           for name in ("experts", "dense_first", "shared_width", "balance_loss", "router_z_loss", "balance_rate")),
         ({"experts_per_token": 0}, "experts_per_token must be at least 1, got 0"),
@@ -315,7 +330,7 @@ def test_model_batch_and_state_keys_are_fixed_on_resume():
               "embed", "tied", "init_std", "head_dim", "qk_norm", "logits_cap", "embed_scale", "residual_scale",
               "logits_scale"}  # fmt: skip
     batches = {"tokenizer", "order", "documents", "mask_prompt", "special_tokens", "bos", "batch",
-               "seed", "chat_template"}  # fmt: skip
+               "seed", "chat_template", "objective", "teacher"}  # fmt: skip
     arrays = {"optimizer", "lr_rules", "accum_mode", "base", "ema", "param_dtype",
               "moment_dtype", "lora_rank", "lora_targets", "lora_alpha",
               "rslora"}  # fmt: skip
@@ -333,7 +348,7 @@ def test_groups_hold_every_key_once():
 
 
 WERE_ZERO = {name for name, field in FIELDS.items() if parsing.is_optional(field.type)}
-WERE_ZERO -= {"embed_scale", "expert_width"}  # never written as 0
+WERE_ZERO -= {"embed_scale", "expert_width", "sft_weight"}  # never written as 0, or with the meaning of 0
 
 
 @pytest.mark.parametrize("name", sorted(WERE_ZERO))
@@ -373,6 +388,19 @@ def test_zero_means_none_in_old_files_only(name):
         ({"pipeline_rounds": 2, "mesh": "2x2"}, "pipeline_rounds does nothing without pipeline stages"),
         ({"special_tokens": True, "tokenizer": "bytes"}, "special_tokens does nothing with a tokenizer that has none"),
         ({"text": "body"}, "text does nothing without data from .jsonl records"),
+        ({"beta": 0.2}, "beta does nothing without pairs; give objective=dpo or another of pairs"),
+        ({"sft_weight": 0.2}, "sft_weight does nothing without pairs"),
+        ({"sft_tokens": "all"}, "sft_tokens does nothing without pairs"),
+        ({"teacher": "x"}, "teacher does nothing with another objective; give objective=distill"),
+        ({"divergence": "reverse"}, "divergence does nothing with another objective; give objective=distill"),
+        ({"distill_weight": 0.5}, "distill_weight does nothing with another objective; give objective=distill"),
+        (
+            {"distill_temperature": 2.0},
+            "distill_temperature does nothing with another objective; give objective=distill",
+        ),
+        ({"label_smoothing": 0.2, "objective": "ipo"}, "label_smoothing does nothing with an objective that has no"),
+        ({"length_norm": True, "objective": "ipo"}, "length_norm does nothing with another objective, which fixes it"),
+        ({"reward_gap": 0.2, "objective": "dpo"}, "reward_gap does nothing with another objective; give objective=sim"),
         ({"bad_rows": "skip"}, "bad_rows does nothing without data from .jsonl records"),
         *(
             ({name: value} | LBFGS, f"{name} does nothing with optimizer=lbfgs, whose line search finds the rate")

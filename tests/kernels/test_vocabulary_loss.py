@@ -102,10 +102,10 @@ def test_gradient_of_a_table_is_summed_in_float32(tied):
 
 @pytest.mark.parametrize("chunk", [1, 5, 9, 27, 28, 100])
 def test_no_chunk_is_longer_than_asked(chunk):
-    parts = vocabulary_loss._split(H, chunk)
+    parts = vocabulary_loss.split_tokens(H, chunk)
     assert parts.shape[2] <= chunk
     assert parts.shape[0] == -(-B * T // chunk)
-    np.testing.assert_array_equal(vocabulary_loss._join(parts, (B, T)), H)
+    np.testing.assert_array_equal(vocabulary_loss.join_tokens(parts, (B, T)), H)
 
 
 def test_a_chunk_has_a_token_however_large_the_vocabulary():

@@ -52,6 +52,7 @@ FEATURES = (
     {"remat": "full"},
     {"dropout": 0.1},
     {"lora_rank": 2},
+    {"objective": "dpo"},
     {"window": 8},
     {"attention": "blocks"},
     {"loss_chunk": 32},

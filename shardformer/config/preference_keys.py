@@ -1,0 +1,113 @@
+"""Keys of the objective: pairs of a chosen and a rejected answer, or a teacher's distributions."""
+
+import dataclasses
+import functools
+from typing import Literal
+
+from shardformer.config.keys import KeyGroup, UsedIf, key, require
+
+# The metrics that a step of pairs has besides loss (the objective) and accuracy (the right order of the rewards).
+PAIR_METRICS = ("chosen_reward", "rejected_reward", "reward_margin", "chosen_logp", "rejected_logp", "sft_loss", "kl")
+WITH_PAIRS = UsedIf(lambda keys: keys.learns_pairs, "without pairs; give objective=dpo or another of pairs")
+WITH_TEACHER = UsedIf(lambda keys: keys.objective == "distill", "with another objective; give objective=distill")
+WITH_SMOOTHING = UsedIf(
+    lambda keys: keys.objective in ("dpo", "simpo"),
+    "with an objective that has no sigmoid of a margin; give dpo or simpo",
+)
+WITH_DPO = UsedIf(lambda keys: keys.objective == "dpo", "with another objective, which fixes it; give objective=dpo")
+WITH_SIMPO = UsedIf(lambda keys: keys.objective == "simpo", "with another objective; give objective=simpo")
+
+
+@dataclasses.dataclass(frozen=True)
+class PreferenceKeys(KeyGroup):
+    """Objective"""
+
+    objective: Literal["lm", "distill", "dpo", "ipo", "kto", "orpo", "simpo"] = key(
+        "lm",
+        "loss; lm: of every token; distill: of a teacher's distributions; the others: of pairs of a chosen and a "
+        "rejected answer (batch counts rows of pairs)",
+        fixed=True,
+    )
+    beta: float = key(
+        0.1, "scale of the rewards; ipo: its regularisation tau; orpo: weight of the odds ratio", used_if=WITH_PAIRS
+    )
+    label_smoothing: float = key(
+        0.0, "probability that a pair is labelled the wrong way round", least=0, used_if=WITH_SMOOTHING
+    )
+    length_norm: bool = key(
+        False, "divide each answer's log-ratio by its number of tokens; ipo, orpo and simpo always do", used_if=WITH_DPO
+    )
+    reward_gap: float = key(0.5, "gap between the rewards that is aimed at: SimPO's gamma", least=0, used_if=WITH_SIMPO)
+    sft_weight: float | None = key(
+        None, "weight of the chosen answers' loss per token, added; auto: 1 with orpo, else 0", least=0,
+        used_if=WITH_PAIRS,
+    )  # fmt: skip
+    sft_tokens: Literal["answer", "all"] = key(
+        "answer", "tokens of that loss; all: those of the prompts too, as TRL's ORPO", used_if=WITH_PAIRS
+    )
+
+    teacher: str = key(
+        "", "run folder whose best weights are the teacher of objective=distill", fixed=True, used_if=WITH_TEACHER
+    )
+    divergence: Literal["forward", "reverse"] = key(
+        "forward", "KL divergence of each token; forward: of the student from the teacher, which covers all that the "
+        "teacher does; reverse: of the teacher from the student", used_if=WITH_TEACHER,
+    )  # fmt: skip
+    distill_weight: float = key(
+        1.0, "weight of the divergence; the rest is that of the data's tokens", least=0, used_if=WITH_TEACHER
+    )
+    distill_temperature: float = key(
+        1.0, "divides the logits of both; the divergence is multiplied by its square", used_if=WITH_TEACHER
+    )
+
+    @functools.cached_property
+    def learns_pairs(self) -> bool:
+        """True for an objective over preference pairs."""
+        return self.objective not in ("lm", "distill")
+
+    @functools.cached_property
+    def metrics(self) -> tuple[str, ...]:
+        """The metrics of a step that only this objective has."""
+        return PAIR_METRICS if self.learns_pairs else ("kl",) if self.objective == "distill" else ()
+
+    @functools.cached_property
+    def needs_references(self) -> bool:
+        """True if the objective compares with the model that training starts from."""
+        return self.objective in ("dpo", "ipo", "kto")
+
+    @functools.cached_property
+    def measures_kl(self) -> bool:
+        """True if the objective needs the divergence from the reference, measured on answers to other prompts."""
+        return self.objective == "kto"
+
+    @functools.cached_property
+    def references_of_a_pair(self) -> int:
+        """Stored log-probabilities of a pair: of its sides, and of the answers to another prompt."""
+        return 4 if self.measures_kl else 2
+
+    @functools.cached_property
+    def is_normed(self) -> bool:
+        """True if log-probabilities are means over the tokens of an answer."""
+        return self.length_norm or self.objective in ("ipo", "orpo", "simpo")
+
+    @functools.cached_property
+    def sft(self) -> float:
+        """The weight of the SFT term."""
+        return float(self.objective == "orpo") if self.sft_weight is None else self.sft_weight
+
+    @functools.cached_property
+    def has_sft_term(self) -> bool:
+        return self.learns_pairs and self.sft > 0
+
+    def check(self) -> None:
+        require(self.beta > 0, f"beta must be above 0, got {self.beta}; try beta=0.1")
+        require(
+            self.label_smoothing < 0.5,
+            f"label_smoothing is the probability of a wrong label, below 0.5, got {self.label_smoothing}",
+        )
+        require(
+            self.teacher or self.objective != "distill",
+            "objective=distill learns from a teacher; give the folder of its run: teacher=RUN",
+        )
+        require(self.distill_weight <= 1, f"distill_weight is a share, at most 1, got {self.distill_weight}")
+        require(self.distill_temperature > 0, f"distill_temperature must be above 0, got {self.distill_temperature}")

@@ -1,0 +1,146 @@
+"""The model that learns the distributions of a teacher: another model on the same mesh, whose weights are constant.
+
+Both models' logits exist for at most `loss_chunk` tokens at a time, each shard with its part of the vocabulary.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from shardformer import storage
+from shardformer.checkpoint import read_config
+from shardformer.config import ARCHITECTURE, Config, is_hugging_face
+from shardformer.errors import UsageError
+from shardformer.kernels import vocabulary_loss
+from shardformer.kernels.divergences import measure_divergence
+from shardformer.layout.mesh import resolve_on
+from shardformer.model.model import Model, normalise_weights
+from shardformer.parallel import collectives
+from shardformer.shards.pair_transformer import PairTransformerShard
+
+
+class DistillationLoss(NamedTuple):
+    """Means over the tokens of a batch; the first three are those of `Loss`."""
+
+    loss: jax.Array  # the student's cross-entropy in nats per token
+    z_loss: jax.Array
+    accuracy: jax.Array
+    kl: jax.Array  # the divergence in nats per token, at the distillation's temperature
+
+
+class DistillationModel(Model):
+    """`Model` with a teacher. A batch has the teacher's parameters under `teacher`."""
+
+    shard: PairTransformerShard
+
+    def __init__(self, layout, mesh):
+        super().__init__(layout, mesh)
+        self.shard = PairTransformerShard(self.layout)
+        config = read_teacher(self.config)
+        self.teacher = Model(resolve_on(config, mesh), mesh)
+        self._teacher_shard = PairTransformerShard(
+            dataclasses.replace(self.teacher.layout, replicas=self.teacher.replicas.for_forward_pass())
+        )
+
+    @property
+    def details(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.config.preferences.metrics
+
+    def constant_shapes(self) -> dict:
+        return {"teacher": self.teacher.abstract}
+
+    def loss_and_grad(self, params, batch, dropout_key):
+        """Returns the batch's `DistillationLoss` and the gradient of its objective, which ZeRO splits over dp."""
+
+        def body(params, teacher, batch, dropout_key):
+            params, rows = self.replicas.make_local(params), self.number_rows(batch)
+
+            def grad(batch):
+                return self._unscaled_loss_and_grad(params, batch, dropout_key, teacher)
+
+            return self._mean(*self.run_rows(grad, rows))
+
+        rows = normalise_weights({name: values for name, values in batch.items() if name != "teacher"})
+        in_specs = self.specs, self.teacher.specs, self.row_spec, P()
+        return self.shard_map(body, in_specs, (P(), self.grad_specs))(params, batch["teacher"], rows, dropout_key)
+
+    # Shard view: the parts of the bodies above.
+
+    def local_objective(self, params, batch, dropout_key=None, counts=None):
+        """Returns (the minimised loss, `DistillationLoss`) of this shard's rows; `counts`: the teacher's parameters."""
+        keys, tokens = self.config.preferences, batch["tokens"].shape[1]
+        batch = self.layout.attention.take_batch(batch)
+        dropout = self._draw_masks(dropout_key, batch, tokens) if self.has_dropout and dropout_key is not None else None
+        inputs, documents = batch["tokens"], batch.get("documents")
+        student = self.shard.factors(params, inputs, dropout, documents)
+        teacher = self._teacher_shard.factors(counts, inputs, None, documents)
+        token, kl_BT = self._compare(student, jax.tree.map(_stop, teacher), batch["targets"])
+        weights_BT = batch.get("weights")
+
+        def mean(x_BT):
+            return (x_BT if weights_BT is None else x_BT * weights_BT).mean()
+
+        loss, kl = mean(token.nats_BT), mean(kl_BT)
+        objective = keys.distill_weight * keys.distill_temperature**2 * kl + (1 - keys.distill_weight) * loss
+        means = loss, mean(jnp.square(token.log_z_BT)), mean(token.correct_BT.astype(jnp.float32)), kl
+        return objective, lax.stop_gradient(DistillationLoss(*means))
+
+    def _compare(self, student: tuple, teacher: tuple, targets_BT):
+        """Returns the student's losses of every token, and the divergence of every token, in chunks of tokens."""
+        keys, chunk = self.config.preferences, self.layout.loss_chunk
+        (h_BTD, *of_student), (teacher_BTD, *of_teacher) = student, teacher
+
+        def measure(part):
+            h_1cD, teacher_1cD, targets_1c = part
+            logits_1cv = vocabulary_loss.project(h_1cD, *of_student)
+            teacher_1cv = vocabulary_loss.project(teacher_1cD, *of_teacher)
+            scale = 1 / keys.distill_temperature
+            vocabulary = of_student[-1]
+            kl_1c = measure_divergence(logits_1cv * scale, teacher_1cv * scale, vocabulary.axis, keys.divergence)
+            return vocabulary_loss.measure_tokens(logits_1cv, targets_1c, vocabulary), kl_1c
+
+        parts = h_BTD, teacher_BTD, targets_BT
+        if not chunk or targets_BT.size <= chunk:
+            return measure(parts)
+        result = lax.map(jax.checkpoint(measure), vocabulary_loss.split_tokens(parts, chunk))
+        return vocabulary_loss.join_tokens(result, targets_BT.shape)
+
+    def _mean(self, losses, grads):
+        """Averages over all rows of the batch."""
+        losses = collectives.pmean(jnp.stack(losses), self.token_axes)  # one collective
+        return DistillationLoss(*losses), self.replicas.mean(grads)
+
+
+def _stop(leaf):
+    return lax.stop_gradient(leaf) if isinstance(leaf, jax.Array) else leaf
+
+
+def read_teacher(config: Config) -> Config:
+    """Returns the teacher's configuration on the student's mesh; raises UsageError for another vocabulary."""
+    location = storage.location(config.preferences.teacher)
+    if not (location / "config.json").exists():
+        raise UsageError(f"teacher={config.preferences.teacher} is not a run: it has no config.json")
+    if is_hugging_face((location / "config.json").read_bytes()):
+        name = config.preferences.teacher
+        raise UsageError(f"teacher={name} is in Hugging Face's format; make a run of it first: convert {name} TEACHER")
+    teacher = read_config(storage.reading_folder(location))
+    sizes = [(c.model.vocab, c.model.padded_vocab) for c in (config, teacher)]
+    if sizes[0] != sizes[1] or teacher.lora.lora_rank:
+        what = "adapters; merge them: `convert`" if teacher.lora.lora_rank else f"vocab={sizes[1][0]}"
+        raise UsageError(
+            f"teacher={config.preferences.teacher} has {what}, and the student vocab={sizes[0][0]}; expected full "
+            "weights and the vocabulary of the student, with the same vocab_multiple"
+        )
+    if teacher.model.seq < config.model.seq and teacher.model.positions == "learned":
+        raise UsageError(
+            f"teacher={config.preferences.teacher} has seq={teacher.model.seq}, and the student "
+            f"seq={config.model.seq}; give a seq of at most that"
+        )
+    architecture = {name: teacher.get(name) for name in ARCHITECTURE}
+    plain = {"objective": "lm", "teacher": "", "lora_rank": 0, "dropout": 0.0, "divergence": "forward",
+             "distill_weight": 1.0, "distill_temperature": 1.0, "param_dtype": "float32"}  # fmt: skip
+    return config.replace(**plain).replace(**architecture | {"seq": config.model.seq})

@@ -1,0 +1,232 @@
+"""The model under an objective over preference pairs: the loss, its gradient and its metrics.
+
+A batch row is one or more pairs: `tokens`, `targets` and `scored` are [B, 2, T], chosen and rejected, so that dp,
+microbatches and processes split between pairs. Every mean is over the pairs of the global batch.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from shardformer.config.names import CP
+from shardformer.config.preference_keys import PAIR_METRICS
+from shardformer.data.chat.preference_windows import MOST_PAIRS
+from shardformer.kernels.preference_losses import Losses, Sides, compute_losses
+from shardformer.model.measuring import Sums
+from shardformer.model.model import Model
+from shardformer.parallel import collectives
+from shardformer.parallel.microbatch import AccumulationType
+from shardformer.shards.pair_transformer import PairTransformerShard
+
+OF_TOKENS = ("tokens", "targets", "scored", "documents")  # of a batch, [B, 2, T]
+
+
+class PairLoss(NamedTuple):
+    """Means over the pairs of a batch; the first three stand where those of `Loss` do."""
+
+    loss: jax.Array  # the minimised loss, with the SFT term
+    z_loss: jax.Array
+    accuracy: jax.Array  # share of pairs whose chosen side has the larger reward
+    chosen_reward: jax.Array
+    rejected_reward: jax.Array
+    reward_margin: jax.Array
+    chosen_logp: jax.Array
+    rejected_logp: jax.Array
+    sft_loss: jax.Array  # nats per token of the SFT term; 0 without it
+    kl: jax.Array  # KTO's divergence from the reference, at least 0; 0 for other objectives
+
+
+class PreferenceModel(Model):
+    """`Model` with the objective of `config.preferences`."""
+
+    details = PAIR_METRICS
+    shard: PairTransformerShard
+
+    def __init__(self, layout, mesh):
+        super().__init__(layout, mesh)
+        self.shard = PairTransformerShard(self.layout)
+        if self.config.preferences.measures_kl:
+            self.count_first = measure_kl
+
+    def batch_shapes(self) -> dict:
+        """Returns the shapes of the arrays of a training batch, without their shardings."""
+        c = self.config
+        rows, slots = c.training.batch, MOST_PAIRS if c.data.documents == "masked" else 1
+        shapes = {
+            "tokens": (2, c.model.seq),
+            "targets": (2, c.model.seq),
+            "scored": (2, c.model.seq),
+            "pairs": (slots,),
+        }
+        if c.data.documents == "masked":
+            shapes["documents"] = (2, c.model.seq)
+        if c.preferences.needs_references:
+            shapes["references"] = (2, slots)
+        if c.preferences.measures_kl:
+            shapes |= {f"kl_{name}": (2, c.model.seq) for name in ("tokens", "targets", "scored")}
+            shapes |= {"kl_references": (2,), "kl_pairs": (2,)}
+        if c.preferences.has_sft_term:
+            shapes["sft"] = (c.model.seq,)
+        integers = ("tokens", "targets", "documents", "kl_tokens", "kl_targets")
+        return {
+            name: jax.ShapeDtypeStruct((rows, *shape), jnp.int32 if name in integers else jnp.float32)
+            for name, shape in shapes.items()
+        }
+
+    def loss_and_grad(self, params, batch, dropout_key):
+        """Returns the batch's `PairLoss` and the gradient of its objective, which ZeRO splits over dp."""
+        return super().loss_and_grad(params, normalise_pairs(batch), dropout_key)
+
+    def evaluate(self, params, batch, dropout_key=None):
+        """Returns (the minimised loss, `PairLoss`) of the batch. Without a dropout key, nothing is dropped."""
+        return super().evaluate(params, normalise_pairs(batch), dropout_key)
+
+    def sums(self, params, batch) -> Sums:
+        """Returns the sums over a batch's pairs: their number, their losses without the SFT term, the right orders."""
+
+        def body(params, batch):
+            params, rows = self.replicas.make_local(params), self.number_rows(batch)
+            counts = self.count_first(self, params, rows, None)
+
+            def sums(batch):
+                losses, _, _ = self._compare(params, batch, counts=counts)
+                right = (losses.chosen > losses.rejected).astype(jnp.float32)
+                parts = batch["pairs"], batch["pairs"] * losses.loss, batch["pairs"] * right, batch["pairs"] * 0
+                return Sums(*(part.sum() for part in parts))
+
+            result = self.run_rows(sums, rows, accumulator=AccumulationType.SUM)
+            return collectives.psum(result, self.row_spec[0])
+
+        return self.shard_map(body, (self.specs, self.row_spec), P())(params, batch)
+
+    def log_probabilities(self, params, batch) -> jax.Array:
+        """Returns the log-probability of every side [B, 2, K]; those of KTO's other answers behind them, [B, 4, 1]."""
+
+        def body(params, batch):
+            params, rows = self.replicas.make_local(params), self.number_rows(batch)
+            logp_b2K = self._measure(params, rows, with_references=False)[0].logp
+            if not self.config.preferences.measures_kl:
+                return logp_b2K
+            other = self._measure(params, select_mismatched(rows), with_references=False)[0].logp
+            return jnp.concatenate([logp_b2K, other], axis=1)
+
+        return self.shard_map(body, (self.specs, self.row_spec), self.row_spec)(params, batch)
+
+    # Shard view: the parts of the bodies above.
+
+    def local_objective(self, params, batch, dropout_key=None, counts=None):
+        """Returns (the minimised loss, `PairLoss`) of this shard's rows; weights of pairs are of the global batch."""
+        if self.config.preferences.measures_kl and counts is None:
+            counts = measure_kl(self, params, batch, None)
+        losses, sides, measured = self._compare(params, batch, dropout_key, counts)
+        weight_bK, rows = batch["pairs"], batch["pairs"].shape[0]
+
+        def mean(values_bK):
+            return (values_bK * weight_bK).sum() / rows
+
+        nats_b2T, log_z_b2T, of_records = measured
+        sft = jnp.zeros_like(mean(losses.loss))
+        if "sft" in batch:
+            sft_bT = self.layout.attention.take_batch({"sft": batch["sft"]})["sft"]
+            sft = self._sum_over_context((nats_b2T[:, 0] * sft_bT).sum()) / rows
+        of_pairs = mean(losses.loss) + self.config.preferences.sft * sft
+        # The shards of a context have the same objective, each its part of the gradient, and `_mean` averages over
+        # them. Marked as varying, the sums over the context get the cotangents of all shards.
+        objective = collectives.vary_like(of_pairs, nats_b2T) + of_records
+        scored = self._take(batch, "scored")
+        z_loss = self._sum_over_context((jnp.square(log_z_b2T) * scored).sum())
+        z_loss = z_loss / jnp.maximum(self._sum_over_context(scored.sum()), 1)
+        right = (losses.chosen > losses.rejected).astype(jnp.float32)
+        means = [losses.chosen, losses.rejected, losses.chosen - losses.rejected, sides.logp[:, 0], sides.logp[:, 1]]
+        kl = counts if self.config.preferences.measures_kl else jnp.zeros_like(sft)
+        result = PairLoss(objective, z_loss, mean(right), *map(mean, means), sft, kl)
+        return objective, lax.stop_gradient(result)
+
+    def local_records(self, params, batch, dropout_key=None):
+        return super().local_records(params, self._flatten(batch), dropout_key)
+
+    def _compare(self, params, batch, dropout_key=None, counts=None) -> tuple[Losses, Sides, tuple]:
+        """Returns the losses of the pairs, the sums of their sides, and (nats, log-partitions, records' objective)."""
+        keys = self.config.preferences
+        constants, kl = (None, counts) if keys.measures_kl else (counts, 0.0)
+        sides, measured = self._measure(params, batch, dropout_key, constants)
+        return compute_losses(sides, keys, kl), sides, measured
+
+    def _measure(self, params, batch, dropout_key=None, counts=None, with_references=None) -> tuple[Sides, tuple]:
+        """Returns the sums of the sides, and (nats, log-partitions, records' objective)."""
+        with_references = self.config.preferences.needs_references if with_references is None else with_references
+        flat = self._flatten(batch)
+        tokens = flat["tokens"].shape[1]
+        local = self.layout.attention.take_batch(flat)
+        dropout = self._draw_masks(dropout_key, local, tokens) if self.has_dropout and dropout_key is not None else None
+        token, of_records = self.shard.token_losses(
+            params, local["tokens"], local["targets"], dropout, local.get("documents"), counts
+        )
+        nats_b2T, log_z_b2T = (x.reshape(-1, 2, x.shape[-1]) for x in (token.nats_BT, token.log_z_BT))
+        scored_b2T, slots = local["scored"].reshape(nats_b2T.shape), batch["pairs"].shape[1]
+        of_pair_b2TK = jnp.ones((*nats_b2T.shape, 1))
+        if "documents" in batch:
+            documents_b2T = self._take(batch, "documents", as_targets=True)
+            of_pair_b2TK = (documents_b2T[..., None] == jnp.arange(slots)[None, None, None]).astype(jnp.float32)
+        sums = jnp.einsum("xbst,bstk->xbsk", jnp.stack([-nats_b2T * scored_b2T, scored_b2T]), of_pair_b2TK)
+        logp_b2K, tokens_b2K = self._sum_over_context(sums)
+        reference_b2K = batch["references"] if with_references else jnp.zeros_like(logp_b2K)
+        return Sides(logp_b2K, reference_b2K, tokens_b2K), (nats_b2T, log_z_b2T, of_records)
+
+    def _take(self, batch, name: str, as_targets: bool = False):
+        """Returns this shard's tokens of an array [b, 2, T]; documents too, which attention needs complete."""
+        x_b2T = batch[name]
+        flat = {"targets" if as_targets else name: x_b2T.reshape(-1, x_b2T.shape[-1])}
+        [local] = self.layout.attention.take_batch(flat).values()
+        return local.reshape(-1, 2, local.shape[-1])
+
+    def _sum_over_context(self, x):
+        return collectives.psum(x, CP) if self.config.parallel.cp > 1 else x
+
+    @staticmethod
+    def _flatten(batch) -> dict:
+        """Returns a batch of sides [2b, T]: 2n is the chosen and 2n + 1 the rejected side of row n."""
+        flat = {name: batch[name].reshape(-1, batch[name].shape[-1]) for name in OF_TOKENS if name in batch}
+        return flat | {"examples": (2 * batch["examples"][:, None] + jnp.arange(2)[None]).reshape(-1)}
+
+    def _mean(self, losses, grads):
+        """Averages over all rows of the batch."""
+        losses = collectives.pmean(jnp.stack(losses), self.token_axes)  # one collective
+        return PairLoss(*losses), self.replicas.mean(grads)
+
+
+def measure_kl(model: PreferenceModel, params, batch, dropout_key) -> jax.Array:
+    """Returns KTO's divergence over the global batch: the mean log-ratio of answers to other prompts, at least 0.
+
+    Computed before the gradients of the microbatches, without dropout and without a gradient. Shard view.
+    """
+
+    def sums(rows):
+        logp_b2 = model._measure(params, select_mismatched(rows), with_references=False)[0].logp[..., 0]
+        ratio_b2 = (logp_b2 - rows["kl_references"]) * rows["kl_pairs"]
+        return jnp.stack([ratio_b2.sum(), rows["kl_pairs"].sum()])
+
+    total = model.run_rows(sums, batch, accumulator=AccumulationType.SUM)
+    total = collectives.psum(total, model.row_spec[0])
+    return lax.stop_gradient(jnp.maximum(total[0] / jnp.maximum(total[1], 1), 0))
+
+
+def select_mismatched(rows: dict) -> dict:
+    """Returns the rows with the answers of other pairs in place of their own."""
+    names = ("tokens", "targets", "scored")
+    return rows | {name: rows[f"kl_{name}"] for name in names} | {"pairs": rows["pairs"]}
+
+
+def normalise_pairs(batch) -> dict:
+    """Scales the weights of pairs, and of the tokens of the SFT term, to a sum of 1 a row over the global batch.
+
+    Means over parts of the batch are then means over its pairs, however the rows are split. Global view.
+    """
+    rows = batch["pairs"].shape[0]
+    batch = batch | {"pairs": batch["pairs"] * rows / jnp.maximum(batch["pairs"].sum(), 1)}
+    if "sft" in batch:
+        batch |= {"sft": batch["sft"] * rows / jnp.maximum(batch["sft"].sum(), 1)}
+    return batch

@@ -1,0 +1,237 @@
+"""The log-probabilities of preference pairs under the model that a run starts from, computed once before it trains.
+
+They are stored beside the run with sha256 digests of that model's weights and of the data. Parts that are complete
+survive a kill; a resume reads the file, and no step computes a reference.
+"""
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardformer import storage
+from shardformer.data import Corpus
+from shardformer.data.chat.preference_windows import PreferenceSplit, PreferenceWindows
+from shardformer.data.corpus import choose_row_layout
+from shardformer.devices import processes, programs
+from shardformer.errors import RunError
+from shardformer.files import make_folder, read_text, replacing
+from shardformer.training.run_folder import Run
+from shardformer.training.trainer import Trainer
+
+FOLDER, INDEX = "references", "index.json"
+MAX_BYTES = 1 << 30
+BATCHES_OF_A_PART = 64  # computed between two writes
+Say = Callable[[str], None]
+
+
+def add_references(run: Run, trainer: Trainer, corpus: Corpus, state: Any, say: Say) -> Corpus:
+    """Returns the corpus with the reference of every pair, computed now or read from the run. Every process calls it.
+
+    At step 0, `state` has the weights of the reference. A later start makes them again only if the file is missing.
+    """
+    stored = References(run, corpus)
+    if (found := stored.read(say)) is not None:
+        return corpus.with_references(found)
+    if run.config.training.base_step:  # a branch: it has the reference of the run that it continues
+        weights, found = _read_of_base(run, corpus, say)
+    else:
+        params = state.params if int(state.step) == 0 else run.make_first_state(trainer).params
+        weights = digest_weights(params, trainer.model.sharding(P()))
+        _check_weights(run, stored, weights)
+        found = {
+            name: _ReferencePass(trainer, params, f"{weights} {corpus.fingerprint}").compute(
+                split, stored.part_folder(name), say, name
+            )
+            for name, split in corpus.preference_splits().items()
+        }
+    processes.run_on_first_process(lambda: stored.write(found, weights))
+    return corpus.with_references(found)
+
+
+def read_references(run: Run, corpus: Corpus, say: Say) -> Corpus:
+    """Returns the corpus with the references that a run has stored."""
+    found = References(run, corpus).read(say)
+    if found is None:
+        raise RunError(f"{run.out} has no references of this data; `train --resume` computes them again")
+    return corpus.with_references(found)
+
+
+def _read_of_base(run: Run, corpus: Corpus, say: Say) -> tuple[str, dict[str, np.ndarray]]:
+    stored = References(Run.open(run.config.training.base_run), corpus)
+    if (found := stored.read(say)) is None:
+        raise RunError(f"base={run.config.training.base} has no references of this data; resume that run once")
+    return stored.weights, found
+
+
+def _check_weights(run: Run, stored: "References", weights: str) -> None:
+    if stored.weights and stored.weights != weights:
+        raise RunError(
+            f"{stored.folder} was computed with weights of sha256 {stored.weights[:12]}, and the run starts from "
+            f"{weights[:12]}: base={run.config.training.base} has changed; restore it, or start a new run"
+        )
+
+
+class References:
+    """The file of a run, `references/`."""
+
+    def __init__(self, run: Run, corpus: Corpus):
+        self._out, self.folder, self._corpus = run.out, run.records / FOLDER, corpus
+        self._columns = run.config.preferences.references_of_a_pair
+        self.weights = ""  # the sha256 of the weights that the index names
+
+    def part_folder(self, name: str) -> Path:
+        """Returns the folder of the parts of a split; their names do not depend on its path."""
+        return self.folder / _shorten(name)
+
+    def read(self, say: Say) -> dict[str, np.ndarray] | None:
+        """Returns the references of every split; None if they are not complete, or belong to other data."""
+        text = processes.succeed_or_fail_together(self._read_index)
+        if not text:
+            return None
+        index = json.loads(text)
+        self.weights = index["weights"]
+        if index["data"] != self._corpus.fingerprint:
+            say("references: the data has changed, so that they are computed again")
+            return None
+        found = {}
+        for name, split in self._corpus.preference_splits().items():
+            try:
+                entry = index["splits"][_shorten(name)]
+                values = np.array(entry["logp"], np.float32).reshape(-1, self._columns)
+                is_sound = len(values) == split.count and _digest(values) == entry["sha256"]
+            except (KeyError, TypeError, ValueError):
+                is_sound = False
+            if not is_sound:
+                raise RunError(f"{self.folder / INDEX} is damaged; remove it, and the references are computed again")
+            found[name] = values
+        say(f"references: read from {self.folder}, of weights {self.weights[:12]} and data {index['data'][:12]}")
+        return found
+
+    def _read_index(self) -> str:
+        try:
+            text = read_text(self.folder / INDEX, MAX_BYTES)
+            index = json.loads(text)
+            if not all(isinstance(index[name], str) for name in ("weights", "data")) or "splits" not in index:
+                raise ValueError("its values are not strings")
+        except FileNotFoundError:
+            return ""
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RunError(
+                f"{self.folder / INDEX} is damaged ({error!s:.100}); remove it, and the references are computed again"
+            ) from None
+        return text
+
+    def write(self, found: dict[str, np.ndarray], weights: str) -> None:
+        """Writes the index, and removes the parts that it replaces."""
+        splits = {
+            _shorten(name): {
+                "split": name.rpartition("/")[2], "sha256": _digest(values),
+                "logp": [float(value) for value in values.reshape(-1)],
+            }
+            for name, values in found.items()
+        }  # fmt: skip
+        make_folder(self.folder)
+        with replacing(self.folder / INDEX) as temporary:
+            content = {"weights": weights, "data": self._corpus.fingerprint, "splits": splits}
+            temporary.write_text(json.dumps(content) + "\n")
+        for name in found:
+            folder = self.part_folder(name)
+            for part in folder.glob("*.npy"):
+                part.unlink()
+            if folder.is_dir():
+                folder.rmdir()
+        storage.upload_records(self._out)
+
+
+class _ReferencePass:
+    """The compiled forward pass of the reference; `identity` names its weights and the data."""
+
+    def __init__(self, trainer: Trainer, params, identity: str):
+        self._trainer, self._params, self._identity = trainer, params, identity
+        model = trainer.model
+        self._measure = programs.jit(model.log_probabilities, out_shardings=model.sharding(P()))  # type: ignore[attr-defined]
+
+    def compute(self, split: PreferenceSplit, folder: Path, say: Say, name: str) -> np.ndarray:
+        """Returns log-probabilities [pairs, columns] of a split, 0 for pairs without a row; goes on after a kill."""
+        config = self._trainer.config
+        windows = PreferenceWindows(split, choose_row_layout(config))
+        rows_of_parts = [config.training.batch, config.model.seq, config.data.documents, BATCHES_OF_A_PART]
+        identity = hashlib.sha256(json.dumps([self._identity, rows_of_parts]).encode()).hexdigest()[:16]
+        columns = config.preferences.references_of_a_pair
+        result, size = np.zeros((split.count, columns), np.float32), config.training.batch
+        batches = -(-windows.count // size)
+        say(f"references: computing those of {len(windows.pairs):,} pairs of {name}, in {batches:,} batches")
+        for number, first in enumerate(range(0, batches, BATCHES_OF_A_PART)):
+            path = folder / f"{identity}_{number:06d}.npy"
+            rows = np.arange(first * size, min(first + BATCHES_OF_A_PART, batches) * size)
+            values = _read_part(path, (len(rows) * windows.pairs_of_a_row, columns))
+            if values is None:
+                values = self._compute_part(windows, rows)
+                processes.run_on_first_process(functools.partial(_write_part, path, values))
+            for row, of_row in zip(rows.tolist(), values.reshape(len(rows), -1, columns), strict=True):
+                members = windows.rows_of_pairs(row) if row < windows.count else []
+                result[members] = of_row[: len(members)]
+        return result
+
+    def _compute_part(self, windows: PreferenceWindows, rows: np.ndarray) -> np.ndarray:
+        """Returns the log-probabilities [slots, columns] of some rows, one row after the other."""
+        size, parts = self._trainer.config.training.batch, []
+        for start in range(0, len(rows), size):
+            local = rows[start : start + size][self._trainer.local_rows]
+            batch = self._trainer.to_devices(windows.gather(local))
+            parts.append(np.asarray(self._measure(self._params, batch)))
+        values = np.concatenate(parts).transpose(0, 2, 1)
+        return values.reshape(-1, values.shape[-1])
+
+
+def digest_weights(params, replicated: NamedSharding) -> str:
+    """Returns a sha256 of the full parameters, the same on every mesh; one matrix at a time is on the host."""
+
+    def select(leaf, layer):
+        return lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
+
+    digest, gather = hashlib.sha256(), programs.jit(select, out_shardings=replicated)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype} ".encode())
+        stacked = leaf if leaf.ndim > 2 else leaf[None]
+        for layer in range(len(stacked)):
+            digest.update(np.ascontiguousarray(gather(stacked, np.int32(layer))).tobytes())
+    return digest.hexdigest()
+
+
+def _read_part(path: Path, shape: tuple[int, int]) -> np.ndarray | None:
+    """Returns a part that is complete on the first process's disk; every process decides alike."""
+
+    def read() -> str:
+        try:
+            values = np.load(path, allow_pickle=False)
+        except (OSError, ValueError, EOFError):
+            return ""
+        return json.dumps(values.tolist()) if values.shape == shape else ""
+
+    text = processes.text_of_first_process(read() if jax.process_index() == 0 else "")
+    return np.array(json.loads(text), np.float32).reshape(shape) if text else None
+
+
+def _write_part(path: Path, values: np.ndarray) -> None:
+    make_folder(path.parent)
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        np.save(file, values)
+
+
+def _shorten(name: str) -> str:
+    """Returns a short name of a split, without a path."""
+    return hashlib.sha256(name.encode()).hexdigest()[:12]
+
+
+def _digest(values: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(values, np.float32).tobytes()).hexdigest()

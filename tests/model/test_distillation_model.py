@@ -1,0 +1,119 @@
+"""Distillation: divergences and gradients of a sharded vocabulary are those of full logits on one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardformer.analysis import dense_reference as reference
+from shardformer.errors import UsageError
+from shardformer.kernels import divergences
+from shardformer.layout import mesh
+from shardformer.training.trainer import Trainer
+from tests import asserts, shared
+
+TEACHER = {"layers": 3, "d_model": 64, "seq": 16}
+WEIGHTS = (np.random.RandomState(0).rand(8, 16) < 0.5).astype(np.float32)
+CASES = (
+    ({"divergence": "forward", "distill_temperature": 2.0, "distill_weight": 0.7}, {"mesh": "4x2"}),
+    ({"divergence": "forward", "distill_temperature": 2.0, "distill_weight": 0.7}, {"mesh": "1x1", "loss_chunk": 5}),
+    ({"divergence": "reverse"}, {"mesh": "2x4", "zero": 3, "accum": 2}),
+    ({"divergence": "reverse"}, {"mesh": "dp2.cp2.mp2", "loss_chunk": 7}),
+)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """Returns the folder of a teacher's configuration; a test gives its weights."""
+    folder = tmp_path_factory.mktemp("teacher")
+    (folder / "config.json").write_text(shared.tiny(**TEACHER, mesh="1x1").to_json())
+    return folder
+
+
+def make_config(teacher, keys, **changes):
+    return shared.tiny(objective="distill", teacher=str(teacher), seq=16, batch=8, **keys, **changes)
+
+
+def batch() -> dict:
+    return shared.batch() | {"weights": WEIGHTS}
+
+
+@functools.cache
+def weights(seed: int, **overrides) -> dict:
+    """Returns random parameters, wide enough that every token has a divergence."""
+    params = shared.drawn(shared.tiny(**overrides), seed)
+    return jax.tree.map(lambda p: 2 * p if p.ndim > 1 else p, params)
+
+
+def compute_sharded(config):
+    """Returns (losses, gradient) of the model under test."""
+    trainer = Trainer(config, mesh.make(config))
+    model = trainer.model
+    params = jax.device_put(weights(0, seq=16), model.shardings)
+    of_teacher = jax.device_put(weights(1, **TEACHER), model.teacher.shardings)
+    rows = trainer.to_devices(batch()) | {"teacher": of_teacher}
+    result = jax.jit(lambda *args: model.loss_and_grad(*args))(params, rows, trainer.dropout_key(0))
+    return jax.tree.map(np.asarray, result)
+
+
+def compute_dense(config):
+    """Returns (divergence per token, objective, gradient) from full logits of both models."""
+    keys, rows = config.preferences, batch()
+    one = shared.tiny(seq=16, mesh="1x1")
+    target = reference.logits(shared.tiny(**TEACHER, mesh="1x1"), weights(1, **TEACHER), rows["tokens"])
+
+    def log_softmax(logits, temperature):
+        return jax.nn.log_softmax(logits[..., : shared.VOCAB] / temperature, axis=-1)
+
+    def objective(params):
+        logits = reference.logits(one, params, rows["tokens"])
+        p, q = (log_softmax(x, keys.distill_temperature) for x in (target, logits))
+        first, second = (p, q) if keys.divergence == "forward" else (q, p)
+        kl = ((jnp.exp(first) * (first - second)).sum(-1) * WEIGHTS).sum() / WEIGHTS.sum()
+        chosen = jnp.take_along_axis(log_softmax(logits, 1.0), rows["targets"][..., None], axis=-1)[..., 0]
+        loss = -(chosen * WEIGHTS).sum() / WEIGHTS.sum()
+        scaled = keys.distill_temperature**2 * keys.distill_weight * kl
+        return scaled + (1 - keys.distill_weight) * loss, (kl, loss)
+
+    (_, (kl, loss)), grads = jax.jit(jax.value_and_grad(objective, has_aux=True))(weights(0, seq=16))
+    return float(kl), float(loss), jax.tree.map(np.asarray, grads)
+
+
+def distance(config) -> tuple[float, float]:
+    """Returns the difference of the divergence in nats, and the relative one of the gradient's worst leaf.
+
+    A divergence is a small difference of log-probabilities of some nats, which float32 resolves to 5e-7.
+    """
+    losses, grads = compute_sharded(config)
+    kl, loss, expected = compute_dense(config)
+    assert float(losses.loss) == pytest.approx(loss, rel=1e-6)
+    return abs(float(losses.kl) - kl), asserts.worst_relative(grads, expected)
+
+
+@pytest.mark.parametrize(("keys", "changes"), CASES, ids=str)
+def test_divergence_is_that_of_full_logits(teacher, keys, changes):
+    kl, gradient = distance(make_config(teacher, keys, **changes))
+    assert kl <= 1e-6
+    assert gradient <= 1e-5
+
+
+def test_teacher_normalised_on_each_shard_is_noticed(teacher, broken):
+    broken(divergences, "_log_probabilities", lambda logits, axis: jax.nn.log_softmax(logits, axis=-1))
+    kl, _ = distance(make_config(teacher, {"divergence": "forward"}, mesh="4x2"))
+    assert kl > 1e-3
+
+
+def test_teacher_in_the_format_of_hugging_face_is_rejected(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    config = make_config(tmp_path, {}, mesh="4x2")
+    with pytest.raises(UsageError, match="make a run of it first: convert"):
+        Trainer(config, mesh.make(config))
+
+
+def test_teacher_of_another_vocabulary_is_rejected(tmp_path):
+    (tmp_path / "config.json").write_text(shared.tiny(vocab=99, mesh="1x1").to_json())
+    config = make_config(tmp_path, {}, mesh="4x2")
+    with pytest.raises(UsageError, match=r"has vocab=99, and the student vocab=61"):
+        Trainer(config, mesh.make(config))
