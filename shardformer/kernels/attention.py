@@ -42,7 +42,7 @@ class AttentionOptions(NamedTuple):
     dropout: Any = None  # the masks of the weights: a `Dropout`
     rotary_factor: Array | float = 1.0  # of rotated queries and keys
     slot: Array | int = 0  # number of the first new token; its slot in a cache of S slots is slot % S
-    count: Array | None = None  # new tokens that are stored, the others are padding; None: there is one, not padded
+    stored: Array | None = None  # new tokens that are stored, the others are padding; None: there is one, not padded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,11 +86,11 @@ class Attention:
         """Returns a cache with the heads of the new tokens in it, from the slot of the first on."""
         S, T = cached_BgSK.shape[SLOTS], new_BTgK.shape[1]
         total = self.rows_of(S)
-        if options.count is None:
+        if options.stored is None:
             return self.put(cached_BgSK, new_BTgK, options.slot % total)
         number_S = (self.local_slots(S) - options.slot) % total  # of the new token that belongs into each slot
         new_BgSK = jnp.take(jnp.swapaxes(new_BTgK, 1, 2), jnp.minimum(number_S, T - 1), axis=SLOTS)
-        return jnp.where((number_S < options.count)[None, None, :, None], new_BgSK, cached_BgSK)
+        return jnp.where((number_S < options.stored)[None, None, :, None], new_BgSK, cached_BgSK)
 
     # The tokens of complete rows: `SplitContext` replaces these.
 

@@ -149,7 +149,7 @@ class CausalTransformerShard:
         if self.config.model.biased_by_distance:
             longest = max(cache.k_BhSK.shape[2] for cache in caches)
             bias = self._bias_by_distance(outside, attention.rows_of(longest))
-        options = self._options(position_T, bias=bias, slot=slot, count=count)
+        options = self._options(position_T, bias=bias, slot=slot, stored=count)
         if self.config.model.longest_short_row:
             options = choose_by_length(options, length, self.config)
 

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from shardformer.__main__ import main
-from shardformer.cli import generate_command
+from shardformer.cli import record_output
 from shardformer.cli.text_options import TextOptions, open_codec
 from shardformer.inference import prompts
 from shardformer.training.run_folder import Run
@@ -109,8 +109,8 @@ def test_json_is_escaped_for_other_encodings():
     """Python's escape of a letter that latin-1 lacks is not valid JSON."""
     for encoding, any_character in (("utf-8", True), ("latin-1", False), ("ascii", False)):
         stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-        assert generate_command.accepts_any_character(stream) == any_character
-    assert generate_command.accepts_any_character(io.StringIO())
+        assert record_output.accepts_any_character(stream) == any_character
+    assert record_output.accepts_any_character(io.StringIO())
 
 
 def test_line_ends_of_a_text_are_kept(tmp_path):

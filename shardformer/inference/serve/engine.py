@@ -136,6 +136,15 @@ class Engine:
             self._waiting.remove(job)
         self._free(job)
 
+    def reset(self) -> list[Job]:
+        """Drops all jobs and the caches, which a failed step may have left without memory; returns the jobs."""
+        jobs = [*self.running, *self._waiting]
+        for job in self.running:
+            self._free(job)
+        self._waiting.clear()
+        self._state = None
+        return jobs
+
     def step(self, read_budget: float = LONGEST_CHUNK, count: int = CHUNK) -> list[Job]:
         """Reads chunks of contexts up to a number of tokens, draws up to `count` tokens; returns ended jobs."""
         self._admit()
@@ -150,7 +159,8 @@ class Engine:
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Job]:
         """Yields jobs in their order when they have ended; holds at most a queue of them that fills the slots."""
-        jobs, order = iter(jobs), collections.deque()
+        jobs = iter(jobs)
+        order: collections.deque[Job] = collections.deque()
         while True:
             while self.waiting + len(self.running) < self.programs.rows and (job := next(jobs, None)):
                 self.submit(job)
@@ -217,7 +227,8 @@ class Engine:
         for shard, job in chosen.items():
             job.stored += int(chunk.count[shard])
             if not job.reading:
-                seen[shard, job.seen], rows[shard] = True, job.slot
+                seen[shard, job.seen], rows[shard] = True, job.slot or 0
+        assert self._state is not None
         self._state = self.programs.read(weights.unstacked, self._state, chunk, seen, rows)
 
     @property
@@ -230,6 +241,7 @@ class Engine:
         for shard, job in chosen.items():
             following = job.seen[job.stored + 1 : job.stored + 1 + len(targets[shard])]
             targets[shard, : len(following)] = following
+        assert self._state is not None
         results = self.programs.score(weights.unstacked, self._state, chunk, targets)
         self._state, (logprobs, top_ids, top_logprobs) = results
         for shard, job in chosen.items():
@@ -247,6 +259,7 @@ class Engine:
         draws = self._describe(jobs)
         with_top = any(job.top for job in jobs)
         assert weights is not None
+        assert self._state is not None
         self._state, drawn = self.programs.draw(weights.unstacked, self._state, draws, count, self.vocab_size, with_top)
         for job in jobs:
             tops = [_pair(drawn.top_ids[job.slot, i], drawn.top_logprobs[job.slot, i], job.top) for i in range(count)]
@@ -280,7 +293,8 @@ class Engine:
                 array[job.slot] = value
             for array, value in zip(rules, Drawing.from_sampling(job.sampling), strict=True):
                 array[job.slot] = value
-        return Draws(*integers, rules)
+        seed, sample, drawn, position, active = integers
+        return Draws(seed, sample, drawn, position, active, rules)
 
 
 def _pair(ids: np.ndarray, logprobs: np.ndarray, count: int) -> Top:

@@ -67,7 +67,7 @@ class SlotPrograms:
         unstacked = jax.tree.map(model.sharding, self.decoder.unstacked_specs)
         self.unstack = programs.jit(functools.partial(unstack_layers, model.config), out_shardings=unstacked)
         cache = model.sharding(self.decoder.cache_spec)
-        layout = State(model.sharding(P("dp", "mp")), cache, rows)
+        layout = State._make((model.sharding(P("dp", "mp")), cache, rows))
         self._empty = programs.jit(self._make_empty, static_argnames="size", out_shardings=layout)
         self._grow = programs.jit(self._pad_caches, static_argnames="size", out_shardings=cache)
         self._read = programs.jit(self._read_chunk, donate_argnums=1, out_shardings=layout)
