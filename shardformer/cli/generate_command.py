@@ -22,7 +22,8 @@ from shardformer.inference import Continuation, Generator, Sampling, Stops, scor
 from shardformer.inference.chat_codec import parse_prompt
 from shardformer.inference.prompts import read_documents, read_prompts
 from shardformer.inference.scoring import Score
-from shardformer.inference.serve.engine import Engine, make_jobs
+from shardformer.inference.serve.engine import Engine
+from shardformer.inference.serve.jobs import make_jobs
 from shardformer.training.run_folder import Run
 
 

@@ -90,8 +90,9 @@ def serve(arguments: list[str]) -> None:
 
 def build_service(run: Run, options: ServeOptions) -> tuple["Service", list["ServedRun"]]:
     """Returns the service of a run, whose engine has compiled, and the runs that it serves."""
-    from shardformer.inference.serve.engine import Engine, Job
+    from shardformer.inference.serve.engine import Engine
     from shardformer.inference.serve.engine_thread import EngineThread
+    from shardformer.inference.serve.jobs import Job
     from shardformer.inference.serve.server_metrics import ServerMetrics
     from shardformer.inference.serve.service import Limits, Service
 

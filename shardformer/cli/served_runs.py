@@ -9,8 +9,8 @@ import numpy as np
 
 from shardformer import checkpoint
 from shardformer.errors import RunError, UsageError
-from shardformer.inference.serve.engine import Weights
 from shardformer.inference.serve.engine_thread import EngineThread
+from shardformer.inference.serve.jobs import Weights
 from shardformer.inference.serve.service import Served
 from shardformer.model import Model
 from shardformer.training.run_folder import Run

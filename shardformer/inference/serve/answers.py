@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardformer.data import Vocabulary
-from shardformer.inference.serve.engine import Job, Tokens, Top
+from shardformer.inference.serve.jobs import Job, Tokens, Top
 from shardformer.inference.serve.request_fields import Fields
 from shardformer.inference.serve.text_stream import INCOMPLETE, TextStream
 

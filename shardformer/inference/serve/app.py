@@ -22,7 +22,7 @@ PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
-CLIENT_GONE = 499  # counted in the metrics; nobody receives it
+CLIENT_GONE = 499  # counted in the metrics
 Handler = Callable[[Service, Request], Awaitable[Response]]
 
 
@@ -55,9 +55,8 @@ def _guard(service: Service, handler: Handler, is_open: bool = False) -> Callabl
             response = await handler(service, request)
         except ApiError as error:
             response = answer_error(error)
-        except (ClientDisconnect, asyncio.CancelledError):
-            service.metrics.count_request(request.scope["route"].path, CLIENT_GONE)
-            raise
+        except ClientDisconnect:  # nobody receives the answer
+            response = Response(status_code=CLIENT_GONE)
         service.metrics.count_request(request.scope["route"].path, response.status_code)
         return response
 

@@ -6,7 +6,9 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 
-from shardformer.inference.serve.engine import CHUNK, Engine, Job
+from shardformer.inference.generator import CHUNK
+from shardformer.inference.serve.engine import Engine
+from shardformer.inference.serve.jobs import Job
 from shardformer.inference.serve.server_metrics import ServerMetrics
 
 STEP_SECONDS = 0.05  # a step draws as many tokens as take about this long, so that new requests soon join
@@ -59,7 +61,6 @@ class EngineThread(threading.Thread):
             for job in jobs:
                 if id(job) in self._ended:
                     self.engine.cancel(job)
-                    self.metrics.cancelled += 1
                     self._end(job)
 
         self._inbox.put(cancel)
@@ -114,6 +115,7 @@ class EngineThread(threading.Thread):
             call(job)
 
     def _forget(self, job: Job) -> None:
+        self.metrics.cancelled += job.cancelled
         with self._lock:
             self._accepted -= 1
 

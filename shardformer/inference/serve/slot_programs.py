@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from shardformer.devices import programs
 from shardformer.inference.generator import CHUNK, SMALLEST_CACHE, place, round_up, unstack_layers
 from shardformer.inference.sampling import Drawing, choose_tokens
-from shardformer.kernels.attention import SLOTS, Cache
+from shardformer.kernels.attention import Cache
 from shardformer.kernels.threefry import STANDARD
 from shardformer.model import ROWS, Chunk, Decoder, Model
 
@@ -51,8 +51,8 @@ class Drawn(NamedTuple):
 class SlotPrograms:
     """The programs of a model for `slots` rows, rounded up to a multiple of dp.
 
-    A row's results are those of the same program with any other rows. So they depend on the row's own request, the
-    number of slots, and on some devices on the number of slots of the caches.
+    A row's results are those of the same program with any other rows. So they depend on the row's own request, on
+    `slots` and on the size of the caches.
     """
 
     def __init__(self, model: Model, slots: int):
@@ -69,7 +69,6 @@ class SlotPrograms:
         cache = model.sharding(self.decoder.cache_spec)
         layout = State._make((model.sharding(P("dp", "mp")), cache, rows))
         self._empty = programs.jit(self._make_empty, static_argnames="size", out_shardings=layout)
-        self._grow = programs.jit(self._pad_caches, static_argnames="size", out_shardings=cache)
         self._read = programs.jit(self._read_chunk, donate_argnums=1, out_shardings=layout)
         self._score = programs.jit(self._score_chunk, donate_argnums=1, out_shardings=(layout, *[everywhere] * 3))
         self._draw = programs.jit(self._draw_tokens, donate_argnums=1, out_shardings=(layout, *[everywhere] * 4))
@@ -77,10 +76,6 @@ class SlotPrograms:
     def make_state(self, size: int) -> State:
         """Returns rows without tokens, with caches for `size` tokens."""
         return self._empty(size=size)
-
-    def grow(self, state: State, size: int) -> State:
-        """Returns the state with caches for `size` tokens."""
-        return state._replace(caches=self._grow(state.caches, size=size))
 
     def choose_chunk(self, left: int) -> int:
         """Returns the tokens of the next chunk, padding included, if `left` tokens are still to be read."""
@@ -122,12 +117,6 @@ class SlotPrograms:
 
         caches = [Cache(zeros(slots), zeros(slots)) for slots in self._slots(size)]
         return State(logits_BV, caches, jnp.zeros(logits_BV.shape, bool))
-
-    def _pad_caches(self, caches, *, size: int):
-        def pad(x_BhSK, slots):
-            return jnp.pad(x_BhSK, [(0, slots - x_BhSK.shape[axis] if axis == SLOTS else 0) for axis in range(4)])
-
-        return [Cache(*(pad(x, slots) for x in cache)) for cache, slots in zip(caches, self._slots(size), strict=True)]
 
     def _read_chunk(self, unstacked, state: State, chunk: Chunk, seen_DV, seen_row_D) -> State:
         logits_BV, caches = self.decoder.extend(unstacked, chunk, state.logits_BV, state.caches)

@@ -9,8 +9,12 @@ import pytest
 
 from shardformer.errors import UsageError
 from shardformer.inference.sampling import Sampling
+from shardformer.inference.serve import engine as engine_module
+from shardformer.inference.serve import jobs as jobs_module
 from shardformer.inference.serve import slot_programs
-from shardformer.inference.serve.engine import Engine, Job, make_jobs
+from shardformer.inference.serve.engine import Engine
+from shardformer.inference.serve.jobs import Job, make_jobs
+from shardformer.inference.serve.slot_pool import SlotPool
 from tests import shared
 from tests.inference import test_generator
 from tests.inference.test_generator import PROMPTS
@@ -60,10 +64,12 @@ def scaled_parameters():
 
 @pytest.fixture(scope="module")
 def chunked():
-    """An engine that reads contexts in chunks of 8, through rings of 3 + 8 slots."""
+    """An engine with rows of 8 and of 32 tokens, which reads chunks of 8 through rings of 3 + 8 slots."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slot_programs, "LONGEST_CHUNK", 8)
         patch.setattr(slot_programs, "SMALLEST_CACHE", 8)
+        patch.setattr(engine_module, "SMALLEST_POOL", 8)
+        patch.setattr(jobs_module, "SPARE", 2)
         own, weights = engine(**SIZES)
         yield own, [weights, own.load(scaled_parameters())]
 
@@ -127,8 +133,8 @@ def test_row_that_idle_rows_overwrite_is_detected(chunked, broken):
         draws = original(self, jobs)
         return draws._replace(position=np.where(draws.active, draws.position, 0))
 
-    original = Engine._describe
-    broken(Engine, "_describe", forget_positions)
+    original = SlotPool._describe
+    broken(SlotPool, "_describe", forget_positions)
     assert differing(own, weights, seeds=range(3))
 
 
