@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import logging
 import socket
 import sys
 import threading
@@ -170,13 +171,15 @@ def _announce(listener: socket.socket, options: ServeOptions, service: "Service"
     if service.chat:
         path, field = "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
     say(f"{', '.join(service.models)} at {address}; a page to try it at {address}/")
-    body = f"-H 'Content-Type: application/json' -d '{{{field}, \"max_tokens\": 20}}'"
+    body = f"-H 'Content-Type: application/json' -d '{{{field}, \"max_tokens\": {min(20, service.seq // 2)}}}'"
     say(f"curl {address}/v1/{path} {key_header}{body}")
 
 
 def _run_server(app: Any, listener: socket.socket) -> None:
     import uvicorn
 
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5, ws="none",
-                            server_header=False, h11_max_incomplete_event_size=65_536)  # fmt: skip
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, timeout_graceful_shutdown=5, ws="none", server_header=False
+    )
     uvicorn.Server(config).run(sockets=[listener])

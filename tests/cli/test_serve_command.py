@@ -94,16 +94,24 @@ def test_command_answers_with_the_text_of_generate(run, tmp_path, capsys, monkey
             wait_for(lambda: self.started)
             port = int(re.search(r"127.0.0.1:(\d+)", printed[0])[1])
             body = json.loads(re.search(r"-d '(.*)'", printed[0])[1]) | {"seed": 4, "temperature": 0.8, "logprobs": 0}
-            answers.append(send(port, "/v1/completions", body))
+            answers.append((body, *send(port, "/v1/completions", body)))
             self.should_exit = True
 
     monkeypatch.setattr(uvicorn, "Server", StoppedServer)
     assert main(["serve", str(run), "port=0", "mesh=1x1", "batch=3"]) == 0
+    ((body, _, content),) = answers
     (tmp_path / "prompts").write_text("The\n")
-    words = (f"prompts={tmp_path / 'prompts'}", "tokens=20", "seed=4", "batch=3", "logprobs=true", "mesh=1x1")
+    words = (
+        f"prompts={tmp_path / 'prompts'}",
+        f"tokens={body['max_tokens']}",
+        "seed=4",
+        "batch=3",
+        "logprobs=true",
+        "mesh=1x1",
+    )
     assert main(["generate", str(run), *words]) == 0
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
-    (choice,) = json.loads(answers[0][1])["choices"]
+    (choice,) = json.loads(content)["choices"]
     assert choice["text"] == record["text"]
     assert [round(value, 6) for value in choice["logprobs"]["token_logprobs"]] == record["token_logprobs"]
 
