@@ -16,7 +16,7 @@ PROGRESS_SECONDS = 10.0
 
 
 class RecordOutput:
-    """Writes records. `done` counts those that an earlier command has written to the file."""
+    """The records of one command. `done` counts the records that the file has."""
 
     def __init__(self, path: Path | None, settings: dict | None = None, prompts: list[str] | None = None, samples=1):
         self._path, self._total = path, len(prompts or []) * samples

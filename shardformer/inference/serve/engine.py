@@ -15,9 +15,9 @@ from shardformer.model import Model
 class Engine:
     """The rows of one model. Not thread-safe: one thread submits, cancels and steps.
 
-    The shape of a product may decide how a device rounds it. So each program has one number of rows, a context is read
-    by itself in chunks that its length decides, and a row is in the pool that its length decides. When it outgrows the
-    pool, its context is read again in the next one.
+    The shape of a product may decide how a device rounds it. So each program has one number of rows. The length of a
+    context decides the chunks in which it is read, and the pool of its row. When a row outgrows its pool, its context
+    is read again in the next pool.
     """
 
     def __init__(self, model: Model, slots: int, vocab_size: int | None = None):
@@ -138,7 +138,7 @@ class Engine:
         return min(readers, key=lambda reader: reader[1][0].arrival) if readers else None
 
     def _move(self) -> None:
-        """Queues the jobs that have filled their rows, before those that have not started."""
+        """Queues the jobs that have filled their rows, ahead of jobs that have not started."""
         for job in [job for job in self.running if not job.reading and job.room <= 0]:
             self._free(job)
             job.choose_context(self.config, self._sizes)

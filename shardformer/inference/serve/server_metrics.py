@@ -28,7 +28,7 @@ class Histogram:
 
 @dataclasses.dataclass
 class ServerMetrics:
-    """What the server has done since its start."""
+    """The counters of a server since its start."""
 
     requests: dict[tuple[str, int], int] = dataclasses.field(default_factory=dict)  # by path and status
     generated_tokens: int = 0

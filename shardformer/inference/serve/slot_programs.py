@@ -29,7 +29,7 @@ class State(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """What the draws of each row depend on: integers [B] and the rules [B]."""
+    """The values that decide the draws of each row: integers [B] and the rules [B]."""
 
     seed: np.ndarray
     sample: np.ndarray
