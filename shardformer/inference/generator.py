@@ -227,7 +227,7 @@ class Generator:
         return lax.while_loop(lambda carry: carry[0] < count, draw_one, carry)[1:]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Row:
     """One continuation as it grows."""
 

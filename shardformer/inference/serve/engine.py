@@ -92,6 +92,8 @@ class Engine:
             pool, reading = first
             read_budget -= pool.read(reading)
             ended += self._collect()
+        if self._choose_reader():  # the next chunk should not wait
+            count = 1
         for pool in self._pools:
             active = [job for job in pool.running if not job.reading]
             for weights in {id(job.weights): job.weights for job in active}.values():

@@ -93,14 +93,16 @@ class EngineThread(threading.Thread):
 
     def _step(self) -> None:
         started = time.perf_counter()
-        busy = bool(self.engine.waiting) or any(job.reading for job in self.engine.running)
-        count = 1 if busy else max(1, min(CHUNK, int(STEP_SECONDS / self._seconds_per_token)))
+        count = max(1, min(CHUNK, int(STEP_SECONDS / self._seconds_per_token)))
         before = self._count_tokens()
         ended = self.engine.step(count=count)
-        self.metrics.generated_tokens += max(self._count_tokens(ended) - before, 0)
+        drawn = max(self._count_tokens(ended) - before, 0)
+        self.metrics.generated_tokens += drawn
         self.metrics.steps += 1
-        if not busy:
-            self._seconds_per_token = max((time.perf_counter() - started) / count, 1e-5)
+        # Steps may draw fewer tokens than `count`, so that this is an upper bound; it decays, as the first is slow.
+        tokens = max(drawn / max(len(self.engine.running) + len(ended), 1), 1)
+        seconds = (time.perf_counter() - started) / tokens
+        self._seconds_per_token = max(0.5 * self._seconds_per_token + 0.5 * seconds, 1e-5)
         for job in ended:
             self._end(job)
 
@@ -109,9 +111,8 @@ class EngineThread(threading.Thread):
 
     def _end(self, job: Job, failure: Exception | None = None) -> None:
         job.failure = failure or job.failure
-        call = self._ended.pop(id(job), None)
-        self._forget(job)
-        if call:
+        if call := self._ended.pop(id(job), None):
+            self._forget(job)
             call(job)
 
     def _forget(self, job: Job) -> None:

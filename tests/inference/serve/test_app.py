@@ -11,9 +11,21 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from shardformer.inference.sampling import Sampling, Stops
+from shardformer.inference.scoring import Request, Scorer
 from shardformer.inference.serve.app import PAGE
 from shardformer.inference.serve.jobs import Job, make_jobs
-from tests.inference.serve.http_server import QUEUE, SLOTS, ask, make_service, read_events, running, send, wait_for
+from tests.inference import test_generator
+from tests.inference.serve.http_server import (
+    QUEUE,
+    SIZES,
+    SLOTS,
+    ask,
+    make_service,
+    read_events,
+    running,
+    send,
+    wait_for,
+)
 from tests.surroundings import before_call
 
 DRAWN = {"prompt": "to be", "max_tokens": 24, "temperature": 3.0, "top_p": 0.95, "seed": 5}
@@ -88,6 +100,19 @@ def test_echo_scores_the_prompt(port):
     assert scored["token_logprobs"] == first["token_logprobs"][:4]
     best = max(second["top_logprobs"][-1], key=second["top_logprobs"][-1].get)
     assert best == second["tokens"][-1]
+
+
+def test_scores_are_those_of_the_harness(port):
+    """lm-eval's local-completions reads log-likelihoods from the echo of a prompt."""
+    scorer = Scorer(test_generator.model(**SIZES), 2)
+    requests = [Request([3, 1, 4], [1, 5, 9, 2, 6]), Request([5], [3, 5, 8])]
+    expected = scorer.score(test_generator.parameters(**SIZES), requests)
+    body = {"prompt": [[*ids, *targets] for ids, targets in requests], "max_tokens": 1, "temperature": 0}
+    answer = ask(port, body | {"logprobs": 1, "echo": True})
+    for choice, request, score in zip(answer["choices"], requests, expected, strict=True):
+        values = choice["logprobs"]["token_logprobs"][len(request.context) : -1]
+        assert -sum(values) == pytest.approx(score.nats, rel=1e-6)
+        assert -sum(values[1:]) != pytest.approx(score.nats, rel=1e-2)
 
 
 def test_replies_follow_the_template(service, port):

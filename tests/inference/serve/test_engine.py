@@ -170,6 +170,17 @@ def test_failing_stop_ends_only_its_request(chunked):
     assert len(good.ids) == 3
 
 
+def test_cancelled_job_leaves_an_equal_one_in_the_queue(chunked):
+    own, (weights, _) = chunked
+    first, second = (Job(0, [1], 0, sampling=Sampling(tokens=3), weights=weights) for _ in range(2))
+    own.submit(first)
+    own.submit(second)
+    own.cancel(second)
+    while not own.idle:
+        own.step()
+    assert [len(first.ids), len(second.ids)] == [3, 0]
+
+
 @pytest.mark.parametrize(("prompt", "message"), [([], "no tokens"), ([shared.VOCAB], "outside"), ([-1], "outside")])
 def test_unknown_ids_are_rejected(prompt, message):
     own, weights = engine()
