@@ -169,7 +169,8 @@ def _format_event(event: dict) -> bytes:
 def _describe_model(service: Service, name: str) -> dict:
     model = service.models[name]
     described = {"id": name, "object": "model", "created": model.created, "owned_by": "shardformer"}
-    return described | {"max_model_len": service.seq, "checkpoint": model.weights.name}
+    more = {"max_model_len": service.seq, "checkpoint": model.weights.name, "chat": service.chat is not None}
+    return described | more
 
 
 async def _list_models(service: Service, request: Request) -> Response:
