@@ -87,6 +87,22 @@ def test_a_wrong_import_is_noticed():
     ]
 
 
+def importers_of_server(sources: dict[str, str]) -> list[str]:
+    """Returns the files, besides its own and those of commands, that import the server or its engine."""
+    allowed = ("inference/serve/", "cli/")
+    return [name for name, source in sources.items()
+            if "shardformer.inference.serve" in source and not name.startswith(allowed)]  # fmt: skip
+
+
+def test_only_commands_import_the_server():
+    assert not importers_of_server({str(p.relative_to(PACKAGE)): p.read_text() for p in PACKAGE.rglob("*.py")})
+
+
+def test_import_of_the_server_is_noticed():
+    line = "from shardformer.inference.serve.engine import Engine"
+    assert importers_of_server({"training/loop.py": line, "cli/x.py": line}) == ["training/loop.py"]
+
+
 def repeated_names(paths) -> list[str]:
     names = [path.name for path in paths if not path.name.startswith("__")]
     return sorted({name for name in names if names.count(name) > 1})

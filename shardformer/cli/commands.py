@@ -65,6 +65,13 @@ COMMANDS = {
         ("cli.generate_command:ScoreOptions",),
         'FILE is one document, or .jsonl with a document under "text" in each line.',
     ),
+    "serve": Command(
+        "cli.serve_command:serve",
+        "an OpenAI-compatible endpoint of a run",
+        ("serve RUN [key=value ...]",),
+        ("cli.serve_command:ServeOptions",),
+        "Needs the extra `serve`. A request's tokens are those of `generate` with its seed, alone or among others.",
+    ),
     "harness": Command(
         "cli.harness_command:harness",
         "tasks of lm-evaluation-harness",
@@ -210,7 +217,7 @@ COMMANDS = {
 }
 
 GROUPS = {
-    "Train and use a model": ("train", "eval", "sample", "generate", "score", "harness"),
+    "Train and use a model": ("train", "eval", "sample", "generate", "score", "serve", "harness"),
     "Plan and inspect": ("show", "plan", "memory", "verify", "explain", "learn", "bench"),
     "Compare runs and checkpoints": ("plot", "inspect", "diff"),
     "Data and checkpoints": ("data", "convert"),

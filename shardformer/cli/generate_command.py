@@ -1,12 +1,16 @@
 """`generate`: continuations of the prompts of a file, as JSON lines; `score`: how likely a model finds a text."""
 
 import dataclasses
+import itertools
 import json
 import math
-import sys
 from typing import Any
 
+import jax
+
+from shardformer import storage
 from shardformer.cli.arguments import parse_run_and_options, say
+from shardformer.cli.record_output import RecordOutput
 from shardformer.cli.sample_command import WeightsOptions, check_batch, load_model
 from shardformer.cli.text_options import ChatOptions, TextOptions, open_chat_codec, open_codec
 from shardformer.config import parsing
@@ -18,6 +22,8 @@ from shardformer.inference import Continuation, Generator, Sampling, Stops, scor
 from shardformer.inference.chat_codec import parse_prompt
 from shardformer.inference.prompts import read_documents, read_prompts
 from shardformer.inference.scoring import Score
+from shardformer.inference.serve.engine import Engine
+from shardformer.inference.serve.jobs import make_jobs
 from shardformer.training.run_folder import Run
 
 
@@ -28,7 +34,10 @@ class GenerateOptions(ChatOptions, WeightsOptions, Sampling):
     prompts: str = key("-", "file with a prompt per line, as text or as JSON with a prompt; - reads standard input")
     stop: str = key("", 'end a text before this string; several as a JSON list, such as \'["\\n\\n", "Q:"]\'')
     logprobs: bool = key(False, "write each token's log-probability in nats")
-    batch: int = key(16, "rows that are computed together")
+    batch: int = key(16, "rows that are computed together, also for fewer prompts: with another number a device may "
+                         "round otherwise; 1 is the fastest for one prompt")  # fmt: skip
+    out: str = key("", "file to write instead of standard output; the same command continues a file that is not "
+                       "complete")  # fmt: skip
 
     def __post_init__(self):
         super().__post_init__()
@@ -51,7 +60,7 @@ class ScoreOptions(TextOptions, WeightsOptions):
 
 @processes.ending_all_on_failure()
 def generate(arguments: list[str]) -> None:
-    """Prints one JSON object a line for each sample of each prompt, in order."""
+    """Prints or writes one JSON object a line for each sample of each prompt, in order."""
     folder, options = parse_run_and_options(arguments, GenerateOptions)
     run = Run.open(folder)
     codec = open_codec(run, options)
@@ -60,23 +69,45 @@ def generate(arguments: list[str]) -> None:
     ids = chat.encode_all(list(map(parse_prompt, prompts))) if chat else codec.encode_all(prompts, "prompt")
     if empty := next((i + 1 for i, row in enumerate(ids) if not row), None):
         raise UsageError(f"prompt {empty} is empty: give at least one character")
-    model, params = load_model(run, options)
-    generator = Generator(model)
     ends = () if options.ignore_eos else codec.ends
     stops = chat.make_stops(options.ignore_eos) if chat else Stops(codec.vocabulary, _parse_stops(options.stop), ends)
-    rows = generator.stream(params, ids, options, len(run.vocabulary), stops, batch=options.batch)
-    for i, row in enumerate(rows):
-        number, sample = divmod(i, options.samples)
-        text = chat.read_reply(row.ids) if chat else stops.cut(row.ids)
-        record = {"prompt": prompts[number], "sample": sample} | _describe(text, row)
-        if options.logprobs:
-            record["token_logprobs"] = [round(logprob, 6) for logprob in row.logprobs]
-        say(json.dumps(record, ensure_ascii=not accepts_any_character(sys.stdout)))
+    with _open_output(run, options, prompts) as output:
+        if output.done == len(ids) * options.samples:
+            return
+        model, params = load_model(run, options)
+        if options.out and jax.process_count() > 1:
+            raise UsageError(f"out={options.out} is written by one process, got {jax.process_count()}; leave it out")
+        rows = _continue(model, params, ids, options, len(run.vocabulary), stops, output.done)
+        del params
+        for i, row in enumerate(rows, output.done):
+            number, sample = divmod(i, options.samples)
+            text = chat.read_reply(row.ids) if chat else stops.cut(row.ids)
+            record = {"prompt": prompts[number], "sample": sample} | _describe(text, row)
+            if options.logprobs:
+                record["token_logprobs"] = [round(logprob, 6) for logprob in row.logprobs]
+            output.write(record, len(row.ids))
 
 
-def accepts_any_character(stream) -> bool:
-    """Returns whether the stream is UTF-8, -16 or -32; others would emit escapes that JSON cannot parse."""
-    return (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
+def _open_output(run: Run, options: GenerateOptions, prompts: list[str]) -> RecordOutput:
+    if not options.out:
+        return RecordOutput(None)
+    unread = ("out", "batch", "mesh")
+    settings = {name: value for name, value in dataclasses.asdict(options).items() if name not in unread}
+    settings |= {"run": str(run.out), "step": run.choose_step(options.step, options.ema)}
+    return RecordOutput(storage.on_disk(options.out, "out"), settings, prompts, options.samples)
+
+
+def _continue(model, params, ids, options: GenerateOptions, vocab_size: int, stops: Stops, done: int):
+    """Yields the continuations after the first `done`, by the engine of `serve`, whose bits they have."""
+    if model.config.parallel.cp > 1:  # the engine would read all of a context on each shard
+        generator = Generator(model)
+        rows = generator.stream(params, ids, options, vocab_size, stops, batch=options.batch)
+        yield from itertools.islice(rows, done, None)
+        return
+    engine = Engine(model, options.batch, vocab_size)
+    jobs = make_jobs(ids, options, engine.load(params), stops)
+    del params
+    yield from (job.result() for job in engine.run(itertools.islice(jobs, done, None)))
 
 
 def _parse_stops(text: str) -> list[str]:

@@ -1,5 +1,6 @@
 """Conversations to the ids of a prompt, and generated ids to the reply alone."""
 
+import copy
 import json
 from collections.abc import Sequence
 
@@ -23,6 +24,12 @@ class ChatCodec:
             token, string = _find_end_of_turn(process, vocabulary)
         self.ends = frozenset([*ends, *([] if token is None else [token])])
         self.strings = [*stops, *([string] if token is None and string else [])]
+
+    def with_stops(self, stops: Sequence[str]) -> "ChatCodec":
+        """Returns this codec with further strings that end a reply."""
+        result = copy.copy(self)
+        result.strings = [*stops, *self.strings]
+        return result
 
     def encode_all(self, conversations: Sequence[Conversation]) -> list[list[int]]:
         """Returns the ids of each conversation with the header of the assistant's next turn."""

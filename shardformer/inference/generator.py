@@ -87,9 +87,9 @@ class Generator:
             )
         self.model, self.decoder = model, Decoder(model)
         rows, replicated = model.sharding(ROWS), model.sharding(P())
-        self._to_rows = functools.partial(_place, sharding=rows)
+        self._to_rows = functools.partial(place, sharding=rows)
         unstacked = jax.tree.map(model.sharding, self.decoder.unstacked_specs)
-        self._unstack_layers = programs.jit(functools.partial(_unstack_layers, model.config), out_shardings=unstacked)
+        self._unstack_layers = programs.jit(functools.partial(unstack_layers, model.config), out_shardings=unstacked)
         # Both functions are given the layout: otherwise the second call of one compiles it for the other's layout.
         logits, caches = model.sharding(P("dp", "mp")), model.sharding(self.decoder.cache_spec)
         layout = _Decoding._make((logits, caches, replicated, rows, rows))
@@ -137,17 +137,17 @@ class Generator:
         """
         vocab_size = vocab_size or self.model.config.model.vocab
         contexts = [list(map(int, prompt)) for prompt in prompts]
-        _check_prompts(contexts, vocab_size)
+        check_prompts(contexts, vocab_size)
         parameters = _Parameters(params, self._unstack_layers(params))
         request = _Request(parameters, sampling, vocab_size, stops, watch)
         values = itertools.count()
         pairs = itertools.product(contexts, range(sampling.samples))
-        while rows := [_Row(next(values), *pair) for pair in itertools.islice(pairs, batch)]:
+        while rows := [Row(next(values), *pair) for pair in itertools.islice(pairs, batch)]:
             while any(not row.ended(sampling) for row in rows):
                 self._fill_contexts(request, rows)
             yield from (Continuation(row.ids, row.logprobs, row.stopped) for row in rows)
 
-    def _fill_contexts(self, request: _Request, rows: list["_Row"]) -> None:
+    def _fill_contexts(self, request: _Request, rows: list["Row"]) -> None:
         """Reads every row's context and draws tokens until one context is full or all rows have ended."""
         sampling, seq = request.sampling, self.model.config.model.seq
         for row in rows:
@@ -173,7 +173,7 @@ class Generator:
             if all(row.ended(sampling) for row in rows):
                 return
 
-    def _read_rows(self, request: _Request, rows: list["_Row"], contexts: list[list[int]], length: int):
+    def _read_rows(self, request: _Request, rows: list["Row"], contexts: list[list[int]], length: int):
         """Returns the decoding state after the contexts, each row's sample number and its count of drawn tokens.
 
         length: tokens that the caches must hold.
@@ -227,8 +227,8 @@ class Generator:
         return lax.while_loop(lambda carry: carry[0] < count, draw_one, carry)[1:]
 
 
-@dataclasses.dataclass
-class _Row:
+@dataclasses.dataclass(eq=False)
+class Row:
     """One continuation as it grows."""
 
     number: int  # among all rows of the call
@@ -263,14 +263,14 @@ class _Row:
         return self.ids[before:]
 
 
-def _check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
+def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
     if not all(prompts):
         raise UsageError("a prompt has no tokens; give at least one")
     if not all(0 <= min(prompt) <= max(prompt) < vocab_size for prompt in prompts):
         raise UsageError(f"a prompt has token ids outside 0..{vocab_size - 1}, which the model does not know")
 
 
-def _unstack_layers(config: Config, params):
+def unstack_layers(config: Config, params):
     """Returns the parameters for `Decoder.decode`: each layer's arrays in a list, in the dtype of the products.
 
     From a stacked array XLA would copy each layer's part for every token.
@@ -283,7 +283,7 @@ def _unstack_layers(config: Config, params):
     return map_stacked(unstack, params)
 
 
-def _place(rows: np.ndarray, sharding: jax.NamedSharding) -> jax.Array:
+def place(rows: np.ndarray, sharding: jax.NamedSharding) -> jax.Array:
     """Returns a global array of rows that every process has; device_put would compile a check that they are equal."""
     return jax.make_array_from_callback(rows.shape, sharding, rows.__getitem__)
 

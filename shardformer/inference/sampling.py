@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,14 +57,14 @@ class Sampling:
 class Drawing(NamedTuple):
     """The fields of a `Sampling` on which a draw depends.
 
-    They are arguments of the compiled function, so that other values compile nothing.
+    They are arguments of the compiled function, so that other values compile nothing. Each may be an array [B].
     """
 
-    temperature: np.float32
-    top_k: np.int32
-    top_p: np.float32
-    min_p: np.float32
-    repetition_penalty: np.float32
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    repetition_penalty: Any
 
     @staticmethod
     def from_sampling(sampling: Sampling) -> "Drawing":
@@ -79,13 +79,21 @@ class Drawing(NamedTuple):
 def choose_tokens(logits_BV, key_B, drawing: Drawing, seen_BV=None) -> jax.Array:
     """Returns one id per row, each drawn with its key. A token whose logit is -inf is never drawn.
 
+    drawing: values for all rows, or [B] of each row, which do not change the draws of other rows.
     seen_BV: the tokens that the repetition penalty makes less likely.
     """
+    drawing = Drawing(*(jnp.broadcast_to(value, len(logits_BV))[:, None] for value in drawing))
     if seen_BV is not None:
-        factor = drawing.repetition_penalty
-        penalised_BV = jnp.where(logits_BV > 0, logits_BV / factor, logits_BV * factor)
+        factor_B1 = drawing.repetition_penalty
+        penalised_BV = jnp.where(logits_BV > 0, logits_BV / factor_B1, logits_BV * factor_B1)
         logits_BV = jnp.where(seen_BV, penalised_BV, logits_BV)
-    return lax.cond(drawing.temperature == 0, lambda: find_largest(logits_BV), lambda: _draw(logits_BV, key_B, drawing))
+    greedy_B1 = drawing.temperature == 0
+
+    def draw():
+        rules = drawing._replace(temperature=jnp.where(greedy_B1, 1, drawing.temperature))
+        return jnp.where(greedy_B1[:, 0], find_largest(logits_BV), _draw(logits_BV, key_B, rules))
+
+    return lax.cond(greedy_B1.all(), lambda: find_largest(logits_BV), draw)
 
 
 def find_largest(x_BV) -> jax.Array:
@@ -101,14 +109,16 @@ def _draw(logits_BV, key_B, drawing: Drawing) -> jax.Array:
     logits_BV = (logits_BV - logits_BV.max(-1, keepdims=True)) / drawing.temperature
 
     def keep_top_k():
-        return _keep_most_likely(logits_BV, jnp.isfinite(logits_BV).astype(jnp.float32), drawing.top_k)
+        kept_BV = _keep_most_likely(logits_BV, jnp.isfinite(logits_BV).astype(jnp.float32), drawing.top_k)
+        return jnp.where(drawing.top_k > 0, kept_BV, logits_BV)
 
-    logits_BV = lax.cond(drawing.top_k > 0, keep_top_k, lambda: logits_BV)
+    logits_BV = lax.cond((drawing.top_k > 0).any(), keep_top_k, lambda: logits_BV)
 
     def keep_top_p():
-        return _keep_most_likely(logits_BV, jax.nn.softmax(logits_BV, axis=-1), drawing.top_p)
+        kept_BV = _keep_most_likely(logits_BV, jax.nn.softmax(logits_BV, axis=-1), drawing.top_p)
+        return jnp.where(drawing.top_p < 1, kept_BV, logits_BV)
 
-    logits_BV = lax.cond(drawing.top_p < 1, keep_top_p, lambda: logits_BV)
+    logits_BV = lax.cond((drawing.top_p < 1).any(), keep_top_p, lambda: logits_BV)
     logits_BV = jnp.where(logits_BV >= jnp.log(drawing.min_p), logits_BV, -jnp.inf)
     noise_BV = jax.vmap(lambda key: jax.random.gumbel(key, logits_BV.shape[1:]))(key_B)
     return find_largest(logits_BV + noise_BV)  # equals jax.random.categorical

@@ -41,7 +41,8 @@ class AttentionOptions(NamedTuple):
     window: Array | int | None = None  # tokens in range, the query's included; None: all
     dropout: Any = None  # the masks of the weights: a `Dropout`
     rotary_factor: Array | float = 1.0  # of rotated queries and keys
-    slot: Array | int = 0  # number of a new token; its slot in a cache of S slots is slot % S
+    slot: Array | int = 0  # number of the first new token; its slot in a cache of S slots is slot % S
+    stored: Array | None = None  # new tokens that are stored, the others are padding; None: there is one, not padded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,25 +60,37 @@ class Attention:
         raise NotImplementedError
 
     def attend_to_cache(
-        self, q_B1hK: Array, k_B1gK: Array, v_B1gK: Array, cache: Cache, options: AttentionOptions
+        self, q_BThK: Array, k_BTgK: Array, v_BTgK: Array, cache: Cache, options: AttentionOptions
     ) -> tuple[Array, Cache]:
-        """Returns weighted values_B1hK for one new token of each row, and the cache with the token in it."""
-        B, g, S, K = cache.k_BhSK.shape
+        """Returns weighted values_BThK for the new tokens of each row, and the cache with these tokens in it."""
+        (T, h), (B, g, S, K) = q_BThK.shape[1:3], cache.k_BhSK.shape
         total = self.rows_of(S)
-        slot = options.slot % total
-        k_BgSK, v_BgSK = cache = Cache(self.put(cache.k_BhSK, k_B1gK, slot), self.put(cache.v_BhSK, v_B1gK, slot))
-        distance_S = (options.slot - self.local_slots(S)) % total  # of each slot from the new token
-        q_BgrK = q_B1hK.reshape(B, g, -1, K)
-        logits_BgrS = jnp.einsum("bgrk,bgsk->bgrs", q_BgrK, k_BgSK, preferred_element_type=jnp.float32)
-        logits_BgrS = logits_BgrS * np.float32(1 / math.sqrt(K))
+        v_BgSK = self.store(cache.v_BhSK, v_BTgK, options)
+        k_BgSK, _ = cache = Cache(self.store(cache.k_BhSK, k_BTgK, options), v_BgSK)
+        slot_T = options.slot + jnp.arange(T)
+        distance_TS = (slot_T[:, None] - self.local_slots(S)[None]) % total  # of each slot from each new token
+        q_BgqK = jnp.moveaxis(q_BThK.reshape(B, T, g, h // g, K), 1, 3).reshape(B, g, -1, K)
+        logits_BgqS = jnp.einsum("bgqk,bgsk->bgqs", q_BgqK, k_BgSK, preferred_element_type=jnp.float32)
+        logits_BhTS = (logits_BgqS * np.float32(1 / math.sqrt(K))).reshape(B, h, T, S)
         if options.bias is not None:
-            logits_BgrS = logits_BgrS + options.bias[:, distance_S].reshape(1, g, -1, S)
-        logits_BgrS = soft_cap(logits_BgrS, options.cap)
-        visible_S = distance_S <= options.position_T  # the other slots are empty
+            logits_BhTS = logits_BhTS + options.bias[:, distance_TS][None]
+        logits_BhTS = soft_cap(logits_BhTS, options.cap)
+        visible_TS = distance_TS <= options.position_T[:, None]  # the other slots are empty
         if options.window is not None:
-            visible_S &= distance_S < options.window
-        logits_BgrS = jnp.where(visible_S[None, None, None], logits_BgrS, -1e30)
-        return self.weigh_values(logits_BgrS, v_BgSK).reshape(q_B1hK.shape), cache
+            visible_TS &= distance_TS < options.window
+        logits_BhTS = jnp.where(visible_TS[None, None], logits_BhTS, -1e30)
+        values_BgqK = self.weigh_values(logits_BhTS.reshape(B, g, -1, S), v_BgSK)
+        return jnp.moveaxis(values_BgqK.reshape(B, h, T, K), 1, 2), cache
+
+    def store(self, cached_BgSK: Array, new_BTgK: Array, options: AttentionOptions) -> Array:
+        """Returns a cache with the heads of the new tokens in it, from the slot of the first on."""
+        S, T = cached_BgSK.shape[SLOTS], new_BTgK.shape[1]
+        total = self.rows_of(S)
+        if options.stored is None:
+            return self.put(cached_BgSK, new_BTgK, options.slot % total)
+        number_S = (self.local_slots(S) - options.slot) % total  # of the new token that belongs into each slot
+        new_BgSK = jnp.take(jnp.swapaxes(new_BTgK, 1, 2), jnp.minimum(number_S, T - 1), axis=SLOTS)
+        return jnp.where((number_S < options.stored)[None, None, :, None], new_BgSK, cached_BgSK)
 
     # The tokens of complete rows: `SplitContext` replaces these.
 

@@ -1,8 +1,11 @@
 """The model's forward passes for generation: logits, and caches of keys and values. Global view."""
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from shardformer.layout import resolve
@@ -19,6 +22,8 @@ class Decoder:
         self.model = model
         # A layer's keys or values [B, H, S, K]: rows split over dp, heads over mp, slots over cp.
         self.cache_spec = P("dp", "mp", "cp" if config.parallel.cp > 1 else None, None)
+        # Shards share a head if there are few.
+        self.cached_heads = max(config.model.key_value_heads, config.parallel.mp)
         self.unstacked_specs = map_stacked(lambda name, spec: [P(*spec[1:])] * len(config.layers_of(name)), model.specs)
         any_length = config.without_gradients().replace(sequence_parallel=False)
         layout = dataclasses.replace(resolve(any_length), replicas=model.replicas.for_forward_pass())
@@ -74,3 +79,55 @@ class Decoder:
         in_specs = self.unstacked_specs, ROWS, ROWS, self.cache_spec, P()
         out_specs = P("dp", "mp"), self.cache_spec
         return self.model.shard_map(body, in_specs, out_specs)(unstacked, token, positions, caches, slot)
+
+    def decode_apart(self, unstacked, token, positions, caches):
+        """Returns `decode`'s results for rows whose new tokens are stored in the slot of their position."""
+
+        def body(unstacked, token_B, position_B, caches):
+            def one(token, position, caches):
+                caches = jax.tree.map(lambda x_hSK: x_hSK[None], caches)
+                logits_1v, caches = self._token_shard.decode(unstacked, token[None], position, caches, position)
+                return logits_1v[0], jax.tree.map(lambda x_1hSK: x_1hSK[0], caches)
+
+            return jax.vmap(one)(token_B, position_B, caches)
+
+        in_specs, out_specs = (self.unstacked_specs, ROWS, ROWS, self.cache_spec), (P("dp", "mp"), self.cache_spec)
+        return self.model.shard_map(body, in_specs, out_specs)(unstacked, token, positions, caches)
+
+    def extend(self, unstacked, chunk: "Chunk", logits, caches):
+        """Returns logits [B, V] and the caches after a chunk of tokens of one row of each shard of dp."""
+
+        def body(unstacked, chunk, logits_BV, caches):
+            row, position, count, length = (x_D[0] for x_D in (chunk.row, chunk.position, chunk.count, chunk.length))
+            local = jax.tree.map(lambda x_BhSK: lax.dynamic_slice_in_dim(x_BhSK, row, 1), caches)
+            last_1V, local = self._shard.extend(unstacked, chunk.tokens, position, local, count, length)
+            last_1V = jnp.where(count > 0, last_1V, lax.dynamic_slice_in_dim(logits_BV, row, 1))
+            caches = jax.tree.map(lambda x, x_1: lax.dynamic_update_slice_in_dim(x, x_1, row, axis=0), caches, local)
+            return lax.dynamic_update_slice_in_dim(logits_BV, last_1V, row, axis=0), caches
+
+        results = P("dp", "mp"), self.cache_spec
+        in_specs = self.unstacked_specs, Chunk(*[ROWS] * 5), *results
+        return self.model.shard_map(body, in_specs, results)(unstacked, chunk, logits, caches)
+
+    def extend_with_logits(self, unstacked, chunk: "Chunk", caches):
+        """Returns logits [D, C, V] after each token of a chunk, and the caches, as `extend` does."""
+
+        def body(unstacked, chunk, caches):
+            row, position, count, length = (x_D[0] for x_D in (chunk.row, chunk.position, chunk.count, chunk.length))
+            local = jax.tree.map(lambda x_BhSK: lax.dynamic_slice_in_dim(x_BhSK, row, 1), caches)
+            logits_1CV, local = self._shard.extend_with_logits(unstacked, chunk.tokens, position, local, count, length)
+            caches = jax.tree.map(lambda x, x_1: lax.dynamic_update_slice_in_dim(x, x_1, row, axis=0), caches, local)
+            return logits_1CV, caches
+
+        in_specs = self.unstacked_specs, Chunk(*[ROWS] * 5), self.cache_spec
+        return self.model.shard_map(body, in_specs, (P("dp", None, "mp"), self.cache_spec))(unstacked, chunk, caches)
+
+
+class Chunk(NamedTuple):
+    """Consecutive tokens of one row of each of D shards of dp."""
+
+    tokens: Any  # [D, C]
+    row: Any  # [D]: the row's index among those of its shard
+    position: Any  # [D]: of the first token
+    count: Any  # [D]: tokens that are not padding; 0: this shard has nothing to do
+    length: Any  # [D]: tokens of the row's context

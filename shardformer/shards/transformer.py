@@ -123,25 +123,50 @@ class CausalTransformerShard:
 
         Each parameter of the layers is a list. Unrolled layers let XLA update the caches in place.
         """
+        outside, x_B1D, caches = self._extend(params, token_B[:, None], position, caches, slot, None, position + 1)
+        return self._project(outside, x_B1D)[:, 0], caches
+
+    def extend(
+        self, params: dict, token_BT: Array, position: Array, caches: list[Cache], count: Array, length: Array
+    ) -> tuple[Array, list[Cache]]:
+        """Returns logits_Bv after the first `count` of these tokens, and the caches with them; others are padding.
+
+        `position`, also the first token's slot, counts the tokens before these. `length` counts all of the context.
+        """
+        outside, x_BTD, caches = self._extend(params, token_BT, position, caches, position, count, length)
+        last_B1D = lax.dynamic_slice_in_dim(x_BTD, count - 1, 1, axis=1)
+        return self._project(outside, last_B1D)[:, 0], caches
+
+    def extend_with_logits(
+        self, params: dict, token_BT: Array, position: Array, caches: list[Cache], count: Array, length: Array
+    ) -> tuple[Array, list[Cache]]:
+        """Returns logits_BTv after each of these tokens, and the caches with the first `count`, as `extend` does."""
+        outside, x_BTD, caches = self._extend(params, token_BT, position, caches, position, count, length)
+        return self._project(outside, x_BTD), caches
+
+    def _extend(self, params, token_BT, position, caches, slot, count, length):
+        """Returns the parameters outside the layers, x_BTD of the new tokens, and the caches with them."""
         outside, per_layer = self._gather_outside(params)
-        position_T, attention = position + jnp.arange(1), self.layout.attention
+        position_T, attention = position + jnp.arange(token_BT.shape[1]), self.layout.attention
+        if count is not None:  # padding may be behind the last position
+            position_T = jnp.minimum(position_T, self.config.model.seq - 1)
         bias = None
         if self.config.model.biased_by_distance:
             longest = max(cache.k_BhSK.shape[2] for cache in caches)
             bias = self._bias_by_distance(outside, attention.rows_of(longest))
-        options = self._options(position_T, bias=bias, slot=slot)
+        options = self._options(position_T, bias=bias, slot=slot, stored=count)
         if self.config.model.longest_short_row:
-            options = choose_by_length(options, position + 1, self.config)
+            options = choose_by_length(options, length, self.config)
 
-        def layer(x_B1D, inputs):
+        def layer(x_BTD, inputs):
             stored, cache, index = inputs
-            return self._apply(self.layout, stored, index, x_B1D, options, cache=cache)[:2]
+            return self._apply(self.layout, stored, index, x_BTD, options, cache=cache)[:2]
 
-        x_B1D = self._embed(outside, token_B[:, None], position_T[None])
+        x_BTD = self._embed(outside, token_BT, position_T[None])
         inputs = per_layer, caches, list(range(self.config.stage_layers))
         split = self._mixed.unstack if self._mixed else unstack
-        x_B1D, caches = run_in_order([layer], split(inputs, self.config.stage_layers), x_B1D)
-        return self._project(outside, x_B1D)[:, 0], caches
+        x_BTD, caches = run_in_order([layer], split(inputs, self.config.stage_layers), x_BTD)
+        return outside, x_BTD, caches
 
     def _forward(self, params, tokens_BT, dropout=None, documents_BT=None):
         """Returns the parameters outside the layers, x_BTD after all layers, and the records of the layers."""

@@ -6,12 +6,15 @@ import json
 import pytest
 
 from shardformer.__main__ import main
-from shardformer.cli import generate_command
+from shardformer.cli import record_output
+from shardformer.cli.record_output import RecordOutput
 from shardformer.cli.text_options import TextOptions, open_codec
+from shardformer.errors import RunError
 from shardformer.inference import prompts
 from shardformer.training.run_folder import Run
 from tests import runs
 from tests.inference import lm_eval_kinds
+from tests.surroundings import before_call
 
 USAGE = 2
 
@@ -53,6 +56,41 @@ def test_a_text_ends_before_its_stop_string(run, tmp_path, capsys):
     assert row["text"] == free["text"][: free["text"].find(stop)]
     assert row["finish"] == "stop"
     assert row["tokens"] == free["text"].find(stop) + 2
+
+
+def test_file_of_texts_is_continued(run, tmp_path, capsys, monkeypatch):
+    prompts, out = tmp_path / "prompts", tmp_path / "texts.jsonl"
+    prompts.write_text("The\nFrom\nthe\n")
+    words = ["generate", str(run), f"prompts={prompts}", "tokens=6", "samples=2", "batch=2", f"out={out}"]
+    assert main(words) == 0
+    assert "6 of 6 texts" in capsys.readouterr().out
+    complete = out.read_bytes()
+    assert [json.loads(line)["prompt"] for line in complete.splitlines()] == [
+        "The",
+        "The",
+        "From",
+        "From",
+        "the",
+        "the",
+    ]
+    assert main(words) == USAGE
+    assert "name another file" in capsys.readouterr().err
+    out.unlink()
+
+    def stop_after_three(output, *_):
+        if output.done == 3:
+            raise RunError("stopped")
+
+    with monkeypatch.context() as patch:
+        before_call(patch, RecordOutput, "write", stop_after_three)
+        assert main(words) == 1
+    out.write_bytes(out.read_bytes() + b'{"prompt": "Fr')  # as a killed process leaves it
+    assert out.read_bytes().count(b"\n") == 3
+    assert main([*words, "seed=1"]) == USAGE
+    assert "was begun with seed=0, got 1" in capsys.readouterr().err
+    assert main(words) == 0
+    assert out.read_bytes() == complete
+    assert [path.name for path in tmp_path.iterdir() if "settings" in path.name] == []
 
 
 def test_score_adds_up(run, tmp_path, capsys):
@@ -109,8 +147,8 @@ def test_json_is_escaped_for_other_encodings():
     """Python's escape of a letter that latin-1 lacks is not valid JSON."""
     for encoding, any_character in (("utf-8", True), ("latin-1", False), ("ascii", False)):
         stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-        assert generate_command.accepts_any_character(stream) == any_character
-    assert generate_command.accepts_any_character(io.StringIO())
+        assert record_output.accepts_any_character(stream) == any_character
+    assert record_output.accepts_any_character(io.StringIO())
 
 
 def test_line_ends_of_a_text_are_kept(tmp_path):

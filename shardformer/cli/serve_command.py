@@ -1,0 +1,185 @@
+"""`serve`: an OpenAI-compatible endpoint of a run, whose answers are those of `generate`."""
+
+import dataclasses
+import importlib.util
+import logging
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+
+from shardformer import checkpoint
+from shardformer.cli.arguments import parse_run_and_options, run_folder, say
+from shardformer.cli.sample_command import WeightsOptions, check_batch, load_model
+from shardformer.cli.served_runs import ServedRun
+from shardformer.cli.text_options import TextOptions, open_codec
+from shardformer.config.keys import check_value, key
+from shardformer.config.parsing import parse_mesh
+from shardformer.convert.hf import TOKENIZER_FOLDER
+from shardformer.data.chat.chat_format import read_format
+from shardformer.errors import UsageError
+from shardformer.inference.chat_codec import ChatCodec
+from shardformer.inference.text_codec import TextCodec
+from shardformer.training.checkpoint_progress import read_progress
+from shardformer.training.run_folder import Run
+
+if TYPE_CHECKING:
+    from shardformer.inference.serve.service import Service
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeOptions(TextOptions, WeightsOptions):
+    """The server and the checkpoint."""
+
+    host: str = key("127.0.0.1", "address to listen on; 0.0.0.0 admits other machines")
+    port: int = key(8000, "port to listen on; 0 takes a free one")
+    api_key: str = key("", "key that requests must send, as Authorization: Bearer KEY; a server on another address "
+                           "than this machine's own needs one")  # fmt: skip
+    batch: int = key(16, "rows that are computed together; with the same batch, `generate` gives the same bits")
+    queue: int = key(256, "continuations that may wait for a row; more are rejected with status 429")
+    timeout: float = key(600.0, "seconds of one request, after which it ends with status 504")
+    models: str = key(
+        "",
+        "further runs as NAME=RUN,..., which requests choose by the field model; each has the model keys of RUN, such "
+        "as adapters of one base, whose equal arrays are stored once",
+    )
+    name: str = key("", "name of the model in requests; by default that of the run's folder")
+    reload: Literal["none", "auto"] = key(
+        "none", "auto: serve the newest checkpoint of a run, and take each newer one without dropping a request"
+    )
+
+    def __post_init__(self):
+        self.check_text_options()
+        check_batch(self.batch)
+        for field in dataclasses.fields(ServeOptions):
+            if field.name == "reload":
+                check_value(field, self.reload)
+        if not 0 <= self.port < 65536:
+            raise UsageError(f"port must be in 0..65535, got {self.port}")
+        if self.queue < 0 or not 0 < self.timeout < float("inf"):
+            raise UsageError(f"queue must be 0 or more and timeout above 0, got {self.queue} and {self.timeout}")
+        if self.reload == "auto" and self.step:
+            raise UsageError(f"reload=auto serves the newest checkpoint, but step={self.step} names one; leave one out")
+        if self.host not in LOOPBACK and not self.api_key:
+            raise UsageError(f"host={self.host} admits other machines and needs a key; give api_key=KEY")
+
+
+def serve(arguments: list[str]) -> None:
+    """Serves a run until Ctrl-C or SIGTERM."""
+    folder, options = parse_run_and_options(arguments, ServeOptions)
+    if missing := [name for name in ("starlette", "uvicorn") if not importlib.util.find_spec(name)]:
+        raise UsageError(f"serve needs the package {missing[0]}; install it: pip install 'shardformer[serve]'")
+    run = Run.open(folder)
+    with _listen(options) as listener:
+        from shardformer.inference.serve.app import make_app
+
+        service, models = build_service(run, options)
+        if jax.process_count() > 1:
+            raise UsageError(f"serve runs in one process, got {jax.process_count()}; start it on one host")
+        service.thread.start()
+        if options.reload == "auto":
+            threading.Thread(target=models[0].follow, name="reload", daemon=True).start()
+        _announce(listener, options, service)
+        _run_server(make_app(service), listener)
+        service.thread.stop()
+
+
+def build_service(run: Run, options: ServeOptions) -> tuple["Service", list["ServedRun"]]:
+    """Returns the service of a run, whose engine has compiled, and the runs that it serves."""
+    from shardformer.inference.serve.engine import Engine
+    from shardformer.inference.serve.engine_thread import EngineThread
+    from shardformer.inference.serve.jobs import Job
+    from shardformer.inference.serve.server_metrics import ServerMetrics
+    from shardformer.inference.serve.service import Limits, Service
+
+    others = [_open_other(run, word) for word in filter(None, options.models.split(","))]
+    codec, step = open_codec(run, options), options.step
+    chat = _open_chat(run, codec)
+    if options.reload == "auto":
+        step = _find_newest(run)
+    _check_mesh(options)
+    model, params = load_model(run, dataclasses.replace(options, reload="none", step=step))
+    engine = Engine(model, options.batch, len(run.vocabulary))
+    step = run.choose_step(step, options.ema)
+    thread = EngineThread(engine, ServerMetrics(), options.queue)
+    first = ServedRun.load(run, options.name or run.out.name, thread, model, params, step, options.ema)
+    del params
+    list(engine.run([Job(0, [codec.prefix], 0, weights=first.served.weights)]))  # compiles
+    served = [first, *(first.add(name, other) for name, other in others)]
+    limits = Limits(seconds=options.timeout)
+    service = Service(thread, [one.served for one in served], codec, chat, options.api_key, limits)
+    return service, served
+
+
+def _check_mesh(options: ServeOptions) -> None:
+    if options.mesh != "auto" and (cp := parse_mesh(options.mesh).cp) > 1:
+        raise UsageError(
+            f"mesh={options.mesh} splits contexts over cp={cp}, which serve does not; give mesh=DPxMP, or use generate"
+        )
+
+
+def _find_newest(run: Run) -> int:
+    """Returns the newest checkpoint whose manifest and documents can be read; 0 if there is none."""
+    for step in reversed(checkpoint.list_steps(run.out)):
+        try:
+            read_progress(checkpoint.step_folder(run.out, step))
+            return step
+        except checkpoint.Damaged as error:
+            print(f"{error}; an older checkpoint is served", file=sys.stderr, flush=True)
+    return 0
+
+
+def _open_chat(run: Run, codec: TextCodec) -> ChatCodec | None:
+    """Returns the codec of the run's chat template; None without one."""
+    format = run.vocabulary.chat or read_format(Path(run.stored) / TOKENIZER_FOLDER)
+    return ChatCodec(run.vocabulary, format, sorted(codec.ends)) if format else None
+
+
+def _open_other(run: Run, word: str) -> tuple[str, Run]:
+    """Returns the name and the run of one entry of models=; raises UsageError for another architecture."""
+    name, _, folder = word.rpartition("=")
+    other = Run.open(run_folder(folder))
+    for group in ("model", "lora", "experts"):
+        if getattr(run.config, group) != getattr(other.config, group):
+            raise UsageError(f"models={folder} differs from {run.out} in keys of its {group}; serve it by itself")
+    if other.vocabulary != run.vocabulary:
+        raise UsageError(f"models={folder} has another vocabulary than {run.out}; serve it by itself")
+    return name or other.out.name, other
+
+
+def _listen(options: ServeOptions) -> socket.socket:
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    try:
+        return socket.create_server((options.host, options.port), family=family, backlog=2048)
+    except OSError as error:
+        raise UsageError(
+            f"host={options.host} port={options.port} cannot be listened on ({error.strerror}); give another port="
+        ) from None
+
+
+def _announce(listener: socket.socket, options: ServeOptions, service: "Service") -> None:
+    """Prints the address and how to call it."""
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    address = f"http://{host}:{listener.getsockname()[1]}"
+    key_header = "-H 'Authorization: Bearer KEY' " if options.api_key else ""
+    path, field = "completions", '"prompt": "The"'
+    if service.chat:
+        path, field = "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
+    say(f"{', '.join(service.models)} at {address}; a page to try it at {address}/")
+    body = f"-H 'Content-Type: application/json' -d '{{{field}, \"max_tokens\": {min(20, service.seq // 2)}}}'"
+    say(f"curl {address}/v1/{path} {key_header}{body}")
+
+
+def _run_server(app: Any, listener: socket.socket) -> None:
+    import uvicorn
+
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, timeout_graceful_shutdown=5, ws="none", server_header=False
+    )
+    uvicorn.Server(config).run(sockets=[listener])

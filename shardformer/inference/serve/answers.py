@@ -1,0 +1,152 @@
+"""The tokens of jobs as OpenAI's objects: choices, log-probabilities, usage and events of a stream."""
+
+import dataclasses
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shardformer.data import Vocabulary
+from shardformer.inference.serve.jobs import Job, Tokens, Top
+from shardformer.inference.serve.request_fields import Fields
+from shardformer.inference.serve.text_stream import INCOMPLETE, TextStream
+
+
+@dataclasses.dataclass(eq=False)
+class Choice:
+    """One continuation of a request."""
+
+    job: Job
+    stream: TextStream
+    cut: Callable[..., str]
+    prompt: str = ""  # what echo returns before the text
+    offset: int = 0  # characters of the tokens that were described
+
+
+class Answer:
+    """The objects of one request. `tops` of the drawn tokens are collected as they come."""
+
+    def __init__(self, fields: Fields, model: str, vocabulary: Vocabulary, choices: Sequence[Choice], chat: bool):
+        self.fields, self.choices, self.chat, self._vocabulary = fields, choices, chat, vocabulary
+        kind = "chat.completion" if chat else "text_completion"
+        self._kind, self._event_kind = kind, f"{kind}.chunk" if chat else kind
+        self._common = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+            "seed": fields.sampling.seed,  # repeats the request's draws
+        }
+        self._tops: dict[int, list[Top]] = {index: [] for index in range(len(choices))}
+
+    def add(self, index: int, tokens: Tokens) -> None:
+        """Collects new tokens of a choice for `as_object`."""
+        self._tops[index] += tokens.tops
+
+    def as_object(self) -> dict[str, Any]:
+        """Returns the complete answer."""
+        choices = []
+        for index, choice in enumerate(self.choices):
+            job = choice.job
+            text = choice.prompt + (choice.cut(job.ids) if job.draws else "")
+            content: dict[str, Any] = {"text": text}
+            if self.chat:
+                content = {"message": {"role": "assistant", "content": text}}
+            tokens = Tokens(job.ids, job.logprobs, self._tops[index])
+            choices.append(content | self._end(index, tokens, job, with_prompt=True))
+        return self._common | {"object": self._kind, "choices": choices, "usage": self.usage()}
+
+    def first_events(self) -> list[dict[str, Any]]:
+        """Returns the events before the first token: the role of a reply, or the prompt that echo repeats."""
+        deltas: list[dict[str, Any]]
+        if self.chat:
+            deltas = [{"delta": {"role": "assistant", "content": ""}} for _ in self.choices]
+        elif self.fields.echo:
+            deltas = [{"text": choice.prompt} for choice in self.choices]
+        else:
+            return []
+        return [self._event({"index": i, **delta, "logprobs": None, "finish_reason": None})
+                for i, delta in enumerate(deltas)]  # fmt: skip
+
+    def event(self, index: int, tokens: Tokens) -> dict[str, Any] | None:
+        """Returns the event of new tokens; None if there is nothing to send yet."""
+        text = self.choices[index].stream.push(tokens.ids)
+        if not text and not self.fields.logprobs:
+            return None
+        delta: dict[str, Any] = {"delta": {"content": text}} if self.chat else {"text": text}
+        logprobs = self._describe(index, tokens, with_prompt=False)
+        return self._event({"index": index, **delta, "logprobs": logprobs, "finish_reason": None})
+
+    def last_event(self, index: int) -> dict[str, Any]:
+        """Returns the event with the rest of a choice's text and why it ended."""
+        text = self.choices[index].stream.finish()
+        delta: dict[str, Any] = {"delta": {"content": text} if text else {}} if self.chat else {"text": text}
+        reason = self._reason(self.choices[index].job)
+        return self._event({"index": index, **delta, "logprobs": None, "finish_reason": reason})
+
+    def usage_event(self) -> dict[str, Any]:
+        return self._common | {"object": self._event_kind, "choices": [], "usage": self.usage()}
+
+    def usage(self) -> dict[str, int]:
+        prompts = {id(choice.job.prompt): len(choice.job.prompt) for choice in self.choices}  # samples share theirs
+        counts = sum(prompts.values()), sum(len(choice.job.ids) for choice in self.choices)
+        return {"prompt_tokens": counts[0], "completion_tokens": counts[1], "total_tokens": sum(counts)}
+
+    def _event(self, choice: dict[str, Any]) -> dict[str, Any]:
+        return self._common | {"object": self._event_kind, "choices": [choice]}
+
+    def _end(self, index: int, tokens: Tokens, job: Job, with_prompt: bool) -> dict[str, Any]:
+        logprobs = self._describe(index, tokens, with_prompt)
+        return {"index": index, "logprobs": logprobs, "finish_reason": self._reason(job)}
+
+    @staticmethod
+    def _reason(job: Job) -> str:
+        return "stop" if job.stopped else "length"
+
+    def _describe(self, index: int, tokens: Tokens, with_prompt: bool) -> dict[str, Any] | None:
+        """Returns the log-probabilities of tokens, for echo after those of the prompt."""
+        if not self.fields.logprobs:
+            return None
+        if self.chat:
+            return {"content": [self._describe_token(*parts) for parts in zip(*tokens, strict=True)], "refusal": None}
+        choice, job = self.choices[index], self.choices[index].job
+        ids, logprobs, tops = tokens
+        values: list[float | None] = list(logprobs)
+        listed: list[Top | None] = list(tops)
+        if with_prompt and job.scores_prompt:
+            ids = [*job.prompt, *ids]
+            values = [None, *(score for score, _ in job.prompt_scores), *values]
+            listed = [None, *(top for _, top in job.prompt_scores), *listed]
+        strings, offsets = [self.spell(token) for token in ids], []
+        for token in ids:
+            offsets.append(choice.offset)
+            choice.offset += len(self._vocabulary.decode([token]))
+        top_logprobs = [
+            None if top is None or value is None else self._list_top(top, token, value)
+            for top, token, value in zip(listed, ids, values, strict=True)
+        ]
+        return {
+            "tokens": strings,
+            "token_logprobs": values,
+            "top_logprobs": top_logprobs if self.fields.top else None,
+            "text_offset": offsets,
+        }
+
+    def _list_top(self, top: Top, token: int, logprob: float) -> dict[str, float]:
+        """Returns the most likely tokens by their text, the drawn one among them."""
+        result: dict[str, float] = {}
+        for other, value in [*top, (token, logprob)]:
+            result.setdefault(self.spell(other), value)
+        return result
+
+    def _describe_token(self, token: int, logprob: float, top: Top) -> dict[str, Any]:
+        return self._entry(token, logprob) | {"top_logprobs": [self._entry(*pair) for pair in top]}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self.spell(token)
+        known = INCOMPLETE not in self._vocabulary.decode([token])
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace")) if known else None}
+
+    def spell(self, token: int) -> str:
+        """Returns a token's text; token_id:N for a token that is a part of a character."""
+        text = self._vocabulary.decode([token])
+        return f"token_id:{token}" if INCOMPLETE in text else text

@@ -1,0 +1,203 @@
+"""The endpoints: OpenAI's completions and chats, models, health, metrics, and a page to try the model."""
+
+import asyncio
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from shardformer.inference.serve.api_errors import ApiError
+from shardformer.inference.serve.json_responses import JsonResponse, answer_error, encode_json
+from shardformer.inference.serve.request_fields import parse_body
+from shardformer.inference.serve.service import Exchange, Service
+
+PAGE = Path(__file__).with_name("page.html")
+# The page loads nothing and sends nothing to others, and no other page may show it.
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
+CLIENT_GONE = 499  # counted in the metrics
+Handler = Callable[[Service, Request], Awaitable[Response]]
+
+
+def make_app(service: Service) -> Starlette:
+    """Returns the ASGI application of a service."""
+    routes = [
+        Route("/v1/completions", _guard(service, _complete), methods=["POST"]),
+        Route("/v1/chat/completions", _guard(service, _chat), methods=["POST"]),
+        Route("/v1/models", _guard(service, _list_models)),
+        Route("/v1/models/{name:path}", _guard(service, _show_model)),
+        Route("/metrics", _guard(service, _show_metrics)),
+        Route("/health", _guard(service, _check_health, is_open=True)),
+        Route("/", _guard(service, _show_page, is_open=True)),
+    ]
+
+    async def explain(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return answer_error(ApiError(error.status_code, f"{error.detail}; see /v1/models", code="not_found"))
+
+    return Starlette(routes=routes, exception_handlers={404: explain, 405: explain})
+
+
+def _guard(service: Service, handler: Handler, is_open: bool = False) -> Callable[[Request], Awaitable[Response]]:
+    """Returns an endpoint that checks the key, counts the request and answers errors as JSON."""
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            if not is_open:
+                _check_key(service, request)
+            response = await handler(service, request)
+        except ApiError as error:
+            response = answer_error(error)
+        except ClientDisconnect:  # nobody receives the answer
+            response = Response(status_code=CLIENT_GONE)
+        service.metrics.count_request(request.scope["route"].path, response.status_code)
+        return response
+
+    return endpoint
+
+
+def _check_key(service: Service, request: Request) -> None:
+    given = request.headers.get("authorization", "").partition("Bearer ")[2]
+    if service.api_key and not hmac.compare_digest(given.encode(), service.api_key.encode()):
+        what = "a wrong key" if given else "no key"
+        raise ApiError(
+            401, f"the request has {what}; send the header Authorization: Bearer KEY", code="invalid_api_key"
+        )
+
+
+async def _read_body(service: Service, request: Request) -> bytes:
+    """Returns the body; few are read at once, so that large ones need bounded memory."""
+    limit, content = service.limits.body_bytes, bytearray()
+    # A page of another site can send any other type without asking first, a browser would let it use this server.
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(400, "the content type is not application/json; send the header Content-Type: application/json")
+    declared = request.headers.get("content-length", "0")
+    too_large = ApiError(413, f"the body has more than {limit:,} bytes; send less at once", code="body_too_large")
+    if declared.isdecimal() and int(declared) > limit:
+        raise too_large
+    try:
+        async with asyncio.timeout(service.limits.body_seconds), service.reading:
+            async for part in request.stream():
+                content += part
+                if len(content) > limit:
+                    raise too_large
+    except TimeoutError:
+        raise ApiError(408, "the body did not arrive in time; send it again") from None
+    return bytes(content)
+
+
+async def _complete(service: Service, request: Request) -> Response:
+    return await _answer(service, request, chat=False)
+
+
+async def _chat(service: Service, request: Request) -> Response:
+    return await _answer(service, request, chat=True)
+
+
+async def _answer(service: Service, request: Request, chat: bool) -> Response:
+    exchange = await service.start(parse_body(await _read_body(service, request)), chat)
+    if exchange.answer.fields.stream:
+        return EventResponse(service, exchange)
+    answering = asyncio.ensure_future(_collect(exchange))
+    leaving = asyncio.ensure_future(_wait_until_gone(request))
+    try:
+        await asyncio.wait([answering, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not answering.done():
+            raise ClientDisconnect
+        return JsonResponse(answering.result())
+    finally:
+        for task in (answering, leaving):
+            task.cancel()
+        exchange.cancel()
+
+
+async def _collect(exchange: Exchange) -> dict:
+    async for index, tokens in exchange.events():
+        if tokens:
+            exchange.answer.add(index, tokens)
+    return exchange.answer.as_object()
+
+
+async def _wait_until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventResponse(StreamingResponse):
+    """Server-sent events. A client that is gone, or that reads too slowly, ends its jobs."""
+
+    def __init__(self, service: Service, exchange: Exchange):
+        self._seconds, self._exchange = service.limits.seconds, exchange
+        super().__init__(_write_events(exchange), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+    async def __call__(self, scope, receive, send) -> None:
+        try:
+            async with asyncio.timeout(2 * self._seconds):  # a slow reader has as long as its text, again
+                await super().__call__(scope, receive, send)
+        except TimeoutError:
+            pass
+        finally:
+            self._exchange.cancel()
+
+
+async def _write_events(exchange: Exchange) -> AsyncIterator[bytes]:
+    answer = exchange.answer
+    try:
+        for first in answer.first_events():
+            yield _format_event(first)
+        async for index, tokens in exchange.events():
+            if event := answer.event(index, tokens) if tokens else answer.last_event(index):
+                yield _format_event(event)
+        if answer.fields.with_usage:
+            yield _format_event(answer.usage_event())
+    except ApiError as error:  # the status has been sent
+        yield _format_event(error.body)
+    yield b"data: [DONE]\n\n"
+
+
+def _format_event(event: dict) -> bytes:
+    return b"data: " + encode_json(event) + b"\n\n"
+
+
+def _describe_model(service: Service, name: str) -> dict:
+    model = service.models[name]
+    described = {"id": name, "object": "model", "created": model.created, "owned_by": "shardformer"}
+    more = {"max_model_len": service.seq, "checkpoint": model.weights.name, "chat": service.chat is not None}
+    return described | more
+
+
+async def _list_models(service: Service, request: Request) -> Response:
+    return JsonResponse({"object": "list", "data": [_describe_model(service, name) for name in service.models]})
+
+
+async def _show_model(service: Service, request: Request) -> Response:
+    return JsonResponse(_describe_model(service, service.find_model(request.path_params["name"]).name))
+
+
+async def _check_health(service: Service, request: Request) -> Response:
+    alive = service.thread.is_alive()
+    return JsonResponse({"status": "ok" if alive else "the engine has ended"}, 200 if alive else 503)
+
+
+async def _show_metrics(service: Service, request: Request) -> Response:
+    engine = service.thread.engine
+    running = len(engine.running)
+    gauges: dict[str, tuple[float, str]] = {
+        "running": (running, "continuations in slots"),
+        "waiting": (max(service.thread.accepted - running, 0), "continuations that wait for a slot"),
+        "slots": (engine.programs.rows, "continuations that are computed together"),
+    }
+    text = service.metrics.as_text(gauges)
+    return PlainTextResponse(text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+async def _show_page(service: Service, request: Request) -> Response:
+    headers = {"Content-Security-Policy": PAGE_POLICY, "X-Content-Type-Options": "nosniff"}
+    return HTMLResponse(PAGE.read_text("utf-8"), headers=headers)

@@ -1,0 +1,215 @@
+"""The models that a server offers, and requests as jobs of its engine."""
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from shardformer.data.chat.conversations import Conversation, make_conversation
+from shardformer.errors import UsageError
+from shardformer.inference.chat_codec import ChatCodec
+from shardformer.inference.sampling import Stops
+from shardformer.inference.serve.answers import Answer, Choice
+from shardformer.inference.serve.api_errors import ApiError
+from shardformer.inference.serve.engine_thread import EngineThread, Full
+from shardformer.inference.serve.jobs import Job, Tokens, Weights
+from shardformer.inference.serve.request_fields import MOST_CHOICES, Fields, read_fields, read_prompts, take
+from shardformer.inference.serve.text_stream import TextStream
+from shardformer.inference.text_codec import TextCodec
+
+ENCODERS = 2  # threads that encode prompts, each with at most one process of a chat template
+
+
+@dataclasses.dataclass
+class Served:
+    """A model that requests may name. `weights` is replaced when a newer checkpoint is taken."""
+
+    name: str
+    weights: Weights
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+
+@dataclasses.dataclass
+class Limits:
+    """The bounds of one server."""
+
+    seconds: float = 600.0  # of one request
+    body_bytes: int = 10_000_000
+    bodies: int = 16  # that are read at once
+    body_seconds: float = 60.0
+
+
+class Service:
+    """All that the endpoints share. The first model answers requests that name none."""
+
+    def __init__(
+        self,
+        thread: EngineThread,
+        models: Sequence[Served],
+        codec: TextCodec,
+        chat: ChatCodec | None = None,
+        api_key: str = "",
+        limits: Limits | None = None,
+    ):
+        self.thread, self.metrics, self.codec, self.chat = thread, thread.metrics, codec, chat
+        self.models = {model.name: model for model in models}
+        self.api_key, self.limits = api_key, limits or Limits()
+        self.reading = asyncio.Semaphore(self.limits.bodies)
+        self._encoders = asyncio.Semaphore(ENCODERS)
+        self._first = models[0]
+
+    @property
+    def seq(self) -> int:
+        return self.thread.engine.config.seq
+
+    def find_model(self, name: str | None) -> Served:
+        if name is None or name in self.models:
+            return self._first if name is None else self.models[name]
+        known = ", ".join(self.models)
+        raise ApiError(404, f"model {name!r:.80} is not served; there is {known}", "model", "model_not_found")
+
+    async def start(self, body: dict[str, Any], chat: bool) -> "Exchange":
+        """Checks a request and queues its jobs."""
+        fields = read_fields(body, chat)
+        model = self.find_model(fields.model)
+        if chat and self.chat is None:
+            raise ApiError(400, f"{model.name} has no chat template; use /v1/completions")
+        encode = self._encode_chat if chat else self._encode_prompts
+        try:
+            async with self._encoders:
+                prompts = await asyncio.to_thread(encode, fields)
+        except UsageError as error:
+            raise ApiError(400, str(error), "messages" if chat else "prompt") from None
+        jobs = self._make_jobs(fields, [ids for _, ids in prompts], model.weights)
+        choices = [self._make_choice(fields, job, prompts[job.number // fields.sampling.samples][0], chat)
+                   for job in jobs]  # fmt: skip
+        answer = Answer(fields, model.name, self.codec.vocabulary, choices, chat)
+        exchange = Exchange(self, answer, jobs)
+        exchange.submit()
+        self.metrics.prompt_tokens += sum(len(ids) for _, ids in prompts)
+        return exchange
+
+    def _encode_prompts(self, fields: Fields) -> list[tuple[str, list[int]]]:
+        """Returns the text and the ids of each prompt."""
+        result = []
+        for prompt in read_prompts(fields.body):
+            if isinstance(prompt, str):
+                ids = self.codec.encode(prompt, "the prompt") if prompt else []
+                result.append((prompt, ids or [self.codec.prefix]))
+            else:
+                self._check_ids(prompt)
+                result.append((self.codec.decode(prompt) if fields.echo else "", prompt))
+        return result
+
+    def _check_ids(self, ids: list[int]) -> None:
+        known = self.thread.engine.vocab_size
+        if not 0 <= min(ids) <= max(ids) < known:
+            raise ApiError(400, f"prompt has token ids outside 0..{known - 1}, which the model does not know", "prompt")
+
+    def _encode_chat(self, fields: Fields) -> list[tuple[str, list[int]]]:
+        messages = take(fields.body, "messages", list, None)
+        if not messages:
+            raise ApiError(400, "messages is missing; give a list of messages with role and content", "messages")
+        record = {"messages": messages, "tools": take(fields.body, "tools", list, None)}
+        options = take(fields.body, "chat_template_kwargs", dict, None)
+        conversation: Conversation = make_conversation(record | {"chat_template_kwargs": options}, "messages")
+        assert self.chat
+        return [("", self.chat.encode_all([conversation])[0])]
+
+    def _make_jobs(self, fields: Fields, prompts: list[list[int]], weights: Weights) -> list[Job]:
+        if len(prompts) * fields.sampling.samples > MOST_CHOICES:
+            raise ApiError(400, f"{len(prompts)} prompts times n={fields.sampling.samples} are more than "
+                           f"{MOST_CHOICES}; send fewer at once", "n")  # fmt: skip
+        longest = max(map(len, prompts))
+        tokens = max(self.seq - longest, 0) if fields.max_tokens is None else fields.max_tokens
+        if longest + tokens > self.seq or (tokens == 0 and not fields.echo):
+            raise ApiError(
+                400, f"the prompt has {longest} tokens and max_tokens is {tokens}, together more than the model's "
+                f"context, {self.seq}; shorten the prompt or max_tokens",
+                "max_tokens" if longest < self.seq else "prompt", "context_length_exceeded",
+            )  # fmt: skip
+        sampling = dataclasses.replace(fields.sampling, tokens=max(tokens, 1))
+        stops = self._make_stops(fields)
+        scored = fields.echo and fields.logprobs
+        return [
+            Job(
+                number * sampling.samples + sample, ids, sample, sampling=sampling, weights=weights, stops=stops,
+                top=fields.top, scores_prompt=scored, draws=tokens > 0,
+            )
+            for number, ids in enumerate(prompts)
+            for sample in range(sampling.samples)
+        ]  # fmt: skip
+
+    def _make_stops(self, fields: Fields) -> Stops:
+        if "messages" in fields.body and self.chat:
+            return self.chat.with_stops(fields.stops).make_stops(fields.sampling.ignore_eos)
+        return Stops(self.codec.vocabulary, fields.stops, () if fields.sampling.ignore_eos else self.codec.ends)
+
+    def _make_choice(self, fields: Fields, job: Job, prompt: str, chat: bool) -> Choice:
+        """Returns a choice whose text is that of `generate`."""
+        vocabulary = self.codec.vocabulary
+        if chat:
+            assert self.chat
+            codec = self.chat.with_stops(fields.stops)
+            decode = vocabulary.decode_without_special_tokens
+            stream = TextStream(decode, codec.read_reply, codec.strings, frozenset(codec.ends))
+            return Choice(job, stream, codec.read_reply)
+        assert isinstance(job.stops, Stops)
+        ends = frozenset() if fields.sampling.ignore_eos else self.codec.ends
+        stream = TextStream(vocabulary.decode, job.stops.cut, fields.stops, ends)
+        return Choice(job, stream, job.stops.cut, prompt if fields.echo else "")
+
+
+class Exchange:
+    """The jobs of one request while they run. Leaving `events` early cancels them."""
+
+    def __init__(self, service: Service, answer: Answer, jobs: list[Job]):
+        self.answer, self._service, self._jobs = answer, service, jobs
+        self._events: asyncio.Queue[tuple[int, Tokens | None]] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self._index = {id(job): index for index, job in enumerate(jobs)}
+        self._started = time.perf_counter()
+
+    def submit(self) -> None:
+        for job in self._jobs:
+            job.watch = self._put
+        try:
+            self._service.thread.submit(self._jobs, self._put)
+        except Full:
+            raise ApiError(429, "the queue is full; try again later", code="queue_full") from None
+
+    def _put(self, job: Job, tokens: Tokens | None = None) -> None:
+        """Passes an event from the engine's thread to the loop of the server."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server stops
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (self._index[id(job)], tokens))
+
+    async def events(self) -> AsyncIterator[tuple[int, Tokens | None]]:
+        """Yields (choice, new tokens), and (choice, None) when it has ended."""
+        metrics, left, first = self._service.metrics, len(self._jobs), True
+        deadline = self._started + self._service.limits.seconds
+        try:
+            while left:
+                try:
+                    async with asyncio.timeout(max(deadline - time.perf_counter(), 0)):
+                        index, tokens = await self._events.get()
+                except TimeoutError:
+                    seconds = self._service.limits.seconds
+                    raise ApiError(504, f"the request took more than {seconds:g} seconds", code="timeout") from None
+                if first:
+                    metrics.first_token.add(time.perf_counter() - self._started)
+                    first = False
+                if tokens is None:
+                    left -= 1
+                    if failure := self._jobs[index].failure:
+                        raise ApiError(500, f"the request failed: {type(failure).__name__}: {failure!s:.200}")
+                yield index, tokens
+            metrics.duration.add(time.perf_counter() - self._started)
+        finally:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Ends the jobs that still run."""
+        if open_jobs := [job for job in self._jobs if not job.done]:
+            self._service.thread.cancel(open_jobs)

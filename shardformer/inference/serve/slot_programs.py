@@ -1,0 +1,171 @@
+"""The compiled programs of the engine. Each computes a row from this row's values only, in shapes that never change."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from shardformer.devices import programs
+from shardformer.inference.generator import CHUNK, SMALLEST_CACHE, place, round_up, unstack_layers
+from shardformer.inference.sampling import Drawing, choose_tokens
+from shardformer.kernels.attention import Cache
+from shardformer.kernels.threefry import STANDARD
+from shardformer.model import ROWS, Chunk, Decoder, Model
+
+LONGEST_CHUNK = 256  # tokens of a context that are read at once
+MOST_TOP = 20  # most likely tokens that a position can report
+
+
+class State(NamedTuple):
+    """The arrays of all rows, B, between two programs."""
+
+    logits_BV: jax.Array  # after each row's last token
+    caches: list[Cache]  # one per layer; the token at position p is stored in slot p modulo the slots
+    seen_BV: jax.Array  # the tokens of each row's context
+
+
+class Draws(NamedTuple):
+    """The values that decide the draws of each row: integers [B] and the rules [B]."""
+
+    seed: np.ndarray
+    sample: np.ndarray
+    drawn: np.ndarray  # tokens drawn before
+    position: np.ndarray  # of the next token; a row that draws nothing writes there what is replaced later
+    active: np.ndarray  # 1: draws; 0: stays as it is
+    rules: Drawing
+
+
+class Drawn(NamedTuple):
+    """The results of `draw`, [B, CHUNK]; [B, CHUNK, top] for the most likely tokens of each position."""
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+
+
+class SlotPrograms:
+    """The programs of a model for `slots` rows, rounded up to a multiple of dp.
+
+    A row's results are those of the same program with any other rows. So they depend on the row's own request, on
+    `slots` and on the size of the caches.
+    """
+
+    def __init__(self, model: Model, slots: int):
+        self.model, self.decoder = model, Decoder(model)
+        dp = model.config.parallel.dp
+        self.rows = -(-slots // dp) * dp
+        self.longest_chunk = min(LONGEST_CHUNK, model.config.model.seq)
+        self.top = min(MOST_TOP, model.config.model.vocab)
+        rows, everywhere = model.sharding(ROWS), model.sharding(P())
+        self._to_rows = functools.partial(place, sharding=rows)
+        self._to_all = functools.partial(place, sharding=everywhere)
+        unstacked = jax.tree.map(model.sharding, self.decoder.unstacked_specs)
+        self.unstack = programs.jit(functools.partial(unstack_layers, model.config), out_shardings=unstacked)
+        cache = model.sharding(self.decoder.cache_spec)
+        layout = State._make((model.sharding(P("dp", "mp")), cache, rows))
+        self._empty = programs.jit(self._make_empty, static_argnames="size", out_shardings=layout)
+        self._read = programs.jit(self._read_chunk, donate_argnums=1, out_shardings=layout)
+        self._score = programs.jit(self._score_chunk, donate_argnums=1, out_shardings=(layout, *[everywhere] * 3))
+        self._draw = programs.jit(self._draw_tokens, donate_argnums=1, out_shardings=(layout, *[everywhere] * 4))
+
+    def make_state(self, size: int) -> State:
+        """Returns rows without tokens, with caches for `size` tokens."""
+        return self._empty(size=size)
+
+    def choose_chunk(self, left: int) -> int:
+        """Returns the tokens of the next chunk, padding included, if `left` tokens are still to be read."""
+        return min(round_up(left, SMALLEST_CACHE), self.longest_chunk)
+
+    def read(self, unstacked, state: State, chunk: Chunk, seen: np.ndarray, seen_rows: np.ndarray) -> State:
+        """Reads a chunk of one row of each shard of dp; seen [dp, V] replaces what these rows have seen."""
+        placed = Chunk(*map(self._to_rows, chunk))
+        return self._read(unstacked, state, placed, self._to_rows(seen), self._to_rows(seen_rows))
+
+    def score(self, unstacked, state: State, chunk: Chunk, targets: np.ndarray):
+        """Reads a chunk; returns the state, the log-probabilities of its targets [dp, C] and the most likely tokens."""
+        placed = Chunk(*map(self._to_rows, chunk))
+        state, *results = self._score(unstacked, state, placed, self._to_rows(targets))
+        return state, tuple(map(np.asarray, results))
+
+    def draw(self, unstacked, state: State, draws: Draws, count: int, vocab_size: int, with_top: bool):
+        """Returns the state and the results after `count` more tokens of the active rows."""
+        integers = np.stack([*draws[:5], draws.rules.top_k]).astype(np.int32)
+        rules = draws.rules
+        floats = np.stack([rules.temperature, rules.top_p, rules.min_p, rules.repetition_penalty]).astype(np.float32)
+        control = np.array([count, vocab_size, with_top], np.int32)
+        state, *results = self._draw(unstacked, state, *map(self._to_all, (integers, floats, control)))
+        return state, Drawn(*map(np.asarray, results))
+
+    def _slots(self, size: int) -> list[int]:
+        """Returns the slots of each layer's cache: a window's ring also has the chunk that is read."""
+        windows = [window or size for window in self.model.config.model.layer_windows]
+        cp = self.model.config.parallel.cp
+        return [-(-min(size, window + self.longest_chunk) // cp) * cp for window in windows]
+
+    def _make_empty(self, *, size: int) -> State:
+        c = self.model.config
+        shape = self.rows, self.decoder.cached_heads, c.model.head_size
+        logits_BV = jnp.zeros((self.rows, c.model.padded_vocab), jnp.float32)
+
+        def zeros(slots):
+            return jnp.zeros((*shape[:2], slots, shape[2]), c.parallel.dtype)
+
+        caches = [Cache(zeros(slots), zeros(slots)) for slots in self._slots(size)]
+        return State(logits_BV, caches, jnp.zeros(logits_BV.shape, bool))
+
+    def _read_chunk(self, unstacked, state: State, chunk: Chunk, seen_DV, seen_row_D) -> State:
+        logits_BV, caches = self.decoder.extend(unstacked, chunk, state.logits_BV, state.caches)
+        return State(logits_BV, caches, state.seen_BV.at[seen_row_D].set(seen_DV, mode="drop"))
+
+    def _score_chunk(self, unstacked, state: State, chunk: Chunk, target_DC):
+        logits_DCV, caches = self.decoder.extend_with_logits(unstacked, chunk, state.caches)
+        logprobs_DCV = jax.nn.log_softmax(logits_DCV, axis=-1)
+        logprob_DC = jnp.take_along_axis(logprobs_DCV, target_DC[..., None], axis=-1)[..., 0]
+        top_logprobs, top_ids = lax.top_k(logprobs_DCV, self.top)
+        return state._replace(caches=caches), logprob_DC, top_ids, top_logprobs
+
+    def _draw_tokens(self, unstacked, state: State, integers, floats, control):
+        seed_B, sample_B, drawn_B, position_B, active_B, top_k_B = integers
+        rules = Drawing(floats[0], top_k_B, *floats[1:])
+        count, vocab_size, with_top = control
+        key_B = jax.vmap(lambda seed, sample: jax.random.fold_in(jax.random.key(seed, impl=STANDARD), sample))(
+            seed_B, sample_B
+        )
+        row_B, active_B = jnp.arange(self.rows), active_B > 0
+        known_V = jnp.arange(state.logits_BV.shape[-1]) < vocab_size
+
+        def find_top(logprobs_BV):
+            logprob_BN, id_BN = lax.top_k(logprobs_BV, self.top)
+            return id_BN, logprob_BN
+
+        def skip_top(logprobs_BV):
+            shape = self.rows, self.top
+            return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+
+        def draw_one(carry):
+            i, (logits_BV, caches, seen_BV), results = carry
+            keys = jax.vmap(jax.random.fold_in)(key_B, drawn_B + i)
+            token_B = choose_tokens(jnp.where(known_V[None], logits_BV, -jnp.inf), keys, rules, seen_BV)
+            # Over all of the model's entries, as `score` and transformers do, though the tokenizer may have fewer.
+            logprobs_BV = jax.nn.log_softmax(logits_BV, axis=-1)
+            top = lax.cond(with_top > 0, find_top, skip_top, logprobs_BV)
+            new = token_B, logprobs_BV[row_B, token_B], *top
+            position = position_B + jnp.where(active_B, i, 0)
+            next_BV, caches = self.decoder.decode_apart(unstacked, token_B, position, caches)
+            logits_BV = jnp.where(active_B[:, None], next_BV, logits_BV)
+            seen_BV = seen_BV.at[row_B, token_B].max(active_B)
+            results = tuple(x.at[:, i].set(x_new) for x, x_new in zip(results, new, strict=True))
+            return i + 1, State(logits_BV, caches, seen_BV), results
+
+        shape = self.rows, CHUNK
+        results = (
+            jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32),
+            jnp.zeros((*shape, self.top), jnp.int32), jnp.zeros((*shape, self.top), jnp.float32),
+        )  # fmt: skip
+        _, state, results = lax.while_loop(lambda carry: carry[0] < count, draw_one, (jnp.int32(0), state, results))
+        return state, *results

@@ -1,0 +1,46 @@
+"""The text of a continuation as its tokens come: what is sent is never taken back."""
+
+from collections.abc import Callable, Sequence
+
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+AGAIN = 8  # tokens that are decoded again with new ones: a tokenizer may join or strip what follows a border
+
+
+class TextStream:
+    """Pieces of a text, up to the last complete character and before anything that may become a stop string.
+
+    decode: of ids to text. cut: of all ids to the text before its end.
+    """
+
+    def __init__(self, decode: Callable, cut: Callable[..., str], stops: Sequence[str], ends: frozenset[int]):
+        self._decode, self._cut, self._stops, self._ends = decode, cut, stops, ends
+        self._ids: list[int] = []
+        self._read = 0  # ids whose text is in `_text`
+        self._text, self._sent = "", 0
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Returns the text that new ids make certain."""
+        self._ids += ids
+        start = max(self._read - AGAIN, 0)
+        known = [token for token in self._ids[start : self._read] if token not in self._ends]
+        every = known + [token for token in self._ids[self._read :] if token not in self._ends]
+        before, text = self._decode(known), self._decode(every)
+        if not text.endswith(INCOMPLETE) and text.startswith(before):
+            self._text += text[len(before) :]
+            self._read = len(self._ids)
+        visible = self._text[: self._find_end()]
+        new = visible[self._sent :]
+        self._sent = max(self._sent, len(visible))
+        return new
+
+    def finish(self) -> str:
+        """Returns the rest of the text."""
+        return self._cut(self._ids)[self._sent :]
+
+    def _find_end(self) -> int:
+        """Returns the length of the text before a stop string, or before what may be the first part of one."""
+        text = self._text
+        for length in range(min(max(map(len, self._stops), default=0), len(text)), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stops):
+                return min([len(text) - length, *(text.find(stop) for stop in self._stops if stop in text)])
+        return min([len(text), *(text.find(stop) for stop in self._stops if stop in text)])

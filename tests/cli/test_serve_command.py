@@ -1,0 +1,140 @@
+"""`serve` on the command line: what it starts, what it prints, and newer checkpoints of a run in training."""
+
+import json
+import re
+import threading
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+from shardformer.__main__ import main
+from shardformer.cli import serve_command
+from shardformer.cli.serve_command import ServeOptions, build_service
+from shardformer.inference.sampling import Sampling
+from shardformer.inference.serve.jobs import Job
+from shardformer.training.run_folder import Run
+from tests import runs
+from tests.inference.serve.http_server import send, wait_for
+
+USAGE = 2
+WORDS = ("tiny", "mesh=1x1", "save_every=2", "keep=9")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, text):
+    out = tmp_path_factory.mktemp("serve") / "run"
+    assert runs.train(*WORDS, f"data={text}", "steps=4", f"out={out}") == 0
+    return out
+
+
+def answer(service, served, prompt=(1, 2, 3)):
+    job = Job(0, list(prompt), 0, sampling=Sampling(tokens=5, seed=1), weights=served.served.weights)
+    list(service.thread.engine.run([job]))
+    return job.ids, job.logprobs
+
+
+def test_newer_checkpoint_reaches_new_requests_only(run, capsys):
+    opened = Run.open(run)
+    service, (older,) = build_service(opened, ServeOptions(batch=2, step=2, mesh="1x1"))
+    engine, before = service.thread.engine, answer(service, older)
+    in_flight = Job(0, [1, 2, 3], 0, sampling=Sampling(tokens=5, seed=1), weights=older.served.weights)
+    engine.submit(in_flight)
+    engine.step(count=1)
+    assert older.take_newer()
+    assert "step 4 is served" in capsys.readouterr().err
+    late = Job(1, [1, 2, 3], 0, sampling=Sampling(tokens=5, seed=1), weights=older.served.weights)
+    engine.submit(late)
+    while not engine.idle:
+        engine.step(count=1)
+    assert (in_flight.ids, in_flight.logprobs) == before
+    assert (late.ids, late.logprobs) == answer(service, older)
+    assert late.logprobs != before[1]
+    assert not older.take_newer()
+
+
+def test_damaged_newest_checkpoint_is_passed_over(run, tmp_path, capsys):
+    import shutil
+
+    copied = tmp_path / "run"
+    shutil.copytree(run, copied)
+    (copied / "step_00000004" / "progress.json").write_text("{")
+    assert serve_command._find_newest(Run.open(copied)) == 2
+    assert "older checkpoint" in capsys.readouterr().err
+
+
+def test_equal_arrays_of_two_runs_are_stored_once(run):
+    import jax
+
+    opened = Run.open(run)
+    options = ServeOptions(batch=2, mesh="1x1", models=f"twin={run}")
+    service, (first, twin) = build_service(opened, options)
+    assert list(service.models) == ["run", "twin"]
+    pairs = zip(*(jax.tree.leaves(one.served.weights.unstacked) for one in (first, twin)), strict=True)
+    assert all(mine is other for mine, other in pairs)
+    assert answer(service, first) == answer(service, twin)
+
+
+def test_command_answers_with_the_text_of_generate(run, tmp_path, capsys, monkeypatch):
+    """A client in another thread calls the printed address, as printed, and then stops the server."""
+    import uvicorn
+
+    answers, printed = [], []
+
+    class StoppedServer(uvicorn.Server):
+        def run(self, sockets):
+            printed.append(capsys.readouterr().out)
+            self.client = threading.Thread(target=self.call)
+            self.client.start()
+            super().run(sockets)
+            self.client.join(20)
+
+        def call(self):
+            wait_for(lambda: self.started)
+            port = int(re.search(r"127.0.0.1:(\d+)", printed[0])[1])
+            body = json.loads(re.search(r"-d '(.*)'", printed[0])[1]) | {"seed": 4, "temperature": 0.8, "logprobs": 0}
+            answers.append((body, *send(port, "/v1/completions", body)))
+            self.should_exit = True
+
+    monkeypatch.setattr(uvicorn, "Server", StoppedServer)
+    assert main(["serve", str(run), "port=0", "mesh=1x1", "batch=3"]) == 0
+    ((body, _, content),) = answers
+    (tmp_path / "prompts").write_text("The\n")
+    words = (
+        f"prompts={tmp_path / 'prompts'}",
+        f"tokens={body['max_tokens']}",
+        "seed=4",
+        "batch=3",
+        "logprobs=true",
+        "mesh=1x1",
+    )
+    assert main(["generate", str(run), *words]) == 0
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    (choice,) = json.loads(content)["choices"]
+    assert choice["text"] == record["text"]
+    assert [round(value, 6) for value in choice["logprobs"]["token_logprobs"]] == record["token_logprobs"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["port=70000"], "port must be in 0..65535"),
+        (["host=0.0.0.0"], "needs a key; give api_key="),
+        (["reload=auto", "step=2"], "leave one out"),
+        (["reload=always"], "reload"),
+        (["mesh=dp1.cp2.mp1"], "splits contexts over cp=2"),
+        (["timeout=0"], "timeout above 0"),
+        (["models=other=nowhere"], "not a run"),
+        (["batch=0"], "batch must be at least 1"),
+    ],
+)
+def test_wrong_key_is_rejected(run, words, message, capsys):
+    assert main(["serve", str(run), *words]) == USAGE
+    assert message in capsys.readouterr().err
+
+
+def test_port_in_use_is_rejected(run, capsys):
+    with serve_command._listen(ServeOptions(port=0)) as taken:
+        assert main(["serve", str(run), f"port={taken.getsockname()[1]}"]) == USAGE
+    assert "cannot be listened on" in capsys.readouterr().err

@@ -1,0 +1,92 @@
+"""A server of a small model in a thread of this process, and requests to it."""
+
+import contextlib
+import functools
+import http.client
+import json
+import socket
+import threading
+import time
+
+import tokenizers
+import uvicorn
+from tokenizers import decoders, models, pre_tokenizers
+
+from shardformer.data.chat.chat_format import make_builtin
+from shardformer.data.hf_tokenizer import HfTokenizer
+from shardformer.inference.chat_codec import ChatCodec
+from shardformer.inference.serve.app import make_app
+from shardformer.inference.serve.engine import Engine
+from shardformer.inference.serve.engine_thread import EngineThread
+from shardformer.inference.serve.server_metrics import ServerMetrics
+from shardformer.inference.serve.service import Limits, Served, Service
+from shardformer.inference.text_codec import TextCodec
+from tests.inference import test_generator
+
+SIZES = {"seq": 96, "vocab": 260}
+SLOTS, QUEUE = 4, 8
+
+
+@functools.cache
+def vocabulary() -> HfTokenizer:
+    """Returns single bytes, so that most characters beyond ASCII are two or more tokens, and ChatML's markers."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(models.BPE({letter: n for n, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    return HfTokenizer("TEST", tokenizer.to_str())
+
+
+def make_service() -> Service:
+    engine = Engine(test_generator.model(**SIZES), SLOTS, len(vocabulary()))
+    weights = engine.load(test_generator.parameters(**SIZES), "step 7")
+    thread = EngineThread(engine, ServerMetrics(), QUEUE)
+    chat = ChatCodec(vocabulary(), make_builtin("chatml"))
+    return Service(thread, [Served("small", weights)], TextCodec(vocabulary()), chat, limits=Limits(seconds=60))
+
+
+@contextlib.contextmanager
+def running(service: Service):
+    """Serves on a free port; yields it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        service.thread.start()
+        server = uvicorn.Server(uvicorn.Config(make_app(service), log_level="warning", timeout_graceful_shutdown=1))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        yield listener.getsockname()[1]
+        server.should_exit = True
+        thread.join(10)
+        service.thread.stop()
+
+
+def send(port: int, path: str, body=None, headers=None) -> tuple[int, bytes]:
+    """Sends a request; a body of a dict is JSON. Returns the status and the content."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    content = json.dumps(body).encode() if isinstance(body, dict) else body
+    headers = {"Content-Type": "application/json"} | (headers or {})
+    with contextlib.closing(connection):
+        connection.request("GET" if body is None else "POST", path, content, headers)
+        response = connection.getresponse()
+        return response.status, response.read()
+
+
+def ask(port: int, body: dict, path="/v1/completions") -> dict:
+    status, content = send(port, path, body)
+    assert status == 200, content
+    return json.loads(content)
+
+
+def read_events(port: int, body: dict, path="/v1/completions") -> list[dict]:
+    status, content = send(port, path, body | {"stream": True})
+    assert status == 200, content
+    *events, last = [part.removeprefix("data: ") for part in content.decode().split("\n\n")[:-1]]
+    assert last == "[DONE]"
+    return list(map(json.loads, events))
+
+
+def wait_for(condition, seconds=20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)

@@ -1,0 +1,266 @@
+"""The server's answers are those of `generate`, and a bad client harms no other."""
+
+import concurrent.futures
+import json
+import socket
+import time
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+from shardformer.inference.sampling import Sampling, Stops
+from shardformer.inference.scoring import Request, Scorer
+from shardformer.inference.serve.app import PAGE
+from shardformer.inference.serve.jobs import Job, make_jobs
+from tests.inference import test_generator
+from tests.inference.serve.http_server import (
+    QUEUE,
+    SIZES,
+    SLOTS,
+    ask,
+    make_service,
+    read_events,
+    running,
+    send,
+    wait_for,
+)
+from tests.surroundings import before_call
+
+DRAWN = {"prompt": "to be", "max_tokens": 24, "temperature": 3.0, "top_p": 0.95, "seed": 5}
+ENDLESS = DRAWN | {"max_tokens": 90, "ignore_eos": True, "n": 2}
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "seed": 3, "temperature": 3.0}
+
+
+@pytest.fixture(scope="module")
+def service():
+    return make_service()
+
+
+@pytest.fixture(scope="module")
+def generated(service):
+    """Returns the jobs of DRAWN by the engine itself, as `generate` runs them before the server starts."""
+    sampling = Sampling(tokens=24, samples=3, temperature=3.0, top_p=0.95, seed=5)
+    prompt = service.codec.encode("to be")
+    engine, weights = service.thread.engine, service.models["small"].weights
+    jobs = list(engine.run(make_jobs([prompt], sampling, weights, Stops(service.codec.vocabulary))))
+    list(engine.run([Job(0, prompt, 0, weights=weights, scores_prompt=True, draws=False)]))
+    return jobs
+
+
+@pytest.fixture(scope="module")
+def port(service, generated):
+    with running(service) as port:
+        yield port
+
+
+def test_completions_are_those_of_generate(service, port, generated):
+    answer = ask(port, DRAWN | {"n": 3, "logprobs": 2})
+    for choice, job in zip(answer["choices"], generated, strict=True):
+        assert choice["text"] == job.stops.cut(job.ids)
+        assert choice["logprobs"]["token_logprobs"] == job.logprobs
+        assert choice["finish_reason"] == ("stop" if job.stopped else "length")
+    drawn = sum(len(job.ids) for job in generated)
+    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": drawn, "total_tokens": 5 + drawn}
+    assert ask(port, DRAWN | {"seed": 6})["choices"][0]["text"] != answer["choices"][0]["text"]
+
+
+def test_answers_do_not_depend_on_other_requests(port, generated):
+    bodies = [DRAWN | {"seed": 5 + i % 3, "max_tokens": 24 - i, "logprobs": 0} for i in range(12)]
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        together = list(pool.map(lambda body: ask(port, body)["choices"], bodies))
+    assert together == [ask(port, body)["choices"] for body in bodies]
+    assert together[0][0]["logprobs"]["token_logprobs"] == generated[0].logprobs
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_streams_join_to_the_text(port, seed):
+    """Most characters are split over tokens, and the stop string over two."""
+    body = DRAWN | {"seed": seed, "max_tokens": 80}
+    free = ask(port, body)["choices"][0]["text"]
+    body["stop"] = [free[len(free) // 2 :][:2], "never there"]
+    whole = ask(port, body)["choices"][0]
+    events = read_events(port, body | {"stream_options": {"include_usage": True}})
+    assert "".join(event["choices"][0]["text"] for event in events[:-1]) == whole["text"] == free.partition(
+        body["stop"][0])[0]  # fmt: skip
+    assert events[-2]["choices"][0]["finish_reason"] == whole["finish_reason"] == "stop"
+    assert events[-1]["usage"]["completion_tokens"] < 80
+
+
+def test_echo_scores_the_prompt(port):
+    ids = [10, 20, 30, 40]
+    both = [ids, ids[:3]]
+    answer = ask(port, {"prompt": both, "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True})
+    first, second = (choice["logprobs"] for choice in answer["choices"])
+    assert first["token_logprobs"][:3] == second["token_logprobs"][:3]
+    assert first["token_logprobs"][0] is first["top_logprobs"][0] is None
+    assert [len(part["tokens"]) for part in (first, second)] == [5, 4]
+    scored = ask(port, {"prompt": ids, "max_tokens": 0, "logprobs": 1, "echo": True})["choices"][0]["logprobs"]
+    assert scored["token_logprobs"] == first["token_logprobs"][:4]
+    best = max(second["top_logprobs"][-1], key=second["top_logprobs"][-1].get)
+    assert best == second["tokens"][-1]
+
+
+def test_scores_are_those_of_the_harness(port):
+    """lm-eval's local-completions reads log-likelihoods from the echo of a prompt."""
+    scorer = Scorer(test_generator.model(**SIZES), 2)
+    requests = [Request([3, 1, 4], [1, 5, 9, 2, 6]), Request([5], [3, 5, 8])]
+    expected = scorer.score(test_generator.parameters(**SIZES), requests)
+    body = {"prompt": [[*ids, *targets] for ids, targets in requests], "max_tokens": 1, "temperature": 0}
+    answer = ask(port, body | {"logprobs": 1, "echo": True})
+    for choice, request, score in zip(answer["choices"], requests, expected, strict=True):
+        values = choice["logprobs"]["token_logprobs"][len(request.context) : -1]
+        assert -sum(values) == pytest.approx(score.nats, rel=1e-6)
+        assert -sum(values[1:]) != pytest.approx(score.nats, rel=1e-2)
+
+
+def test_replies_follow_the_template(service, port):
+    answer = ask(port, CHAT | {"logprobs": True, "top_logprobs": 2}, "/v1/chat/completions")
+    (choice,) = answer["choices"]
+    prompt = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert answer["usage"]["prompt_tokens"] == len(service.codec.vocabulary.encode_with_offsets(prompt)[0])
+    assert [len(entry["top_logprobs"]) for entry in choice["logprobs"]["content"]] == [2] * 12
+    events = read_events(port, CHAT, "/v1/chat/completions")
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    text = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+    assert text == choice["message"]["content"]
+
+
+BAD = [
+    (b"{", 400, "not JSON"),
+    (b"[]", 400, "a JSON list"),
+    ({"prompt": "a", "max_tokens": 97}, 400, "context, 96"),
+    ({"prompt": "a", "temperature": -1}, 400, "temperature must be"),
+    ({"prompt": "a", "top_p": "x"}, 422, "expected a number"),
+    ({"prompt": {}}, 422, "expected text, token ids"),
+    ({"prompt": [260]}, 400, "outside 0..257"),
+    ({"prompt": "a", "n": 129}, 400, "1 to 128"),
+    ({"prompt": "a", "best_of": 2}, 400, "best_of=2 differs"),
+    ({"prompt": "a", "logit_bias": {"1": 2}}, 400, "not computed here"),
+    ({"prompt": "a", "tempreature": 1}, 400, "'tempreature' is not a field"),
+    ({"prompt": "a", "stop": 3}, 422, "expected text or a list"),
+    ({"prompt": "a", "model": "gpt"}, 404, "there is small"),
+    ({"prompt": "a", "seed": 2**40}, 400, "seed must be"),
+    ({"prompt": ["a", "b"], "n": 100}, 400, "more than 128"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "message"), BAD)
+def test_bad_request_is_answered_as_openai_does(port, body, status, message):
+    found, content = send(port, "/v1/completions", body)
+    error = json.loads(content)["error"]
+    assert (found, sorted(error)) == (status, ["code", "message", "param", "type"])
+    assert message in error["message"]
+
+
+@pytest.mark.parametrize(
+    "messages", [None, [], "x", [{"role": "u"}], [{"role": "user", "content": 3}], [{"role": "user"}], [4]]
+)
+def test_bad_messages_are_rejected(port, messages):
+    status, content = send(port, "/v1/chat/completions", CHAT | {"messages": messages})
+    assert status in (400, 422), content
+
+
+def test_unknown_path_is_json(port):
+    status, content = send(port, "/v1/embeddings", {})
+    assert (status, json.loads(content)["error"]["code"]) == (404, "not_found")
+
+
+def test_requests_of_other_sites_are_rejected(port):
+    """A browser sends text/plain to any site without asking it."""
+    assert send(port, "/v1/completions", b"{}", {"Content-Type": "text/plain"})[0] == 400
+
+
+def test_large_bodies_are_rejected(port):
+    request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", port)) as client:  # declared, not sent
+        client.sendall(request + b"Content-Length: 10000001\r\n\r\n")
+        assert b" 413 " in client.recv(1000)
+    with socket.create_connection(("127.0.0.1", port)) as client:  # sent, not declared
+        client.sendall(request + b"Transfer-Encoding: chunked\r\n\r\n" + b"1000000\r\n" + bytes(0x1000000))
+        assert b" 413 " in client.recv(1000)
+
+
+def test_wrong_key_is_rejected(service, port, monkeypatch):
+    monkeypatch.setattr(service, "api_key", "secret")
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+        assert send(port, "/v1/models", headers=headers)[0] == 401
+    assert send(port, "/v1/models", headers={"Authorization": "Bearer secret"})[0] == 200
+    assert send(port, "/health")[0] == 200
+
+
+def slow_down(service, monkeypatch, seconds):
+    before_call(monkeypatch, service.thread.engine, "step", lambda *_, **__: time.sleep(seconds))
+
+
+def test_full_queue_rejects_and_then_serves(service, port, monkeypatch):
+    with monkeypatch.context() as patch, concurrent.futures.ThreadPoolExecutor(30) as pool:
+        slow_down(service, patch, 0.1)
+        found = [status for status, _ in pool.map(lambda _: send(port, "/v1/completions", DRAWN), range(30))]
+    assert set(found) == {200, 429}
+    assert found.count(200) >= SLOTS + QUEUE
+    assert service.thread.accepted == 0
+    assert ask(port, DRAWN)
+
+
+def test_client_that_goes_frees_its_row(service, port, monkeypatch):
+    cancelled = service.metrics.cancelled
+    with monkeypatch.context() as patch:
+        slow_down(service, patch, 0.3)
+        for stream in (True, False):
+            body = json.dumps(ENDLESS | {"stream": stream}).encode()
+            with socket.create_connection(("127.0.0.1", port)) as client:
+                head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+                wait_for(lambda: service.thread.engine.running)
+            wait_for(lambda: not service.thread.engine.running)
+    assert service.metrics.cancelled == cancelled + 4
+    assert service.thread.accepted == 0
+
+
+def test_long_request_ends_at_its_time(service, port, monkeypatch):
+    with monkeypatch.context() as patch:
+        slow_down(service, patch, 0.2)
+        patch.setattr(service.limits, "seconds", 0.1)
+        status, content = send(port, "/v1/completions", DRAWN)
+        assert (status, json.loads(content)["error"]["code"]) == (504, "timeout")
+        assert read_events(port, DRAWN)[-1]["error"]["code"] == "timeout"
+    wait_for(lambda: not service.thread.accepted)
+
+
+def test_failed_step_fails_its_requests_only(service, port, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+
+        def fail(*_, **__):
+            raise MemoryError("no memory")
+
+        patch.setattr(service.thread.engine.programs, "draw", fail)
+        status, content = send(port, "/v1/completions", DRAWN)
+    assert (status, json.loads(content)["error"]["type"]) == (500, "server_error")
+    assert ask(port, DRAWN)
+    assert service.thread.accepted == 0
+
+
+def test_metrics_count_requests_and_tokens(service, port):
+    before = service.metrics.generated_tokens
+    ask(port, ENDLESS)
+    lines = send(port, "/metrics")[1].decode().splitlines()
+    assert service.metrics.generated_tokens == before + 180
+    assert f"shardformer_generated_tokens_total {before + 180}" in lines
+    assert f"shardformer_slots {SLOTS}" in lines
+    assert all(line.startswith(("# ", "shardformer_")) for line in lines)
+
+
+def test_page_loads_nothing_else(port):
+    status, content = send(port, "/")
+    assert status == 200
+    assert content == PAGE.read_bytes()
+    assert not any(word in content for word in (b"http://", b"https://", b"src=", b"<link", b"import "))
+
+
+def test_models_are_listed(port):
+    (model,) = json.loads(send(port, "/v1/models")[1])["data"]
+    assert (model["id"], model["checkpoint"], model["max_model_len"]) == ("small", "step 7", 96)
+    assert json.loads(send(port, "/v1/models/small")[1]) == model
+    assert send(port, "/v1/models/other")[0] == 404

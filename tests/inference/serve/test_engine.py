@@ -1,0 +1,189 @@
+"""A request has the same bits alone, among others, in any order of arrival, and by `Engine.run`, which generates."""
+
+import functools
+import random
+
+import jax
+import numpy as np
+import pytest
+
+from shardformer.errors import UsageError
+from shardformer.inference.sampling import Sampling
+from shardformer.inference.serve import engine as engine_module
+from shardformer.inference.serve import jobs as jobs_module
+from shardformer.inference.serve import slot_programs
+from shardformer.inference.serve.engine import Engine
+from shardformer.inference.serve.jobs import Job, make_jobs
+from shardformer.inference.serve.slot_pool import SlotPool
+from tests import shared
+from tests.inference import test_generator
+from tests.inference.test_generator import PROMPTS
+
+SIZES = {"seq": 32, "layers": 2, "window": 3, "window_pattern": "wf"}
+TEXT = Sampling(tokens=2 * test_generator.SEQ, samples=2, temperature=3.0, top_p=0.9, repetition_penalty=1.2, stride=3)
+
+
+@functools.cache
+def engine(name="1x1", slots=4, **overrides):
+    own = Engine(test_generator.model(name, **overrides), slots)
+    return own, own.load(test_generator.parameters(name, **overrides))
+
+
+def generate(prompts, sampling, name="1x1", slots=4, **overrides):
+    own, weights = engine(name, slots, **overrides)
+    jobs = make_jobs([list(map(int, prompt)) for prompt in prompts], sampling, weights)
+    return [job.result() for job in own.run(jobs)]
+
+
+CASES = {
+    "longrope": ("1x1", test_generator.ROWS["longrope, longer than its short rows"][0]),
+    "t5 with windows": ("1x1", test_generator.ROWS["t5 with windows"][0]),
+    "experts, shared heads": ("2x4", test_generator.ROWS["experts"][0] | {"kv_heads": 2}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_texts_are_those_of_the_generator(case):
+    """The texts outgrow the context; the two round differently, as the generator's rows have other slots."""
+    name, overrides = CASES[case]
+    found = generate(PROMPTS, TEXT, name, 4, **overrides)
+    expected = test_generator.generator(**overrides).continue_prompts(
+        test_generator.parameters(**overrides), PROMPTS, TEXT
+    )
+    assert [row.ids for row in found] == [row.ids for row in expected]
+    np.testing.assert_allclose([row.logprobs for row in found], [row.logprobs for row in expected], atol=1e-4)
+    assert len({tuple(row.ids) for row in found}) > 4
+
+
+# Random requests.
+
+
+def scaled_parameters():
+    return jax.tree.map(lambda leaf: leaf * np.asarray(1.5, leaf.dtype), test_generator.parameters(**SIZES))
+
+
+@pytest.fixture(scope="module")
+def chunked():
+    """An engine with rows of 8 and of 32 tokens, which reads chunks of 8 through rings of 3 + 8 slots."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slot_programs, "LONGEST_CHUNK", 8)
+        patch.setattr(slot_programs, "SMALLEST_CACHE", 8)
+        patch.setattr(engine_module, "SMALLEST_POOL", 8)
+        patch.setattr(jobs_module, "SPARE", 2)
+        own, weights = engine(**SIZES)
+        yield own, [weights, own.load(scaled_parameters())]
+
+
+def draw_job(rng, number, weights):
+    rules = [{"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.8}, {"repetition_penalty": 1.3}, {"min_p": 0.05}, {}]
+    sampling = Sampling(**{"tokens": rng.randint(1, 20), "temperature": 2.0, "seed": rng.randrange(99)}
+                        | rng.choice(rules))  # fmt: skip
+    prompt = [rng.randrange(shared.VOCAB) for _ in range(rng.randint(1, 31))]
+    end = rng.randrange(shared.VOCAB)
+    return Job(
+        number, prompt, rng.randrange(3), sampling=sampling, weights=rng.choice(weights), top=rng.choice([0, 3]),
+        stops=lambda ids: ids[-1] == end, scores_prompt=rng.random() < 0.2,
+    )  # fmt: skip
+
+
+def copy_of(job):
+    return Job(job.number, job.prompt, job.sample, sampling=job.sampling, weights=job.weights, top=job.top,
+               stops=job.stops, scores_prompt=job.scores_prompt)  # fmt: skip
+
+
+def run_at_random(own, weights, seed, count=10):
+    """Returns the jobs of a random order of arrival, with cancellations, of which none may keep a slot."""
+    rng = random.Random(seed)
+    todo, jobs = [draw_job(rng, number, weights) for number in range(count)], []
+    while todo or not own.idle:
+        for _ in range(min(rng.choice([0, 0, 1, 3]), len(todo))):
+            jobs.append(todo.pop())
+            own.submit(jobs[-1])
+        if jobs and rng.random() < 0.1:
+            own.cancel(rng.choice([job for job in jobs if not job.done] or [jobs[0]]))
+        own.step(read_budget=rng.choice([1, 8, 24]), count=rng.choice([1, 2, 16]))
+    assert not own.running
+    assert not own.waiting
+    return jobs
+
+
+def describe(job):
+    return job.ids, job.logprobs, job.stopped, job.prompt_scores
+
+
+def differing(own, weights, seeds):
+    """Returns the requests whose bits alone differ from those among others."""
+    found = []
+    for seed in seeds:
+        for job in run_at_random(own, weights, seed):
+            if not job.cancelled:
+                (alone,) = own.run([copy_of(job)])
+                found += [job] if describe(alone) != describe(job) else []
+    return found
+
+
+def test_bits_do_not_depend_on_other_requests(chunked):
+    assert not differing(*chunked, seeds=range(15))
+
+
+def test_row_that_idle_rows_overwrite_is_detected(chunked, broken):
+    own, weights = chunked
+
+    def forget_positions(self, jobs):
+        draws = original(self, jobs)
+        return draws._replace(position=np.where(draws.active, draws.position, 0))
+
+    original = SlotPool._describe
+    broken(SlotPool, "_describe", forget_positions)
+    assert differing(own, weights, seeds=range(3))
+
+
+def test_logprobs_of_the_prompt_are_those_of_drawing(chunked):
+    own, (weights, _) = chunked
+    (drawn,) = own.run([Job(0, [1, 2, 3], 0, sampling=Sampling(tokens=20), weights=weights, top=3)])
+    whole = Job(0, [1, 2, 3, *drawn.ids], 0, sampling=Sampling(tokens=1), weights=weights, top=3, scores_prompt=True)
+    list(own.run([whole]))
+    scores = [score for score, _ in whole.prompt_scores][2:]
+    np.testing.assert_allclose(scores, drawn.logprobs, atol=1e-4)
+    assert [len(top) for _, top in whole.prompt_scores] == [3] * 22
+
+
+def test_weights_of_other_rows_do_not_mix(chunked):
+    own, (weights, scaled) = chunked
+    jobs = [Job(i, [1, 2], 0, sampling=Sampling(tokens=9, temperature=0), weights=w)
+            for i, w in enumerate([weights, scaled, weights, scaled])]  # fmt: skip
+    first, second, third, fourth = (job.ids for job in own.run(jobs))
+    assert (first, second) == (third, fourth)
+    assert first != second
+
+
+def test_failing_stop_ends_only_its_request(chunked):
+    own, (weights, _) = chunked
+
+    def fail(ids):
+        raise ValueError("no text")
+
+    bad = Job(0, [1], 0, sampling=Sampling(tokens=3), weights=weights, stops=fail)
+    good = Job(1, [1], 0, sampling=Sampling(tokens=3), weights=weights)
+    list(own.run([bad, good]))
+    assert str(bad.failure) == "no text"
+    assert len(good.ids) == 3
+
+
+def test_cancelled_job_leaves_an_equal_one_in_the_queue(chunked):
+    own, (weights, _) = chunked
+    first, second = (Job(0, [1], 0, sampling=Sampling(tokens=3), weights=weights) for _ in range(2))
+    own.submit(first)
+    own.submit(second)
+    own.cancel(second)
+    while not own.idle:
+        own.step()
+    assert [len(first.ids), len(second.ids)] == [3, 0]
+
+
+@pytest.mark.parametrize(("prompt", "message"), [([], "no tokens"), ([shared.VOCAB], "outside"), ([-1], "outside")])
+def test_unknown_ids_are_rejected(prompt, message):
+    own, weights = engine()
+    with pytest.raises(UsageError, match=message):
+        own.submit(Job(0, prompt, 0, weights=weights))
+    assert own.idle

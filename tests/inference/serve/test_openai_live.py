@@ -1,0 +1,56 @@
+"""The `openai` client reads the server's answers; skipped where it is not installed."""
+
+import pytest
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+from tests.inference.serve.http_server import make_service, running  # noqa: E402
+from tests.inference.serve.test_app import CHAT, DRAWN  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def client():
+    with running(make_service()) as port:
+        yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="any", max_retries=0)
+
+
+def test_completions_and_their_stream(client):
+    assert [model.id for model in client.models.list()] == ["small"]
+    body = DRAWN | {"model": "small", "n": 3, "logprobs": 2}
+    whole = client.completions.create(**body)
+    texts, values = [""] * 3, [[], [], []]
+    for event in client.completions.create(**body, stream=True, stream_options={"include_usage": True}):
+        for choice in event.choices:
+            texts[choice.index] += choice.text
+            values[choice.index] += choice.logprobs.token_logprobs if choice.logprobs else []
+    assert event.usage == whole.usage
+    assert texts == [choice.text for choice in whole.choices]
+    assert values == [choice.logprobs.token_logprobs for choice in whole.choices]
+    assert len(set(texts)) == 3
+
+
+def test_chat_and_its_stream(client):
+    body = CHAT | {"model": "small", "logprobs": True, "top_logprobs": 2, "n": 3}
+    whole = client.chat.completions.create(**body)
+    texts = [""] * 3
+    for event in client.chat.completions.create(**body, stream=True):
+        for choice in event.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert len(whole.choices[0].logprobs.content[0].top_logprobs) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"max_tokens": 999}, "BadRequestError"),
+        ({"model": "other"}, "NotFoundError"),
+        ({"prompt": 3}, "UnprocessableEntityError"),
+    ],
+)
+def test_errors_have_the_types_of_the_client(client, change, error):
+    with pytest.raises(getattr(openai, error)) as caught:
+        client.completions.create(**DRAWN | {"model": "small"} | change)
+    assert caught.value.body["message"]
