@@ -48,6 +48,12 @@ def test_texts_do_not_depend_on_batch_or_mesh(run, tmp_path, capsys):
     assert [row["text"] for row in others] == [row["text"] for row in rows]
 
 
+def test_bits_of_one_text_are_those_of_more_rows(run, tmp_path, capsys):
+    (tmp_path / "prompts").write_text("The\n")
+    rows = [generate(capsys, run, f"prompts={tmp_path / 'prompts'}", "logprobs=true", f"batch={n}") for n in (0, 16)]
+    assert rows[0] == rows[1]
+
+
 def test_a_text_ends_before_its_stop_string(run, tmp_path, capsys):
     (tmp_path / "prompts").write_text("The\n")
     (free,) = generate(capsys, run, f"prompts={tmp_path / 'prompts'}")
@@ -116,7 +122,7 @@ def test_score_adds_up(run, tmp_path, capsys):
         ('line 1: expected {{"prompt": "..."}}, got', ["prompts={wrong}"]),
         ("stop takes a string or a JSON list of strings", ["stop=[1]"]),
         ("min_p must be in 0..1", ["min_p=2"]),
-        ("batch must be at least 1", ["batch=0"]),
+        ("batch must be at least 1", ["batch=-1"]),
         ("samples must be at most 65,536, got 100,000,000", ["samples=100000000"]),
         ("bos is one of auto, true, false; got 'maybe'", ["bos=maybe"]),
         ("bos=true: tokenizer=chars has no beginning of text", ["bos=true", "prompts={wrong}"]),

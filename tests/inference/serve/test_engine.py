@@ -126,6 +126,13 @@ def test_bits_do_not_depend_on_other_requests(chunked):
     assert not differing(*chunked, seeds=range(15))
 
 
+@pytest.mark.parametrize("name", ["1x1", "2x4"])
+def test_bits_of_experts_do_not_depend_on_other_requests(name):
+    """Experts compute the tokens of all rows in the same blocks."""
+    own, weights = engine(name, **test_generator.ROWS["experts"][0] | {"seq": 32})
+    assert not differing(own, [weights], seeds=range(3))
+
+
 def test_row_that_idle_rows_overwrite_is_detected(chunked, broken):
     own, weights = chunked
 
