@@ -28,7 +28,7 @@ class EvalOptions:
     mesh: str = key("auto", "devices as DPxMP (data parallel x model parallel), DPxMPxPP, or by name as dp2.cp2.mp2")
     step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
     ema: bool = key(False, "use the average of the weights, of a run that was trained with ema")
-    weights: Literal["float", "int8"] = key("float", MEANING)
+    weights: Literal["float", "int8", "int4", "nf4"] = key("float", MEANING)
 
     def __post_init__(self):
         splits = ("train", "validation", "test", "all")

@@ -36,7 +36,7 @@ class WeightsOptions:
         "devices as DPxMP; auto is one device; a model too large for one takes 1x8, for instance, and a context too "
         "long for one dp1.cp8.mp1",
     )
-    weights: Literal["float", "int8"] = key("float", MEANING)
+    weights: Literal["float", "int8", "int4", "nf4"] = key("float", MEANING)
 
 
 def check_batch(batch: int) -> None:

@@ -232,6 +232,25 @@ def _check_split_sizes(c: "Config", mp: int) -> None:
         f"the vocabulary padded to vocab_multiple={c.model.vocab_multiple} does not divide over mp={mp}; "
         f"set vocab_multiple={mp} (it is part of the model, so on every mesh)",
     )
+    if c.stored.has_groups:
+        _check_pairs(c, mp)
+
+
+def _check_pairs(c: "Config", mp: int) -> None:
+    """Rejects 4-bit codes of matrices with an odd number of inputs on a device: a byte has two."""
+    local = {"d_model": c.model.d_model, "heads x head size": c.model.attention_size // mp}
+    if c.experts.experts:
+        local["expert_width"] = c.expert_size // (1 if c.splits_experts else mp)
+    else:
+        local["d_ff"] = c.model.ff_size // mp
+    if c.experts.shared_width:
+        local["shared_width"] = c.experts.shared_width // mp
+    odd = [f"{name} {size}" for name, size in local.items() if size % 2]
+    require(
+        not odd,
+        f"weights={c.stored.weights} stores two inputs in a byte, and each device of mesh={c.parallel.mesh} has an odd "
+        f"number of {', '.join(odd)}; give weights=int8 or less mp",
+    )
 
 
 def _check_stages(c: "Config") -> None:

@@ -11,7 +11,8 @@ MATRICES = ("q", "k", "v", "o", "up", "gate", "down")  # of a layer
 EXPERT_MATRICES = ("expert_up", "expert_gate", "expert_down")  # [experts, inputs, outputs] in each layer
 SHARED_MATRICES = ("shared_up", "shared_gate", "shared_down")  # of the expert that every token uses
 LORA_IN, LORA_OUT = "_lora_in", "_lora_out"  # the two factors of a matrix's adapter
-CODES, SCALES = "_codes", "_scales"  # the two parameters of a quantised matrix
+CODES, SCALES = "_codes", "_scales"  # the parameters of a quantised matrix
+BLOCKS = "_blocks"  # the third of them, with weights=nf4: the scales of its scales
 OF_KEY_VALUE_HEADS = {
     f"{matrix}{suffix}" for matrix in ("k", "v") for suffix in ("", "_bias", "_scale", LORA_OUT, CODES, SCALES)
 }

@@ -19,8 +19,12 @@ class FloatWeights:
         """Returns the stored form of parameters whose matrices `Model.store_leaf` has quantised one by one."""
         return params
 
+    def suffixes(self, name: str) -> tuple[str, ...]:
+        """Returns the ends of the names of the parts of a quantised parameter; there is none here."""
+        raise NotImplementedError(name)
+
     def quantize(self, name: str, w: Any) -> tuple:
-        """Returns the codes and the scales of a parameter for which `is_quantized` is true; there is none here."""
+        """Returns the parts of a quantised parameter: codes, scales and perhaps the scales of scales."""
         raise NotImplementedError(name)
 
     def is_quantized(self, name: str) -> bool:
