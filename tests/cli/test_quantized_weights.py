@@ -17,6 +17,7 @@ from tests import runs
 from tests.runs import USAGE
 
 MOST = 1.005  # the loss with int8 weights, as a multiple of that with float weights
+MOST_4_BITS = 0.001  # of this model, whose layers have learned so little that turning their signs changes 0.2%
 
 
 @pytest.fixture(scope="module")
@@ -62,17 +63,17 @@ def test_loss_changes_by_at_most_half_a_percent(score, monkeypatch):
 
 
 @pytest.mark.parametrize("form", ["int4", "nf4"])
-def test_loss_with_4_bits_changes_by_at_most_two_percent(score, form, monkeypatch):
+def test_loss_changes_little_with_4_bits(score, form, monkeypatch):
     exact, small = score(), score(f"weights={form}")
     assert exact != small
-    assert abs(small / exact - 1) < 0.02
+    assert abs(small / exact - 1) < MOST_4_BITS
     levels = packed._look_up
 
     def flip_signs(codes, given):
         return -levels(codes, given)
 
     monkeypatch.setattr(packed, "_look_up", flip_signs)
-    assert abs(score(f"weights={form}") / exact - 1) > 0.02
+    assert abs(score(f"weights={form}") / exact - 1) > MOST_4_BITS
 
 
 @pytest.mark.slow
