@@ -57,16 +57,28 @@ def check_given(c: "Config", given: dict[str, object]) -> None:
 
 
 def check_trainable(c: "Config") -> None:
-    """Rejects quantised weights, which have no gradient."""
+    """Rejects quantised weights without adapters, which have no gradient, and what training has only for float ones."""
+    if not c.stored.quantized:
+        return
     require(
-        not c.stored.quantized,
-        f"weights={c.stored.weights} has no gradient, and is for generate, sample, score, eval and harness; train "
-        "and verify with weights=float",
+        c.lora.lora_rank,
+        f"weights={c.stored.weights} has no gradient: give lora_rank to train adapters over these weights, or "
+        "weights=float",
+    )
+    require(
+        not c.experts.experts,
+        f"weights={c.stored.weights} with experts is for generate, sample, score, eval and harness; train experts "
+        "with weights=float",
+    )
+    require(
+        c.optimizer.param_dtype == "float32",
+        f"weights={c.stored.weights} stores matrices as codes, got param_dtype={c.optimizer.param_dtype}; give "
+        "param_dtype=float32",
     )
 
 
 def check_zero(c: "Config") -> None:
-    """Rejects ZeRO on one dp and quantised weights; rules of training only: a run may be evaluated with either."""
+    """Rejects ZeRO on one dp and quantised weights without adapters: a run may be evaluated with either."""
     check_trainable(c)
     require(
         c.parallel.mesh == "auto" or not c.parallel.zero or c.parallel.replicas > 1,

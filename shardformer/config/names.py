@@ -23,6 +23,11 @@ def is_stacked(module: str) -> bool:
     return module.startswith(LAYERS)
 
 
+def is_part(name: str) -> bool:
+    """Returns whether a parameter is one of those of a quantised matrix."""
+    return name.endswith((CODES, SCALES, BLOCKS))
+
+
 def is_factor_of_product(name: str) -> bool:
     """Returns whether a parameter only multiplies activations: a matrix, an adapter's factor, an untied head."""
     return name.removesuffix(LORA_IN).removesuffix(LORA_OUT) in (*MATRICES, *EXPERT_MATRICES, *SHARED_MATRICES, "w")

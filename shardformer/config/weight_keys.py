@@ -1,4 +1,4 @@
-"""Keys of the form in which a model's weights are stored while it generates, scores and evaluates."""
+"""Keys of the form in which a model's frozen weights are stored."""
 
 import dataclasses
 from typing import Literal
@@ -10,6 +10,7 @@ MEANING = (
     "output channel; int4: two inputs in a byte, with a bfloat16 scale for each 64 inputs, and int8 tables; nf4: as "
     "int4, with the codes and double quantisation of QLoRA; norms, biases, positions and adapters stay float"
 )
+OF_A_RUN = f"{MEANING}; auto: as the run stores them"
 GROUP = 64  # inputs that share a scale, at most
 
 
@@ -20,9 +21,9 @@ def group_size(inputs: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class WeightKeys(KeyGroup):
-    """Quantised weights, for generation, scores and evaluation (never written to config.json)"""
+    """Quantised weights, for generation, scores, evaluation, and training of adapters over them (QLoRA)"""
 
-    weights: Literal["float", "int8", "int4", "nf4"] = key("float", MEANING)
+    weights: Literal["float", "int8", "int4", "nf4"] = key("float", MEANING, fixed=True)
 
     @property
     def quantized(self) -> bool:

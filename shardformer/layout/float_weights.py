@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
-from shardformer.kernels.vocabulary_loss import multiply_table
+from shardformer.kernels.vocabulary_loss import loss_in_chunks, multiply_table
 
 
 class FloatWeights:
     """Parameters stored as they are; `QuantizedWeights` has the same methods."""
 
     multiply_table: Callable = staticmethod(multiply_table)  # activations by an output table
+    loss_in_chunks: Callable = staticmethod(loss_in_chunks)
 
     def store(self, params: dict) -> dict:
         """Returns the stored form of a tree of parameters, or of their shapes."""

@@ -21,6 +21,7 @@ from shardformer.config.weight_keys import group_size
 from shardformer.kernels import nf4, packed, quantized
 from shardformer.kernels.packed import PackedMatrix
 from shardformer.kernels.quantized import Int8Matrix
+from shardformer.kernels.vocabulary_loss import loss_in_recomputed_chunks
 from shardformer.layout import specs
 from shardformer.layout.float_weights import FloatWeights
 from shardformer.parallel import collectives
@@ -34,6 +35,7 @@ class QuantizedWeights(FloatWeights):
     """weights=int8: the layers' matrices, the token table and the untied head as int8 codes and scales."""
 
     multiply_table: Callable = staticmethod(quantized.multiply_table)
+    loss_in_chunks: Callable = staticmethod(loss_in_recomputed_chunks)
 
     def __init__(self, config: Config):
         self.config = config

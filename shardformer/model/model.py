@@ -108,6 +108,14 @@ class Model:
             return self.abstract
         return type(self).on(self.config.replace(weights="float"), self.mesh).abstract
 
+    def init_trainable(self, seed: int):
+        """Returns the trainable parameters of a seed as `init` draws them, without the memory of the others."""
+
+        def initialise(seed):
+            return self.trainable.select(_initialise_stored(self.config.architecture, self._weights, seed))
+
+        return programs.jit(initialise, out_shardings=self.trainable.select(self.shardings))(np.int32(seed))
+
     def store_leaf(self, name: str, leaf):
         """Returns a parameter that was read, or the tuple of its codes and scales, on the same devices."""
         if not self._weights.is_quantized(name):

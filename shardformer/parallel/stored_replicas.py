@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from jax import Array, lax
 
-from shardformer.config.names import BLOCKS, CODES, SCALES
+from shardformer.config.names import BLOCKS, CODES, SCALES, is_part
 from shardformer.parallel.replicas import ForwardZero, Replicated, Zero, Zero1, Zero3
 from shardformer.parallel.scattering import Scattering, gather_parts
 
@@ -26,7 +26,7 @@ class Stored(Replicated):
 
     def gather(self, name: str, p: Array, dimension: int | None, scattering: Scattering) -> Array:
         """Returns a parameter of which every replica has a part along `dimension`."""
-        if dimension is None or not name.endswith(PARTS):
+        if dimension is None or not is_part(name):
             return super().gather(name, p, dimension, scattering)  # type: ignore[misc]  # of ZeRO
         return self._gather_part(p, dimension, scattering)
 
@@ -42,7 +42,7 @@ class Stored(Replicated):
                     base = name.removesuffix(CODES)
                     parts = tuple(leaves[part] for suffix in PARTS if (part := f"{base}{suffix}") in leaves)
                     joined[module][base] = self.join(f"{module}/{base}", parts)  # type: ignore[misc]  # it is given
-                elif not name.endswith(PARTS):
+                elif not is_part(name):
                     joined[module][name] = leaf
         return joined
 
