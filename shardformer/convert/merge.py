@@ -25,10 +25,9 @@ class Merging:
     merge_lora: bool = key(True, "merge the adapters into the weights")
     step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
     ema: bool = key(False, "merge the average of the adapters (for a run trained with ema)")
-
     onto: Literal["stored", "float"] = key(
         "stored",
-        "the weights to add to, for a run with weights=int8, int4 or nf4: those that it stores, dequantised, or the "
+        "the weights to add to, for a run with weights=int8, int4 or nf4; stored: dequantised codes; float: the "
         "float weights of its base",
     )
 
@@ -64,7 +63,7 @@ def choose_base(run: Run, state: State, onto: str, stack: contextlib.ExitStack) 
     if onto == "stored":
         return state, f"\nonto the stored weights, as trained: {drift} from those of {run.config.training.base}"
     merged = state._replace(params={**state.params, **exact})
-    return merged, f"\nonto the float weights: {drift} from those that the adapters were trained with"
+    return merged, f"\nonto the float weights: {drift} from the stored ones, as trained"
 
 
 def _open_base(run: Run, stack: contextlib.ExitStack) -> Leaves | None:

@@ -98,7 +98,8 @@ class Int4Weights(QuantizedWeights):
     def dequantize(self, name: str, parts: tuple[Array, ...]) -> Array:
         if not is_stacked(name):
             return super().dequantize(name, parts)
-        return packed.dequantize(*parts, packed.INT4_LEVELS)
+        codes, scales = parts
+        return packed.dequantize(codes, scales, packed.INT4_LEVELS)
 
     def _take_groups(self, name: str, codes: Array, scales: Array) -> Array:
         """Returns the scales of this shard's rows: a part of a group has that group's scale."""

@@ -55,8 +55,11 @@ def test_int4_codes_equal_numpy():
     assert (np.asarray(packed.unpack(packed.quantize_int4(jnp.asarray(w + 0.3))[0])) != expected).any()
 
 
-@pytest.mark.parametrize(("form", "levels"), [("int4", range(-8, 8)), ("nf4", nf4.LEVELS)])
-def test_product_and_gradient_equal_the_dequantised_matrix(form, levels):
+@pytest.mark.parametrize(
+    ("form", "levels", "few"), [("int4", range(-8, 8), 16), ("nf4", nf4.LEVELS, 16), ("nf4", nf4.LEVELS, 1)]
+)
+def test_product_and_gradient_equal_the_dequantised_matrix(form, levels, few, monkeypatch):
+    monkeypatch.setattr(packed, "FEW_ROWS", few)
     w, x, d = quantize(form), activations(), activations(OUTPUTS)
     dense = dequantize(w, levels)
     y, gradient = jax.jit(lambda x, d, w: (packed.multiply(x, w), jax.vjp(packed.multiply, x, w)[1](d)[0]))(x, d, w)
@@ -74,7 +77,9 @@ def large_floats(program: str) -> list[str]:
     return [shape for shape in shapes if shape and np.prod([int(n) for n in shape.split(",")]) > INPUTS * OUTPUTS / 2]
 
 
-def test_compiled_product_and_gradient_have_no_float_matrix():
+@pytest.mark.parametrize("few", [1, 16])
+def test_compiled_product_and_gradient_have_no_float_matrix(few, monkeypatch):
+    monkeypatch.setattr(packed, "FEW_ROWS", few)
     w = jax.eval_shape(lambda: quantize("nf4"))
     x = jax.ShapeDtypeStruct((1, ROWS, INPUTS), jnp.float32)
 
@@ -90,4 +95,4 @@ def test_compiled_product_and_gradient_have_no_float_matrix():
 
 def test_tile_has_full_groups(monkeypatch):
     monkeypatch.setattr(tiles, "ROWS", 1)
-    assert packed._tiles_of(quantize("int4"), jnp.float32)[0] == 192  # 163 rows would be a megabyte
+    assert packed._bytes_of_tile(quantize("int4")) == 96  # 163 inputs would be a megabyte
