@@ -166,7 +166,7 @@ COMMANDS = {
             "convert HF_FOLDER DST [key=value ...]       of a family in convert/README.md to a run",
             "convert RUN DST format=hf [key=value ...]   a run to a Hugging Face folder",
             "convert RUN DST merge_lora=true [ema=true]  a run with adapters to one without",
-            "convert RUN DST weights=nf4                 a run to one that stores its weights as int8, int4 or nf4",
+            "convert RUN DST weights=nf4                 its weights as int8, int4 or nf4 codes",
             "convert RUN DST format=peft [key=value ...] a run's adapters to a PEFT folder",
             "convert PEFT_FOLDER DST base=RUN            PEFT's adapters with a run's weights",
         ),

@@ -122,7 +122,8 @@ def multiply(x_BTI: Array, w_IO: PackedMatrix) -> Array:
 
     count, rest = divmod(w_IO.codes.shape[0], size)
     y_NO = multiply_tile(0, size) if count else multiply_tile(0, rest)
-    y_NO = lax.fori_loop(1, count, lambda i, y_NO: y_NO + multiply_tile(i * size, size), y_NO)
+    if count > 1:
+        y_NO = lax.fori_loop(1, count, lambda i, y_NO: y_NO + multiply_tile(i * size, size), y_NO)
     if count and rest:
         y_NO = y_NO + multiply_tile(count * size, rest)
     return y_NO.astype(x_BTI.dtype).reshape(*x_BTI.shape[:-1], -1)

@@ -69,6 +69,15 @@ def test_product_and_gradient_equal_the_dequantised_matrix(form, levels, few, mo
     assert np.abs(wrong - x @ dense).max() > 0.1
 
 
+@pytest.mark.parametrize(("rows", "inputs"), [(1, 64), (40, 64), (40, 24)])
+def test_matrix_smaller_than_a_tile(rows, inputs):
+    codes, scales = packed.quantize_int4(jnp.asarray(matrix(inputs, 8)))
+    w, x = PackedMatrix(codes, scales.astype(jnp.float32), packed.INT4_LEVELS), jnp.ones((1, rows, inputs))
+    y, pull = jax.vjp(packed.multiply, x, w)
+    np.testing.assert_allclose(y, x @ w.astype(jnp.float32), atol=1e-4)
+    np.testing.assert_allclose(pull(y)[0], y @ w.astype(jnp.float32).T, atol=1e-3)
+
+
 def large_floats(program: str) -> list[str]:
     """Returns the shapes of float arrays in a compiled program that have half as many elements as the matrix."""
     shapes = {
