@@ -38,7 +38,7 @@ class DeviceBytes(NamedTuple):
 def predict_bytes(config: Config) -> DeviceBytes:
     """Returns the exact bytes of a training state's live arrays on each device of the config's mesh."""
     trainer = traced.make_trainer(config)
-    if config.stored.quantized:  # has neither gradients nor an optimizer
+    if config.stored.quantized and not config.lora.lora_rank:  # has neither gradients nor an optimizer
         return DeviceBytes(_sum(jax.tree.map(lambda p: _shard_bytes(p, p.sharding), trainer.model.abstract)), 0, 0, 0)
     state, model = trainer.abstract, trainer.model
     grad_shardings = jax.tree.map(model.sharding, model.grad_specs)

@@ -81,7 +81,8 @@ def _check_before_converting(preset: Config, target: Path, overrides: dict, opti
 
 
 def _choose_settings(model: Config, preset: Config, overrides: dict) -> Config:
-    fixed = {name: model.get(name) for name in ARCHITECTURE}
+    stored = ("weights",) if model.stored.quantized else ()
+    fixed = {name: model.get(name) for name in (*ARCHITECTURE, *stored)}
     for name in fixed.keys() & overrides.keys():
         if overrides[name] != fixed[name]:
             raise UsageError(

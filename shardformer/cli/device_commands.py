@@ -7,7 +7,6 @@ from shardformer.analysis import live, traced, verify
 from shardformer.analysis.memory import format_device_bytes
 from shardformer.cli.arguments import parse_settings, say
 from shardformer.config import parsing
-from shardformer.config.key_rules import check_trainable
 from shardformer.config.keys import key
 from shardformer.config.parsing import PICTURES
 from shardformer.errors import RunError, UsageError
@@ -30,7 +29,7 @@ def run_memory(arguments: list[str]) -> None:
     settings = parse_settings(rest)
     traced.check_one_program(settings)  # before JAX looks for devices
     settings = mesh.start(settings, say=say)
-    if settings.stored.quantized:  # a step needs gradients
+    if settings.stored.quantized and not settings.lora.lora_rank:  # a step needs gradients
         return say(format_device_bytes(settings))
     measured = live.measure(settings)
     say(live.format_measured(measured))
@@ -44,7 +43,10 @@ def run_memory(arguments: list[str]) -> None:
 def run_verify(arguments: list[str]) -> int:
     """Compares a sharded with a dense model; returns 1 if they differ."""
     settings = parse_settings(arguments)
-    check_trainable(settings)
+    if settings.stored.quantized:
+        raise UsageError(
+            f"verify compares with a dense model of float weights, got weights={settings.stored.weights}; leave it out"
+        )
     settings = mesh.start(settings, say=say)
     if settings.parallel.devices == 1:
         raise UsageError("mesh=1x1 is the dense model itself; give a mesh of several devices, such as mesh=4x2")

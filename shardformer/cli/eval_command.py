@@ -8,7 +8,7 @@ from shardformer.cli.arguments import parse_run_and_options, say
 from shardformer.cli.loading import load_corpus
 from shardformer.config import Config, parsing
 from shardformer.config.keys import key
-from shardformer.config.weight_keys import MEANING
+from shardformer.config.weight_keys import OF_A_RUN
 from shardformer.devices import processes, programs
 from shardformer.errors import UsageError
 from shardformer.layout import mesh
@@ -28,7 +28,7 @@ class EvalOptions:
     mesh: str = key("auto", "devices as DPxMP (data parallel x model parallel), DPxMPxPP, or by name as dp2.cp2.mp2")
     step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
     ema: bool = key(False, "use the average of the weights, of a run that was trained with ema")
-    weights: Literal["float", "int8"] = key("float", MEANING)
+    weights: Literal["auto", "float", "int8", "int4", "nf4"] = key("auto", OF_A_RUN)
 
     def __post_init__(self):
         splits = ("train", "validation", "test", "all")
@@ -48,7 +48,7 @@ def evaluate(arguments: list[str]) -> None:
     else:
         corpus = load_corpus(run.config, run.vocabulary, started_with=run.fingerprint)
         run.check_corpus(corpus)
-    settings = for_evaluation(run.config, options.mesh).replace(weights=options.weights)
+    settings = for_evaluation(run.config.with_weights(options.weights), options.mesh)
     settings = mesh.start(settings, lambda c: predict_bytes(c).parameters, say, may_add_rows=True)
     programs.keep_compiled_programs(settings, processes.gather_documents)
     if settings.preferences.needs_references:

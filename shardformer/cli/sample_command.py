@@ -10,7 +10,7 @@ import jax
 from shardformer.cli.arguments import escape_for_terminal, parse_run_and_options, say_text
 from shardformer.cli.text_options import ChatOptions, TextOptions, open_chat_codec, open_codec
 from shardformer.config.keys import key
-from shardformer.config.weight_keys import MEANING
+from shardformer.config.weight_keys import OF_A_RUN
 from shardformer.devices import processes, programs
 from shardformer.errors import UsageError
 from shardformer.inference import Generator, Sampling, Stops
@@ -36,7 +36,7 @@ class WeightsOptions:
         "devices as DPxMP; auto is one device; a model too large for one takes 1x8, for instance, and a context too "
         "long for one dp1.cp8.mp1",
     )
-    weights: Literal["float", "int8"] = key("float", MEANING)
+    weights: Literal["auto", "float", "int8", "int4", "nf4"] = key("auto", OF_A_RUN)
 
 
 def check_batch(batch: int) -> None:
@@ -99,7 +99,7 @@ def sample_replies(run: Run, codec: TextCodec, sampling: SampleOptions) -> None:
 def load_model(run: Run, options: WeightsOptions) -> tuple[Model, dict]:
     """Returns the model of a run on the mesh of these options, and its parameters."""
     shape = "1x1" if options.mesh == "auto" else options.mesh
-    settings = mesh.start(run.config.for_inference(shape).replace(weights=options.weights))
+    settings = mesh.start(run.config.with_weights(options.weights).for_inference(shape))
     programs.keep_compiled_programs(settings, processes.gather_documents)
     model = Model.on(settings, mesh.make(settings))
     _, params = run.restore_params(model, options.step, options.ema)

@@ -154,6 +154,17 @@ class Config:
         changes = {"mesh": shape, "batch": sizes.dp * sizes.pp, "accum": sizes.pp, "sequence_parallel": False}
         return self.without_gradients().replace(**changes).without_stages()
 
+    def with_weights(self, form: str) -> "Config":
+        """Returns the configuration of a run with weights stored in this form; auto: as the run stores them."""
+        if form in ("auto", self.stored.weights):
+            return self
+        if self.stored.quantized:
+            raise UsageError(
+                f"{self.run.out} stores weights={self.stored.weights}, got weights={form}; leave weights out, or "
+                "convert the run with weights=float first"
+            )
+        return self.replace(weights=form)
+
     def shown(self, name: str) -> str:
         """Returns the value of a key as the command line accepts it: 'auto', 'true', '0.001'."""
         return format_value(FIELDS[name], self.get(name))
@@ -182,7 +193,7 @@ ARCHITECTURE = (
     *key_names(ModelKeys),
     *(name for name, field in keys_of(ExpertKeys).items() if field.metadata["fixed"]),
 )
-LAUNCH_ONLY_KEYS = key_names(WeightKeys, LaunchKeys, ProcessKeys)
+LAUNCH_ONLY_KEYS = key_names(LaunchKeys, ProcessKeys)
 # A checkpoint's arrays, its batches and its position in the schedule are valid only under these.
 FIXED_ON_RESUME = tuple(dict.fromkeys([*ARCHITECTURE, *(n for n, field in FIELDS.items() if field.metadata["fixed"])]))
 

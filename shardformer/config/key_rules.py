@@ -59,16 +59,28 @@ def check_given(c: "Config", given: dict[str, object]) -> None:
 
 
 def check_trainable(c: "Config") -> None:
-    """Rejects quantised weights, which have no gradient."""
+    """Rejects quantised weights without adapters, which have no gradient, and what training has only for float ones."""
+    if not c.stored.quantized:
+        return
     require(
-        not c.stored.quantized,
-        f"weights={c.stored.weights} has no gradient, and is for generate, sample, score, eval and harness; train "
-        "and verify with weights=float",
+        c.lora.lora_rank,
+        f"weights={c.stored.weights} has no gradient: give lora_rank to train adapters over these weights, or "
+        "weights=float",
+    )
+    require(
+        not c.experts.experts,
+        f"weights={c.stored.weights} with experts is for generate, sample, score, eval and harness; train experts "
+        "with weights=float",
+    )
+    require(
+        c.optimizer.param_dtype == "float32",
+        f"weights={c.stored.weights} stores matrices as codes, got param_dtype={c.optimizer.param_dtype}; give "
+        "param_dtype=float32",
     )
 
 
 def check_zero(c: "Config") -> None:
-    """Rejects ZeRO on one dp and quantised weights; rules of training only: a run may be evaluated with either."""
+    """Rejects ZeRO on one dp and quantised weights without adapters: a run may be evaluated with either."""
     check_trainable(c)
     require(
         c.parallel.mesh == "auto" or not c.parallel.zero or c.parallel.replicas > 1,
@@ -290,6 +302,25 @@ def _check_split_sizes(c: "Config", mp: int) -> None:
         padded % mp == 0,
         f"the vocabulary padded to vocab_multiple={c.model.vocab_multiple} does not divide over mp={mp}; "
         f"set vocab_multiple={mp} (it is part of the model, so on every mesh)",
+    )
+    if c.stored.has_groups:
+        _check_pairs(c, mp)
+
+
+def _check_pairs(c: "Config", mp: int) -> None:
+    """Rejects 4-bit codes of matrices with an odd number of inputs on a device: a byte has two."""
+    local = {"d_model": c.model.d_model, "heads x head size": c.model.attention_size // mp}
+    if c.experts.experts:
+        local["expert_width"] = c.expert_size // (1 if c.splits_experts else mp)
+    else:
+        local["d_ff"] = c.model.ff_size // mp
+    if c.experts.shared_width:
+        local["shared_width"] = c.experts.shared_width // mp
+    odd = [f"{name} {size}" for name, size in local.items() if size % 2]
+    require(
+        not odd,
+        f"weights={c.stored.weights} stores two inputs in a byte, and each device of mesh={c.parallel.mesh} has an odd "
+        f"number of {', '.join(odd)}; give weights=int8 or less mp",
     )
 
 

@@ -12,7 +12,8 @@ EXPERT_MATRICES = ("expert_up", "expert_gate", "expert_down")  # [experts, input
 SHARED_MATRICES = ("shared_up", "shared_gate", "shared_down")  # of the expert that every token uses
 OF_DENSE_LAYERS, OF_EXPERT_LAYERS = ("up", "gate", "down"), ("expert", "shared", "router")  # first words of names
 LORA_IN, LORA_OUT = "_lora_in", "_lora_out"  # the two factors of a matrix's adapter
-CODES, SCALES = "_codes", "_scales"  # the two parameters of a quantised matrix
+CODES, SCALES = "_codes", "_scales"  # the parameters of a quantised matrix
+BLOCKS = "_blocks"  # the third of them, with weights=nf4: the scales of its scales
 OF_KEY_VALUE_HEADS = {
     f"{matrix}{suffix}" for matrix in ("k", "v") for suffix in ("", "_bias", "_scale", LORA_OUT, CODES, SCALES)
 }
@@ -21,6 +22,11 @@ OF_KEY_VALUE_HEADS = {
 def is_stacked(module: str) -> bool:
     """Returns whether the module's parameters are those of all layers, stacked on a leading L."""
     return module.startswith(LAYERS)
+
+
+def is_part(name: str) -> bool:
+    """Returns whether a parameter is one of those of a quantised matrix."""
+    return name.endswith((CODES, SCALES, BLOCKS))
 
 
 def is_factor_of_product(name: str) -> bool:

@@ -1,5 +1,6 @@
 """`convert SRC DST`: the kind of SRC determines the direction; DST is written completely or not at all."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from shardformer.convert import (
     runs,
     seed,
     shard_files,
+    stored_weights,
 )  # fmt: skip
 from shardformer.convert.new_folder import check_free, describe_average, describe_size, new_folder, new_folder_on_disk
 from shardformer.convert.runs import open_vocabulary
@@ -96,6 +98,8 @@ def _choose_converter(source: Path | BucketPath, arguments: list[str]):
     if (source / "config.json").is_file():
         if merge.asks_to_merge(arguments):
             return run_to_merged_run
+        if stored_weights.asks_to_store(arguments):
+            return run_to_stored_run
         formats = {"format=hf": hf.run_to_hf, "format=peft": peft.run_to_peft}
         return next((convert for word, convert in formats.items() if word in arguments), run_to_gptj)
     inside = (
@@ -134,7 +138,9 @@ def run_to_merged_run(source: Path, target: Path, arguments: list[str], say: Cal
     options = parsing.parse_options(arguments, merge.Merging)
     adapted = Run.open(source)
     merge.check_adapters(adapted)
-    with runs.open_state(adapted, options.step, with_moments=False, averaged=options.ema) as result:
+    with contextlib.ExitStack() as stack:
+        result = stack.enter_context(runs.open_state(adapted, options.step, False, options.ema))
+        result, drift = merge.choose_base(adapted, result, options.onto, stack)
         run, state = merge.merge_adapters(adapted, result)
         run = dataclasses.replace(run, config=run.config.replace(out=str(target)))
         with new_folder(target) as temporary:
@@ -142,7 +148,26 @@ def run_to_merged_run(source: Path, target: Path, arguments: list[str], say: Cal
             hf.copy_tokenizer(adapted, temporary / hf.TOKENIZER_FOLDER)
     return (
         f"{target}: step {state.step}, {describe_size(state.params)}, adapters merged, Adam's moments start from zero"
-        f"{describe_average(adapted, options.ema)}"
+        f"{describe_average(adapted, options.ema)}{drift}"
+    )
+
+
+def run_to_stored_run(source: Path, target: Path, arguments: list[str], say: Callable[[str], None]) -> str:
+    options = parsing.parse_options(arguments, stored_weights.Storing)
+    before = Run.open(source)
+    if options.weights == before.config.stored.weights:
+        raise UsageError(f"{source} stores weights={options.weights} already; give another form")
+    run = stored_weights.change_form(before, options.weights)
+    run = dataclasses.replace(run, config=run.config.replace(out=str(target)))
+    with (
+        runs.open_state(before, options.step, with_moments=False, averaged=options.ema) as state,
+        new_folder(target) as temporary,
+    ):
+        runs.write_run(temporary, run, state)
+        hf.copy_tokenizer(before, temporary / hf.TOKENIZER_FOLDER)
+    return (
+        f"{target}: step {state.step}, {describe_size(state.params)}, weights={options.weights} instead of "
+        f"weights={before.config.stored.weights}{describe_average(before, options.ema)}"
     )
 
 

@@ -1,15 +1,19 @@
 """`convert RUN DST merge_lora=true`: adds a run's adapters to its weights."""
 
+import contextlib
 import dataclasses
 import functools
+from typing import Literal
 
 import numpy as np
 
 from shardformer.config.keys import key
-from shardformer.convert.gptj import Array
+from shardformer.config.names import MATRICES
+from shardformer.convert import runs, stored_weights
+from shardformer.convert.gptj import Array, Leaves
 from shardformer.convert.gptj_state import State
 from shardformer.convert.leaves import Filled, copy_into
-from shardformer.errors import UsageError
+from shardformer.errors import RunError, UsageError
 from shardformer.model import lora
 from shardformer.training.run_folder import Run
 
@@ -21,6 +25,11 @@ class Merging:
     merge_lora: bool = key(True, "merge the adapters into the weights")
     step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
     ema: bool = key(False, "merge the average of the adapters (for a run trained with ema)")
+    onto: Literal["stored", "float"] = key(
+        "stored",
+        "the weights to add to, for a run with weights=int8, int4 or nf4; stored: dequantised codes; float: the "
+        "float weights of its base",
+    )
 
     def __post_init__(self):
         if not self.merge_lora:
@@ -36,6 +45,38 @@ def check_adapters(run: Run) -> None:
         raise UsageError(
             f"{run.out} was trained with lora_rank={run.config.lora.lora_rank}: it has no adapters to merge"
         )
+
+
+def choose_base(run: Run, state: State, onto: str, stack: contextlib.ExitStack) -> tuple[State, str]:
+    """Returns the state with the weights that adapters are added to, and a line on how far the two kinds differ."""
+    if not run.config.stored.quantized:
+        if onto == "float":
+            raise UsageError(f"onto=float is for a run with codes, and {run.out} stores float weights; leave it out")
+        return state, ""
+    exact = _open_base(run, stack)
+    if exact is None:
+        if onto == "float":
+            raise UsageError(f"onto=float needs the base of {run.out} with float weights; leave it out")
+        return state, f"\nonto the stored weights={run.config.stored.weights}, which the adapters were trained with"
+    frozen = {name: leaf for name, leaf in exact.items() if leaf.shape and name.rpartition("/")[2] in MATRICES}
+    drift = f"{stored_weights.measure_drift(state.params, frozen):.2%} of the root mean square of the matrices"
+    if onto == "stored":
+        return state, f"\nonto the stored weights, as trained: {drift} from those of {run.config.training.base}"
+    merged = state._replace(params={**state.params, **exact})
+    return merged, f"\nonto the float weights: {drift} from the stored ones, as trained"
+
+
+def _open_base(run: Run, stack: contextlib.ExitStack) -> Leaves | None:
+    """Returns the float parameters that a run of adapters started from; None if there are none now."""
+    if not run.config.training.base or run.config.training.base_step:
+        return None
+    try:
+        base = Run.open(run.config.training.base_run)
+    except (UsageError, RunError):
+        return None
+    if base.config.stored.quantized:
+        return None
+    return stack.enter_context(runs.open_state(base, 0, with_moments=False)).params
 
 
 def merge_adapters(run: Run, state: State) -> tuple[Run, State]:
@@ -58,6 +99,6 @@ def merge_adapters(run: Run, state: State) -> tuple[Run, State]:
         if not lora.is_adapter(name)
     }
     settings = run.config.replace(
-        lora_rank=0, base="", ema=0.0, lr_rules="", param_dtype="float32", moment_dtype="float32"
+        lora_rank=0, weights="float", base="", ema=0.0, lr_rules="", param_dtype="float32", moment_dtype="float32"
     )
     return dataclasses.replace(run, config=settings), State(state.step, params)

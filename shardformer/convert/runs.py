@@ -14,6 +14,7 @@ from shardformer import checkpoint, data
 from shardformer.checkpoint import array_files, manifest
 from shardformer.checkpoint.manifest import Leaf
 from shardformer.config import Config
+from shardformer.convert import stored_weights
 from shardformer.convert.gptj import Leaves
 from shardformer.convert.gptj_state import Moments, State
 from shardformer.convert.leaves import Filled, Readable, constant, flatten, nest
@@ -31,7 +32,7 @@ from shardformer.training.trainer import Trainer
 def open_state(run: Run, step: int, with_moments: bool, averaged: bool = False) -> Iterator[State]:
     """Opens a checkpoint of a run: the best by validation unless `step` names one. averaged: see Run.restore_params.
 
-    Its arrays are read when they are indexed, until the end of the block.
+    Its arrays are read when they are indexed, until the end of the block. Codes are dequantised then.
     """
     trainer = _trainer(run.config)
     step = run.choose_step(step, averaged)
@@ -60,7 +61,10 @@ def open_state(run: Run, step: int, with_moments: bool, averaged: bool = False) 
             count, mu, nu = _moment_places(trainer)
             if count in stored.leaves:  # a converted run has no optimizer yet
                 moments = Moments(int(readable(count)[...]), readables("mu", mu), readables("nu", nu))
-        yield State(step, readables("params", params), moments)
+        leaves = readables("params", params)
+        if run.config.stored.quantized:
+            leaves = stored_weights.dequantize(leaves, run.config)
+        yield State(step, leaves, moments)
 
 
 def write_run(folder: Path | BucketPath, run: Run, state: State) -> None:
@@ -73,9 +77,11 @@ def write_run(folder: Path | BucketPath, run: Run, state: State) -> None:
             raise UsageError(
                 f"a converted run is in float32: give {name}=float32, and {name}=bfloat16 to `train base={run.out}`"
             )
-    trainer = _trainer(run.config)
-    whole = {"step": constant((), np.int32, state.step), "params": nest(trainer.model.shapes, state.params)}
-    if state.moments:
+    trainer, params = _trainer(run.config), state.params
+    if run.config.stored.quantized:
+        params = stored_weights.quantize(params, run.config)
+    whole = {"step": constant((), np.int32, state.step), "params": nest(trainer.model.shapes, params)}
+    if state.moments and not run.config.stored.quantized:  # frozen weights have no moments
         whole["optimizer"] = _make_optimizer(trainer, state.moments)
     documents = run.documents(state.step, Best())
     checkpoint.save_snapshot(folder, state.step, _stream(manifest.flatten(whole)), documents)

@@ -1,6 +1,7 @@
 """Matrices stored as int8 codes with a scale for each output channel, and products without a float copy of them.
 
-The dequantised matrix is `codes.astype(scales.dtype) * scales`, as that of Grok-1's QuantizedWeight8bit.
+The dequantised matrix is `codes.astype(scales.dtype) * scales`, as that of Grok-1's QuantizedWeight8bit. It is frozen:
+products have gradients in the activations only.
 """
 
 import functools
@@ -10,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from shardformer.kernels import tiles
+
 LARGEST_CODE = 127
 UNIT = np.float32(1 / LARGEST_CODE)  # XLA would divide by a constant as it likes: by a product, or not
-# Elements of a tile that a CPU converts to float at once: 1 MB in float32, about half of a core's second-level cache.
-TILE_ELEMENTS = 1 << 18
-ROWS = 64  # rows of a tile are a multiple of this number
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("codes", "scales"), meta_fields=())
@@ -37,6 +37,10 @@ class Int8Matrix:
         """Returns dequantised rows of a table."""
         return self.codes[rows].astype(self.scales.dtype) * self.scales[rows]
 
+    def multiply(self, x_BTI: Array) -> Array:
+        """Returns x @ w in x's dtype."""
+        return multiply(x_BTI, self)
+
 
 def quantize(w: Array, axis: int) -> tuple[Array, Array]:
     """Returns the int8 codes of w and their float32 scales, whose size along the axis of the inputs is 1."""
@@ -46,16 +50,43 @@ def quantize(w: Array, axis: int) -> tuple[Array, Array]:
     return jnp.clip(codes, -LARGEST_CODE, LARGEST_CODE).astype(jnp.int8), scales
 
 
+@jax.custom_vjp
 def multiply(x_BTI: Array, w_IO: Int8Matrix) -> Array:
     """Returns x @ w in x's dtype; the scales multiply the product."""
     y_BTO = _multiply_codes(x_BTI, w_IO.codes, transposed=False)
     return (y_BTO.astype(jnp.float32) * _row(w_IO.scales, y_BTO)).astype(x_BTI.dtype)
 
 
+def _multiply_forward(x_BTI, w_IO):
+    return multiply(x_BTI, w_IO), w_IO
+
+
+def _multiply_backward(w_IO, d_BTO):
+    scaled_BTO = (d_BTO.astype(jnp.float32) * _row(w_IO.scales, d_BTO)).astype(d_BTO.dtype)
+    return _multiply_codes(scaled_BTO, w_IO.codes, transposed=True), None
+
+
+multiply.defvjp(_multiply_forward, _multiply_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def multiply_table(h_BTD: Array, table: Int8Matrix, tied: bool) -> Array:
     """Returns the float32 logits of a table [v, D] if it is tied, else [D, v]."""
     logits_BTv = _multiply_codes(h_BTD, table.codes, transposed=tied, preferred=jnp.float32)
     return logits_BTv * _row(table.scales, logits_BTv)
+
+
+def _table_forward(h_BTD, table, tied):
+    return multiply_table(h_BTD, table, tied), (table, h_BTD[:0])
+
+
+def _table_backward(tied, saved, d_BTv):
+    table, like = saved
+    scaled_BTv = (d_BTv * _row(table.scales, d_BTv)).astype(like.dtype)
+    return _multiply_codes(scaled_BTv, table.codes, transposed=not tied), None
+
+
+multiply_table.defvjp(_table_forward, _table_backward)
 
 
 def _row(scales: Array, y: Array) -> Array:
@@ -79,45 +110,18 @@ def _multiply_codes(x_BTI: Array, codes: Array, transposed: bool, preferred=None
 
 
 def _multiply_at_once(x_NI, codes, transposed, preferred):
-    contracted = ((1,), (1 if transposed else 0,)), ((), ())
-    return lax.dot_general(x_NI, codes.astype(x_NI.dtype), contracted, preferred_element_type=preferred)
+    return tiles.contract(x_NI, codes.astype(x_NI.dtype), transposed, preferred)
 
 
 def _multiply_tiles(x_NI, codes, transposed, preferred):
-    """Multiplies by some rows of the stored codes at a time, which are contiguous; the last tile has the rest."""
-    size = max(TILE_ELEMENTS // codes.shape[1] // ROWS, 1) * ROWS
+    """Multiplies by some rows of the stored codes at a time, which are contiguous."""
+    size = tiles.rows_of_tile(codes.shape[1])
     if codes.shape[0] < 2 * size:
         return _multiply_at_once(x_NI, codes, transposed, preferred)
-    return (_join_outputs if transposed else _sum_over_inputs)(x_NI, codes, size, preferred)
 
+    def rows(start, size):
+        return lax.dynamic_slice_in_dim(codes, start, size).astype(x_NI.dtype)
 
-def _sum_over_inputs(x_NI, codes_IO, size, preferred):
-    """Adds up the products with tiles of inputs, in float32."""
-
-    def multiply_tile(start, size):
-        tile = lax.dynamic_slice_in_dim(codes_IO, start, size)
-        return _multiply_at_once(lax.dynamic_slice_in_dim(x_NI, start, size, 1), tile, False, jnp.float32)
-
-    def add_tile(i, y_NO):
-        return y_NO + multiply_tile(i * size, size)
-
-    count = codes_IO.shape[0] // size
-    y_NO = lax.fori_loop(1, count, add_tile, multiply_tile(0, size))
-    if rest := codes_IO.shape[0] - count * size:
-        y_NO = y_NO + multiply_tile(count * size, rest)
-    return y_NO.astype(preferred or x_NI.dtype)
-
-
-def _join_outputs(x_NI, codes_OI, size, preferred):
-    """Concatenates the products with tiles of outputs."""
-
-    def multiply_tile(i):
-        return _multiply_at_once(x_NI, lax.dynamic_slice_in_dim(codes_OI, i * size, size), True, preferred)
-
-    count = codes_OI.shape[0] // size
-    y_tNo = lax.map(multiply_tile, jnp.arange(count))
-    y_NO = jnp.moveaxis(y_tNo, 0, 1).reshape(x_NI.shape[0], count * size)
-    if count * size == codes_OI.shape[0]:
-        return y_NO
-    rest = _multiply_at_once(x_NI, codes_OI[count * size :], True, preferred)
-    return jnp.concatenate([y_NO, rest], axis=1)
+    if transposed:
+        return tiles.join_outputs(x_NI, rows, codes.shape[0], size, preferred)
+    return tiles.sum_over_inputs(x_NI, rows, size, preferred)

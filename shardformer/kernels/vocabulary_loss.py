@@ -7,7 +7,7 @@ products, as many as with all logits in memory; a backward pass that recomputed 
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +103,30 @@ def loss_in_chunks(
     Only the objective has a gradient, in `h_BTD`, `table` and `bias_v`.
     """
 
+    def measure(part):
+        h_1cD, targets_1c = part
+        return measure_tokens(project(h_1cD, table, bias_v, vocabulary), targets_1c, vocabulary)
+
+    token = join_tokens(lax.map(measure, split_tokens((h_BTD, targets_BT), chunk)), targets_BT.shape)
+    return objective(token, weights_BT, z_loss), token
+
+
+def loss_in_recomputed_chunks(
+    h_BTD: Array,
+    table: Any,
+    bias_v: Array | None,
+    targets_BT: Array,
+    weights_BT: Array,
+    vocabulary: Vocabulary,
+    z_loss: float,
+    chunk: int,
+) -> tuple[Array, TokenLoss]:
+    """Returns what `loss_in_chunks` does, for a frozen table.
+
+    The backward pass recomputes the logits of a chunk. That needs three products too: there is no gradient of a table.
+    """
+
+    @jax.checkpoint
     def measure(part):
         h_1cD, targets_1c = part
         return measure_tokens(project(h_1cD, table, bias_v, vocabulary), targets_1c, vocabulary)

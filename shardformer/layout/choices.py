@@ -72,11 +72,12 @@ def resolve(config: Config, hardware: Hardware = CPU, torus: tuple[int, ...] = (
 
 def _quantize(layout: Layout) -> Layout:
     """Returns the layout with matrices stored as codes and scales."""
-    from shardformer.layout.quantized_weights import QuantizedWeights, make_replicas
+    from shardformer.layout.quantized_weights import choose_weights, make_replicas
 
     reasons = layout.reasons | {"weights": f"weights={layout.config.stored.weights}"}
-    replicas = make_replicas(layout.replicas)
-    return dataclasses.replace(layout, weights=QuantizedWeights(), replicas=replicas, reasons=reasons)
+    weights = choose_weights(layout.config)
+    replicas = make_replicas(layout.replicas, weights)
+    return dataclasses.replace(layout, weights=weights, replicas=replicas, reasons=reasons)
 
 
 def _add_experts(layout: Layout) -> Layout:

@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
-from shardformer.kernels.vocabulary_loss import multiply_table
+from shardformer.kernels.vocabulary_loss import loss_in_chunks, multiply_table
 
 
 class FloatWeights:
     """Parameters stored as they are; `QuantizedWeights` has the same methods."""
 
     multiply_table: Callable = staticmethod(multiply_table)  # activations by an output table
+    loss_in_chunks: Callable = staticmethod(loss_in_chunks)
 
     def store(self, params: dict) -> dict:
         """Returns the stored form of a tree of parameters, or of their shapes."""
@@ -19,8 +20,12 @@ class FloatWeights:
         """Returns the stored form of parameters whose matrices `Model.store_leaf` has quantised one by one."""
         return params
 
+    def suffixes(self, name: str) -> tuple[str, ...]:
+        """Returns the ends of the names of the parts of a quantised parameter; there is none here."""
+        raise NotImplementedError(name)
+
     def quantize(self, name: str, w: Any) -> tuple:
-        """Returns the codes and the scales of a parameter for which `is_quantized` is true; there is none here."""
+        """Returns the parts of a quantised parameter: codes, scales and perhaps the scales of scales."""
         raise NotImplementedError(name)
 
     def is_quantized(self, name: str) -> bool:

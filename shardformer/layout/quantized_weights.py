@@ -1,22 +1,44 @@
-"""`weights=int8`: a matrix is stored as two parameters, NAME_codes and NAME_scales, split as the matrix is."""
+"""`weights=`: a matrix is stored as codes with scales, two or three parameters that are split as the matrix is."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
+from jax import Array
 
-from shardformer.config.names import CODES, EXPERT_MATRICES, MATRICES, SCALES, SHARED_MATRICES, is_stacked
-from shardformer.kernels import quantized
+from shardformer.config import Config
+from shardformer.config.names import (
+    BLOCKS,
+    CODES,
+    EXPERT_MATRICES,
+    MATRICES,
+    MP,
+    SCALES,
+    SHARED_MATRICES,
+    is_stacked,
+)
+from shardformer.config.weight_keys import group_size
+from shardformer.kernels import nf4, packed, quantized
+from shardformer.kernels.packed import PackedMatrix
+from shardformer.kernels.quantized import Int8Matrix
+from shardformer.kernels.vocabulary_loss import loss_in_recomputed_chunks
+from shardformer.layout import specs
 from shardformer.layout.float_weights import FloatWeights
+from shardformer.parallel import collectives
 from shardformer.parallel.replicas import Replicated, map_named
-from shardformer.parallel.stored_replicas import QuantizedReplicas
+from shardformer.parallel.stored_replicas import add_join
 
 OF_LAYERS = {*MATRICES, *SHARED_MATRICES, *EXPERT_MATRICES}
 
 
 class QuantizedWeights(FloatWeights):
-    """The layers' matrices, the token table and the untied head as int8 codes and scales."""
+    """weights=int8: the layers' matrices, the token table and the untied head as int8 codes and scales."""
 
     multiply_table: Callable = staticmethod(quantized.multiply_table)
+    loss_in_chunks: Callable = staticmethod(loss_in_recomputed_chunks)
+
+    def __init__(self, config: Config):
+        self.config = config
 
     def is_quantized(self, name: str) -> bool:
         """Returns whether the parameter of this full name is stored as codes and scales."""
@@ -28,17 +50,30 @@ class QuantizedWeights(FloatWeights):
         is_shape = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
         return jax.eval_shape(self._store, params) if is_shape else self._store(params)
 
-    def quantize(self, name: str, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the codes and the scales of the parameter of this full name."""
+    def suffixes(self, name: str) -> tuple[str, ...]:
+        """Returns the ends of the names of the parts of a quantised parameter of this full name."""
+        return CODES, SCALES
+
+    def quantize(self, name: str, w: Array) -> tuple[Array, ...]:
+        """Returns the parts of the parameter of this full name: codes, scales and perhaps the scales of scales."""
         return quantized.quantize(w, axis=-1 if name.endswith("/tokens") else -2)
 
+    def join(self, name: str, parts: tuple[Array, ...]) -> Any:
+        """Returns this shard's matrix of the parts of this full name, without a leading L. Shard view."""
+        return Int8Matrix(*parts)
+
+    def dequantize(self, name: str, parts: tuple[Array, ...]) -> Array:
+        """Returns the float32 parameter of this full name from all of its parts, of one layer or of all layers."""
+        return Int8Matrix(*parts).astype("float32")
+
     def name_parts(self, params: dict) -> dict:
-        """Returns the stored form of parameters in which each matrix is a pair of codes and scales."""
+        """Returns the stored form of parameters in which each matrix is a tuple of its parts."""
         stored: dict = {module: {} for module in params}
         for module, leaves in params.items():
             for name, leaf in leaves.items():
-                names = [f"{name}{CODES}", f"{name}{SCALES}"] if self.is_quantized(f"{module}/{name}") else [name]
-                stored[module] |= dict(zip(names, leaf if len(names) == 2 else [leaf], strict=True))
+                full = f"{module}/{name}"
+                names = [f"{name}{suffix}" for suffix in self.suffixes(full)] if self.is_quantized(full) else [name]
+                stored[module] |= dict(zip(names, leaf if len(names) > 1 else [leaf], strict=True))
         return stored
 
     def _store(self, params: dict) -> dict:
@@ -48,8 +83,76 @@ class QuantizedWeights(FloatWeights):
         return self.name_parts(map_named(quantize, params))
 
 
-def make_replicas(replicas: Replicated) -> QuantizedReplicas:
-    """Returns replicas on the same mesh axes that gather codes and scales as they are stored."""
-    dtype = getattr(replicas, "dtype", "float32")
-    axes = replicas.layer_axes, replicas.outside_axes, replicas.count, replicas.shared_by_dp
-    return QuantizedReplicas(*axes, dtype)
+class Int4Weights(QuantizedWeights):
+    """weights=int4: 4-bit codes of the layers' matrices, with bfloat16 scales of groups; the tables are int8."""
+
+    def quantize(self, name: str, w: Array) -> tuple[Array, ...]:
+        return packed.quantize_int4(w) if is_stacked(name) else super().quantize(name, w)
+
+    def join(self, name: str, parts: tuple[Array, ...]) -> Any:
+        if not is_stacked(name):
+            return super().join(name, parts)
+        codes, scales = parts
+        return PackedMatrix(codes, self._take_groups(name, codes, scales).astype("float32"), packed.INT4_LEVELS)
+
+    def dequantize(self, name: str, parts: tuple[Array, ...]) -> Array:
+        if not is_stacked(name):
+            return super().dequantize(name, parts)
+        codes, scales = parts
+        return packed.dequantize(codes, scales, packed.INT4_LEVELS)
+
+    def _take_groups(self, name: str, codes: Array, scales: Array) -> Array:
+        """Returns the scales of this shard's rows: a part of a group has that group's scale."""
+        leaf = name.rpartition("/")[2]
+        if not self._is_split(name, -2) or specs.splits_groups(leaf, self.config):
+            return scales
+        group, rows = group_size(specs.inputs_of(leaf, self.config)), 2 * codes.shape[-2]
+        return packed.take_groups(scales, group, collectives.index(MP) * rows, rows)
+
+    def _is_split(self, name: str, dimension: int) -> bool:
+        """Returns whether mp splits the rows (-2) or the columns (-1) of the matrix of this full name."""
+        axes = tuple(specs.parameter_spec(name, self.config))
+        length = 4 if name.rpartition("/")[2] in EXPERT_MATRICES else 3
+        return self.config.parallel.mp > 1 and (*axes, *[None] * (length - len(axes)))[dimension] == MP
+
+
+class Nf4Weights(Int4Weights):
+    """weights=nf4: the layers' matrices as bitsandbytes stores them, with double quantisation; the tables are int8."""
+
+    def suffixes(self, name: str) -> tuple[str, ...]:
+        return (CODES, SCALES, BLOCKS) if is_stacked(name) else super().suffixes(name)
+
+    def quantize(self, name: str, w: Array) -> tuple[Array, ...]:
+        return nf4.quantize(w) if is_stacked(name) else super().quantize(name, w)
+
+    def join(self, name: str, parts: tuple[Array, ...]) -> Any:
+        if not is_stacked(name):
+            return super().join(name, parts)
+        codes, scales, blocks = parts
+        split_rows = self._is_split(name, -2) and specs.splits_groups(name.rpartition("/")[2], self.config)
+        groups, outputs = scales.shape[-2:]
+        first_group = collectives.index(MP) * groups if split_rows else 0
+        first_output = collectives.index(MP) * outputs if self._is_split(name, -1) else 0
+        total = groups * (self.config.parallel.mp if split_rows else 1)
+        floats = nf4.dequantize_scales(scales, blocks, (first_group, first_output), total)
+        return PackedMatrix(codes, self._take_groups(name, codes, floats), nf4.LEVELS)
+
+    def dequantize(self, name: str, parts: tuple[Array, ...]) -> Array:
+        if not is_stacked(name):
+            return super().dequantize(name, parts)
+        codes, scales, blocks = parts
+        floats = nf4.dequantize_scales(scales, blocks, (0, 0), scales.shape[-2])
+        return packed.dequantize(codes, floats, nf4.LEVELS)
+
+
+FORMS = {"int8": QuantizedWeights, "int4": Int4Weights, "nf4": Nf4Weights}
+
+
+def choose_weights(config: Config) -> QuantizedWeights:
+    """Returns the stored form that `weights=` names."""
+    return FORMS[config.stored.weights](config)
+
+
+def make_replicas(replicas: Replicated, weights: QuantizedWeights) -> Replicated:
+    """Returns the same replicas, which gather the parts of a matrix as they are stored and join them."""
+    return add_join(replicas, weights.join)

@@ -9,7 +9,8 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from shardformer.config import Config
-from shardformer.config.names import CODES, EXPERT_MATRICES, SCALES, has_key_value_heads, is_stacked
+from shardformer.config.names import BLOCKS, CODES, EXPERT_MATRICES, SCALES, has_key_value_heads, is_stacked
+from shardformer.config.weight_keys import group_size
 from shardformer.layout.expert_axes import choose_expert_axes
 
 # Split columns (outputs) or rows (inputs) of a matrix, as Megatron does. pp splits the leading L of stacked layers.
@@ -80,6 +81,9 @@ def parameter_spec(name: str, config: Config) -> P:
         return parameter_spec(name.removesuffix(CODES), config)
     if name.endswith(SCALES):
         return _spec_of_scales(name.removesuffix(SCALES), config)
+    if name.endswith(BLOCKS):  # a few scales of scales, which every shard reads
+        outer = tuple(parameter_spec(name.removesuffix(BLOCKS), config))[:-2]
+        return P(*outer)
     for pattern, spec in RULES:
         if fnmatch.fnmatchcase(name, pattern):
             if config.shares_kv_heads and has_key_value_heads(name):
@@ -99,12 +103,26 @@ def _spec_of_experts(name: str, spec: P, config: Config) -> P:
 
 
 def _spec_of_scales(matrix: str, config: Config) -> P:
-    """Returns the spec of a quantised matrix's scales: of its columns, or of the rows of the token table."""
+    """Returns the spec of a quantised matrix's scales: of its columns or groups, or of the rows of the token table."""
     axes = [*parameter_spec(matrix, config), None, None, None]
     module, _, leaf = matrix.rpartition("/")
     axes = axes[: 4 if leaf in EXPERT_MATRICES else 3 if is_stacked(module) else 2]
-    axes[-1 if matrix.endswith("/tokens") else -2] = None
+    if not (config.stored.has_groups and is_stacked(module) and splits_groups(leaf, config)):
+        axes[-1 if matrix.endswith("/tokens") else -2] = None
     return P(*axes)
+
+
+def inputs_of(matrix: str, config: Config) -> int:
+    """Returns the inputs of a layer's matrix whose rows mp may split; 0 for other matrices."""
+    sizes = {"o": config.model.attention_size, "down": config.model.ff_size}
+    sizes |= {"shared_down": config.experts.shared_width, "expert_down": config.expert_size}
+    return sizes.get(matrix, 0)
+
+
+def splits_groups(matrix: str, config: Config) -> bool:
+    """Returns whether each shard of the model has full groups of a matrix's inputs; else it has all their scales."""
+    inputs = inputs_of(matrix, config)
+    return not inputs or inputs // config.parallel.mp % group_size(inputs) == 0
 
 
 def parameter_specs(parameters, config: Config):

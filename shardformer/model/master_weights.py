@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from shardformer.config import Config
-from shardformer.config.names import LAYERS, MATRICES
+from shardformer.config.names import LAYERS, MATRICES, is_part
 from shardformer.model import lora
 
 
 def stored_types(parameters: dict, config: Config) -> dict:
     """Returns the dtype of each parameter in a training state."""
     return {
-        module: {name: jnp.dtype(_stored_type(module, name, config)) for name in leaves}
+        module: {name: _stored_type(module, name, leaf, config) for name, leaf in leaves.items()}
         for module, leaves in parameters.items()
     }
 
@@ -47,8 +47,18 @@ def trainable_parameters(parameters: dict, masters: dict, config: Config) -> dic
     return lora.select_trainable(lora.replace_trainable(parameters, masters), config)
 
 
-def _stored_type(module: str, name: str, config: Config) -> str:
-    return config.optimizer.param_dtype if module == LAYERS and name in MATRICES else "float32"
+def make_exact(parameters: dict) -> dict:
+    """Casts parameters to float32, except the parts of quantised matrices."""
+    return {
+        module: {name: leaf if is_part(name) else leaf.astype(jnp.float32) for name, leaf in leaves.items()}
+        for module, leaves in parameters.items()
+    }
+
+
+def _stored_type(module: str, name: str, leaf, config: Config):
+    if is_part(name):
+        return leaf.dtype
+    return jnp.dtype(config.optimizer.param_dtype if module == LAYERS and name in MATRICES else "float32")
 
 
 def _retype(leaf, dtype):

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardformer.config import Config
-from shardformer.config.names import CODES, SCALES, Stream
+from shardformer.config.names import Stream
 from shardformer.devices import programs
 from shardformer.errors import UsageError
 from shardformer.kernels.threefry import STANDARD, THREEFRY
@@ -108,12 +108,20 @@ class Model:
             return self.abstract
         return type(self).on(self.config.replace(weights="float"), self.mesh).abstract
 
+    def init_trainable(self, seed: int):
+        """Returns the trainable parameters of a seed as `init` draws them, without the memory of the others."""
+
+        def initialise(seed):
+            return self.trainable.select(_initialise_stored(self.config.architecture, self._weights, seed))
+
+        return programs.jit(initialise, out_shardings=self.trainable.select(self.shardings))(np.int32(seed))
+
     def store_leaf(self, name: str, leaf):
-        """Returns a parameter that was read, or the pair of its codes and scales, on the same devices."""
+        """Returns a parameter that was read, or the tuple of its codes and scales, on the same devices."""
         if not self._weights.is_quantized(name):
             return leaf
         module, _, matrix = name.rpartition("/")
-        shardings = tuple(self.shardings[module][f"{matrix}{suffix}"] for suffix in (CODES, SCALES))
+        shardings = tuple(self.shardings[module][f"{matrix}{suffix}"] for suffix in self._weights.suffixes(name))
         quantize = functools.partial(self._weights.quantize, name)
         return jax.block_until_ready(programs.jit(quantize, out_shardings=shardings)(leaf))
 

@@ -121,8 +121,8 @@ def _plan_exchanges(pp: int, rounds: int) -> tuple[list[list[int]], np.ndarray]:
 
 
 def _widen(tree):
-    """Converts to float32, in which the loop over ticks adds up a parameter's gradients."""
-    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+    """Converts to float32, in which the loop over ticks adds up a parameter's gradients; codes have none."""
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
 def _part(x, index):

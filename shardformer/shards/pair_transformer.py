@@ -20,14 +20,14 @@ class PairTransformerShard(CausalTransformerShard):
 
     def __init__(self, layout):
         super().__init__(layout)
-        c, multiply_table = self.config, layout.weights.multiply_table
+        c, weights = self.config, layout.weights
 
         def measure(x_BTD, targets_BT, table):
-            factors = ProjectionShard(c, multiply=multiply_table)(x_BTD, table)
+            factors = ProjectionShard(c, weights=weights)(x_BTD, table)
             return measure_in_chunks(*factors, targets_BT, layout.loss_chunk)
 
         self._token_losses = transform(measure)
-        self._factors = transform(lambda x_BTD, table: ProjectionShard(c, multiply=multiply_table)(x_BTD, table))
+        self._factors = transform(lambda x_BTD, table: ProjectionShard(c, weights=weights)(x_BTD, table))
 
     def factors(self, params: dict, tokens_BT: Array, dropout: Dropout | None, documents_BT: Array | None) -> tuple:
         """Returns the factors of the logits: activations, this shard's table and bias, and its vocabulary."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 
 import haiku as hk
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from shardformer.config import Config
 from shardformer.config.names import MP
 from shardformer.kernels import vocabulary_loss
 from shardformer.kernels.vocabulary_loss import TokenLoss, Vocabulary
+from shardformer.layout.float_weights import FLOAT, FloatWeights
 from shardformer.parallel import collectives
 from shardformer.shards.norm import Norm
 from shardformer.shards.parameters import weight, zeros
@@ -23,7 +23,7 @@ class ProjectionShard(hk.Module):
 
     config: Config
     chunk: int | None = None  # tokens whose logits exist together; None: all
-    multiply: Callable = vocabulary_loss.multiply_table  # of activations and the table
+    weights: FloatWeights = FLOAT  # how the table is stored
     name: str = "head"
 
     def __call__(self, x_BTD: Array, tied_table_vD: Array | None = None) -> tuple:
@@ -38,7 +38,8 @@ class ProjectionShard(hk.Module):
             table = weight("w", [c.model.d_model, v], c.model.init_std or 1 / math.sqrt(c.model.d_model))
         if not tied and "head" in c.model.biased and c.model.head_bias:
             bias_v = zeros("bias", v)
-        return h_BTD, table, bias_v, Vocabulary(c.model.vocab, MP, tied, c.model.logits_cap, self.multiply)
+        multiply = self.weights.multiply_table
+        return h_BTD, table, bias_v, Vocabulary(c.model.vocab, MP, tied, c.model.logits_cap, multiply)
 
     def logits(self, x_BTD: Array, tied_table_vD: Array | None = None) -> Array:
         """Returns this shard's logits_BTv in float32; padded entries are -inf."""
@@ -59,7 +60,7 @@ class ProjectionShard(hk.Module):
         weights_BT = jnp.ones(targets_BT.shape, jnp.float32) if weights_BT is None else weights_BT
         weights_BT = weights_BT / targets_BT.size
         if self.chunk and targets_BT.size > self.chunk:
-            return vocabulary_loss.loss_in_chunks(
+            return self.weights.loss_in_chunks(
                 h_BTD, table, bias_v, targets_BT, weights_BT, vocabulary, self.config.training.z_loss, self.chunk
             )
         logits_BTv = vocabulary_loss.project(h_BTD, table, bias_v, vocabulary)

@@ -41,14 +41,13 @@ class CausalTransformerShard:
         self._options = functools.partial(
             AttentionOptions, frequency=frequency, rotary_factor=c.model.rotary_factor, cap=c.model.attention_cap
         )
-        multiply_table = layout.weights.multiply_table
         self._stage_layers, self._features, self.records = c.stage_layers, choose_features(c), choose_records(layout)
         self._mixed = choose_mixed_layers(c)
         self._embed = transform(lambda *args: EmbeddingShard(c)(*args))
         self._table = transform(lambda: EmbeddingShard(c).table())
         self._relative_bias = transform(lambda *args: RelativeBiasShard(c)(*args))
-        self._logits = transform(lambda *args: ProjectionShard(c, multiply=multiply_table).logits(*args))
-        self._token_loss = transform(lambda *args: ProjectionShard(c, layout.loss_chunk, multiply_table).loss(*args))
+        self._logits = transform(lambda *args: ProjectionShard(c, weights=layout.weights).logits(*args))
+        self._token_loss = transform(lambda *args: ProjectionShard(c, layout.loss_chunk, layout.weights).loss(*args))
 
     def init(self, key: Array) -> dict:
         """Draws all parameters on axes of size 1, where a shard is the full model; each layer has a separate key."""

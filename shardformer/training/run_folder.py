@@ -240,18 +240,23 @@ class Run:
         if step := self.config.training.base_step:
             known = checkpoint.list_steps(base.out)
             return base._read_on_all(lambda folder: _restore_state(folder, trainer), base.choose_step(step), known)
-        _, params = base.restore_params(trainer.model, like=lora.remove_adapters(trainer.model.abstract))
-        exact = jax.tree.map(lambda p: p.astype(jax.numpy.float32), params)
+        _, params = base.restore_params(trainer.model, has_adapters=False)
+        exact = master_weights.make_exact(params)
+        if self.config.stored.quantized:
+            return trainer.start(lora.replace_trainable(exact, trainer.model.init_trainable(self.config.training.seed)))
         return trainer.start(lora.replace_trainable(trainer.model.init(self.config.training.seed), exact))
 
-    def restore_params(self, model: Model, step: int = 0, averaged: bool = False, like=None):
+    def restore_params(self, model: Model, step: int = 0, averaged: bool = False, has_adapters: bool = True):
         """Returns (step, parameters) of one checkpoint: the best by validation unless `step` names another.
 
-        `averaged` restores the average of the weights. `like` has the shapes of the parameters to restore. A model with
-        quantised weights quantises each parameter before the next is read; those of an average when all are read.
+        `averaged` restores the average of the weights. Without `has_adapters`, the model's are left out. A model with
+        quantised weights quantises each parameter before the next is read, unless the run stores their codes; those of
+        an average when all are read.
         """
         step, known = self.choose_step(step, averaged), checkpoint.list_steps(self.out)
-        like = model.read_abstract if like is None else like
+        has_codes = self.config.stored.quantized
+        like = model.abstract if has_codes else model.read_abstract
+        like = like if has_adapters else lora.remove_adapters(like)
         wanted = {"params": master_weights.round_shapes(like, self.config)}
         unread = ["step", "optimizer", "masters", "guard"]
         if averaged:
@@ -260,7 +265,7 @@ class Run:
             unread.append("average")
 
         def store(name: str, leaf: jax.Array):
-            return leaf if averaged else model.store_leaf(name.removeprefix("params/"), leaf)
+            return leaf if averaged or has_codes else model.store_leaf(name.removeprefix("params/"), leaf)
 
         def read(folder: Path):
             self.check_config(folder)
@@ -269,8 +274,9 @@ class Run:
         state = self._read_on_all(read, step, known)
         if averaged:
             means = average.replace_by_average(state["average"], state["params"], step)
-            return step, model.store(master_weights.round_parameters(means, self.config))
-        return step, model.name_parts(state["params"])
+            rounded = master_weights.round_parameters(means, self.config)
+            return step, rounded if has_codes else model.store(rounded)
+        return step, state["params"] if has_codes else model.name_parts(state["params"])
 
     def choose_step(self, step: int = 0, averaged: bool = False) -> int:
         """Returns the step of the checkpoint to read: the best by validation unless `step` names another."""
@@ -359,8 +365,7 @@ def _restore_state(folder: Path | BucketPath, trainer: Starter) -> Any:
     if any(name.startswith("optimizer/") for name in leaves):
         return _restore_with_guard(folder, trainer.abstract, leaves)
     stored = checkpoint.restore(folder, {"step": trainer.abstract.step, "params": trainer.abstract.params})
-    exact = jax.tree.map(lambda p: p.astype(jax.numpy.float32), stored["params"])
-    return trainer.start(exact)._replace(step=stored["step"])
+    return trainer.start(master_weights.make_exact(stored["params"]))._replace(step=stored["step"])
 
 
 def _restore_with_guard(folder: Path | BucketPath, like: Any, leaves: dict) -> Any:

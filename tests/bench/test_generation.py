@@ -19,6 +19,7 @@ def test_a_table_for_each_number_of_rows(capsys):
     assert re.findall(r"^(\d+) rows", out, re.MULTILINE) == ["1", "3"]
     assert "16 + 4 tokens" in out
     assert len(re.findall(r"shardformer 1x1 +[\d.]+", out)) == 2
+    assert len(re.findall(r"a product of a vector and a float32 matrix reads [\d.]+ GB/s", out)) == 2
 
 
 def test_differing_tokens_are_reported(capsys, broken):

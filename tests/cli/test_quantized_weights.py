@@ -1,4 +1,4 @@
-"""`weights=int8` on the command line: the loss that it costs, its commands, and what rejects it."""
+"""`weights=` on the command line: the loss that it costs, its commands, and what rejects it."""
 
 import json
 
@@ -9,7 +9,7 @@ import pytest
 from shardformer.__main__ import main
 from shardformer.checkpoint import restoring
 from shardformer.config.names import LAYERS
-from shardformer.kernels import quantized
+from shardformer.kernels import packed, quantized
 from shardformer.layout import mesh
 from shardformer.model import Model
 from shardformer.training.run_folder import Run
@@ -17,6 +17,7 @@ from tests import runs
 from tests.runs import USAGE
 
 MOST = 1.005  # the loss with int8 weights, as a multiple of that with float weights
+MOST_4_BITS = 0.001  # of this model, whose layers have learned so little that turning their signs changes 0.2%
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +60,20 @@ def test_loss_changes_by_at_most_half_a_percent(score, monkeypatch):
 
     monkeypatch.setattr(quantized, "quantize", double_scales)
     assert abs(score("weights=int8") / exact - 1) > MOST - 1  # this young model even gains from larger logits
+
+
+@pytest.mark.parametrize("form", ["int4", "nf4"])
+def test_loss_changes_little_with_4_bits(score, form, monkeypatch):
+    exact, small = score(), score(f"weights={form}")
+    assert exact != small
+    assert abs(small / exact - 1) < MOST_4_BITS
+    levels = packed._look_up
+
+    def flip_signs(codes, given):
+        return -levels(codes, given)
+
+    monkeypatch.setattr(packed, "_look_up", flip_signs)
+    assert abs(score(f"weights={form}") / exact - 1) > MOST_4_BITS
 
 
 @pytest.mark.slow

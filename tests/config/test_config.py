@@ -233,6 +233,8 @@ def test_malformed_mesh(text):
          "lora_dropout=0.1 drops inputs of a token, and expert_up of lora_targets have the inputs of each expert"),
         ({"experts": 6, "bias": "none", "expert_width": 6, "mesh": "1x4"},
          "the width of an expert=6 does not divide over mp=4 (mesh=1x4); try mesh=1x2"),
+        ({"weights": "nf4", "d_ff": 6, "mesh": "1x2"},
+         "weights=nf4 stores two inputs in a byte, and each device of mesh=1x2 has an odd number of d_ff 3"),
     ],
 )  # fmt: skip
 def test_every_rule(changes, message):
@@ -332,7 +334,7 @@ def test_model_batch_and_state_keys_are_fixed_on_resume():
     batches = {"tokenizer", "order", "documents", "mask_prompt", "special_tokens", "bos", "batch",
                "seed", "chat_template", "objective", "teacher"}  # fmt: skip
     arrays = {"optimizer", "lr_rules", "accum_mode", "base", "ema", "param_dtype",
-              "moment_dtype", "lora_rank", "lora_targets", "lora_alpha",
+              "moment_dtype", "lora_rank", "lora_targets", "lora_alpha", "weights",
               "rslora"}  # fmt: skip
     experts = {"experts", "dense_first", "expert_pattern", "experts_per_token", "expert_width", "shared_width",
                "shared_gate", "router", "router_norm", "balance_rate"}  # fmt: skip

@@ -110,7 +110,10 @@ def find_rule(make) -> tuple[str, int]:
 def rules_with_rows() -> set[tuple[str, int]]:
     context = {"mesh": "dp2.cp2.mp2", "batch": 8, "seq": 16, "layers": 4, "heads": 8, "vocab": 64}
     made = [lambda: check_zero(Config.of(zero=1, mesh="1x1"))]  # a rule of training only
-    made += [lambda: check_zero(Config.of(weights="int8", mesh="1x1"))]
+    frozen = {"weights": "int8", "mesh": "1x1"}
+    made += [lambda: check_zero(Config.of(**frozen))]
+    made += [lambda: check_zero(Config.of(**frozen, lora_rank=2, experts=4, bias="none"))]
+    made += [lambda: check_zero(Config.of(**frozen, lora_rank=2, param_dtype="bfloat16", dtype="bfloat16"))]
     made += [functools.partial(Config.of, **changes) for changes, _ in rejections(rows.test_every_rule)]
     made += [functools.partial(Config.of, **changes) for changes, _ in rejections(rows.test_invalid_window_is_rejected)]
     for changes, _ in rejections(rows.test_split_context_that_cannot_run_is_rejected):

@@ -1,4 +1,4 @@
-"""A model with weights=int8 is the model of its dequantised weights, on every mesh and with ZeRO."""
+"""A model with quantised weights is the model of its dequantised weights, on every mesh and with ZeRO."""
 
 import functools
 
@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from shardformer.analysis import dense_reference as reference
-from shardformer.config.names import CODES, LAYERS, SCALES
-from shardformer.kernels import quantized
+from shardformer.config import weight_keys
+from shardformer.config.names import BLOCKS, CODES, LAYERS, SCALES
+from shardformer.kernels import nf4, tiles
 from shardformer.layout import mesh
 from shardformer.model import Decoder, Model
 from tests import shared
@@ -18,20 +19,29 @@ MODELS = {
     "tied, sequential, shared heads": {"tied": True, "block": "sequential", "kv_heads": 2, "positions": "learned"},
     "adapters, gated": {"activation": "swiglu", "lora_rank": 2, "lora_targets": "q,down"},
     "experts": {"experts": 4, "bias": "none", "activation": "swiglu", "shared_width": 8, "shared_gate": True},
+    "parts of groups": {"d_model": 24, "head_dim": 6, "d_ff": 56},  # 8 inputs share a scale, and mp=4 splits them
     "experts, widths split": {"experts": 6, "expert_width": 8, "bias": "none"},  # mp=4 does not divide the experts
 }
 MESHES = (("2x4", 0), ("1x1", 0), ("4x2", 0), ("4x2", 3))
+FORMS = ("int8", "nf4")
 
 
 @pytest.fixture(autouse=True)
 def multiply_in_tiles(monkeypatch):
     """Small matrices are multiplied in tiles too, with a last one that is shorter."""
-    monkeypatch.setattr(quantized, "ROWS", 4)
-    monkeypatch.setattr(quantized, "TILE_ELEMENTS", 12 * 16)
+    monkeypatch.setattr(tiles, "ROWS", 4)
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 12 * 16)
 
 
-def settings(name, shape="1x1", zero=0):
-    return shared.tiny(mesh=shape, zero=zero, heads=4, batch=8, accum=1, weights="int8", **MODELS[name])
+@pytest.fixture(autouse=True)
+def share_scales(monkeypatch):
+    """Matrices have groups of 8 inputs: those of mp=4 are full, unless heads have other sizes."""
+    monkeypatch.setattr(weight_keys, "GROUP", 8)
+    monkeypatch.setattr(nf4, "BLOCK", 6)
+
+
+def settings(name, shape="1x1", zero=0, form="int8"):
+    return shared.tiny(mesh=shape, zero=zero, batch=8, accum=1, weights=form, **{"heads": 4} | MODELS[name])
 
 
 @functools.cache
@@ -46,9 +56,9 @@ def tokens():
     return np.random.RandomState(0).randint(0, shared.VOCAB, (8, 16)).astype(np.int32)
 
 
-def stored(name, shape="1x1", zero=0):
+def stored(name, shape="1x1", zero=0, form="int8"):
     """Returns the model on a mesh and its stored parameters."""
-    config = settings(name, shape, zero)
+    config = settings(name, shape, zero, form)
     model = Model.on(config, mesh.make(config))
     like = model.read_abstract
     return model, model.store(jax.tree.map(lambda p, s: jax.device_put(p, s.sharding), float_parameters(name), like))
@@ -59,21 +69,47 @@ def dequantize(params):
     params = shared.on_host(params)
 
     def matrix(leaves, name):
-        return leaves[name].astype(np.float32) * leaves[name.removesuffix(CODES) + SCALES]
+        base = name.removesuffix(CODES)
+        codes, scales = leaves[name], leaves[base + SCALES]
+        if codes.dtype == np.int8:
+            return codes.astype(np.float32) * scales
+        if base + BLOCKS in leaves:
+            return dequantize_nf4(codes, scales, leaves[base + BLOCKS])
+        return spread(scales, codes) * (unpack(codes).astype(np.float32) - 8)
 
     return {
         module: {
             name.removesuffix(CODES): matrix(leaves, name) if name.endswith(CODES) else leaf
             for name, leaf in leaves.items()
-            if not name.endswith(SCALES)
+            if not name.endswith((SCALES, BLOCKS))
         }
         for module, leaves in params.items()
     }
 
 
+def unpack(codes):
+    result = np.empty((*codes.shape[:-2], 2 * codes.shape[-2], codes.shape[-1]), np.uint8)
+    result[..., ::2, :], result[..., 1::2, :] = codes // 16, codes % 16
+    return result
+
+
+def spread(scales, codes):
+    """Returns the scale of each value."""
+    return np.repeat(scales.astype(np.float32), 2 * codes.shape[-2] // scales.shape[-2], axis=-2)
+
+
+def dequantize_nf4(codes, scales, blocks):
+    by_output = np.swapaxes(nf4.dynamic_levels()[scales], -1, -2)
+    flat = by_output.reshape(*by_output.shape[:-2], -1)
+    flat = flat * np.repeat(blocks[..., :-1], 6, axis=-1)[..., : flat.shape[-1]] + blocks[..., -1:]
+    exact = np.swapaxes(flat.reshape(by_output.shape), -1, -2)
+    return spread(exact, codes) * np.array(nf4.LEVELS, np.float32)[unpack(codes)]
+
+
 @functools.cache
-def expected_logits(name):
-    return np.asarray(reference.logits(settings(name), dequantize(stored(name)[1]), tokens()))[..., : shared.VOCAB]
+def expected_logits(name, form="int8"):
+    params = dequantize(stored(name, form=form)[1])
+    return np.asarray(reference.logits(settings(name), params, tokens()))[..., : shared.VOCAB]
 
 
 def logits(model, params):
@@ -81,21 +117,28 @@ def logits(model, params):
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "zero"),
+    ("name", "shape", "zero", "form"),
     [
-        ("parallel", "2x4", 0),
-        ("parallel", "4x2", 3),
-        ("tied, sequential, shared heads", "1x1", 0),
-        ("tied, sequential, shared heads", "2x4", 0),
-        ("adapters, gated", "4x2", 0),
-        ("adapters, gated", "4x2", 3),
-        ("experts", "2x4", 0),
-        ("experts", "4x2", 3),
-        ("experts, widths split", "2x4", 0),
+        ("parallel", "2x4", 0, "int8"),
+        ("parallel", "4x2", 3, "int8"),
+        ("tied, sequential, shared heads", "1x1", 0, "int8"),
+        ("tied, sequential, shared heads", "2x4", 0, "int8"),
+        ("adapters, gated", "4x2", 0, "int8"),
+        ("adapters, gated", "4x2", 3, "int8"),
+        ("experts", "2x4", 0, "int8"),
+        ("experts", "4x2", 3, "int8"),
+        ("experts, widths split", "2x4", 0, "int8"),
+        ("parallel", "2x4", 0, "nf4"),
+        ("parallel", "4x2", 3, "int4"),
+        ("tied, sequential, shared heads", "2x4", 0, "nf4"),
+        ("adapters, gated", "4x2", 3, "nf4"),
+        ("experts", "2x4", 3, "nf4"),
+        ("parts of groups", "2x4", 0, "int4"),
+        ("parts of groups", "2x4", 0, "nf4"),
     ],
 )
-def test_logits_equal_dequantised_weights(name, shape, zero):
-    expected, got = expected_logits(name), logits(*stored(name, shape, zero))
+def test_logits_equal_dequantised_weights(name, shape, zero, form):
+    expected, got = expected_logits(name, form), logits(*stored(name, shape, zero, form))
     assert np.abs(got - expected).max() < 1e-5 * np.abs(expected).max()
 
 
@@ -117,16 +160,19 @@ def test_scales_of_another_expert_are_noticed():
     assert np.abs(logits(model, params) - expected).max() > 1e-3 * np.abs(expected).max()
 
 
-def test_codes_are_bitwise_the_same_on_every_mesh():
-    expected = shared.on_host(stored("parallel")[1])
+@pytest.mark.parametrize("form", FORMS)
+def test_codes_are_bitwise_the_same_on_every_mesh(form):
+    expected = shared.on_host(stored("parallel", form=form)[1])
     for shape, zero in MESHES:
-        got = shared.on_host(stored("parallel", shape, zero)[1])
+        got = shared.on_host(stored("parallel", shape, zero, form)[1])
         assert jax.tree.all(jax.tree.map(np.array_equal, got, expected))
 
 
-def test_no_device_stores_more_than_its_part():
-    """Codes of a matrix are split over mp as the matrix is, and over dp with ZeRO."""
+@pytest.mark.parametrize("form", FORMS)
+def test_no_device_stores_more_than_its_part(form):
+    """Codes and scales of a matrix are split over mp as the matrix is, and over dp with ZeRO."""
     for shape, zero, parts in (("4x2", 0, 2), ("2x4", 0, 4), ("4x2", 3, 8)):
-        codes = stored("parallel", shape, zero)[1][LAYERS][f"up{CODES}"]
-        assert codes.dtype == np.int8
-        assert codes.addressable_shards[0].data.size * parts == codes.size
+        leaves = stored("parallel", shape, zero, form)[1][LAYERS]
+        for part in (leaves[f"up{CODES}"], leaves[f"up{SCALES}"], leaves[f"down{CODES}"]):
+            assert part.addressable_shards[0].data.size * parts == part.size
+        assert leaves[f"up{CODES}"].dtype == (np.int8 if form == "int8" else np.uint8)

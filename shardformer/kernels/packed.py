@@ -1,0 +1,177 @@
+"""Matrices stored as 4-bit codes, two in a byte, with a scale for each group of inputs; products convert in tiles.
+
+Byte [i, o] has the codes of inputs 2i (the high bits) and 2i + 1 of output o. So bitsandbytes packs the weight
+[outputs, inputs] of a torch.nn.Linear. A value is the level of its code times the scale of its group. The matrix is
+frozen: products have gradients in the activations only.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from shardformer.config.weight_keys import group_size
+from shardformer.kernels import tiles
+
+# Up to so many rows of activations, a tile is one group, whose product is scaled. 14M codes of int4 need 3 ms of a
+# core for one row then, and 50 ms if the tile is scaled; those of nf4 need 7 and 31 ms.
+FEW_ROWS = 16
+INT4_LEVELS = tuple(float(level) for level in range(-8, 8))
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("codes", "scales"), meta_fields=("levels",))
+class PackedMatrix:
+    """Codes [..., I/2, O], float32 scales [..., groups, O], and the 16 levels of the codes."""
+
+    def __init__(self, codes: Array, scales: Array, levels: tuple[float, ...]):
+        self.codes, self.scales, self.levels = codes, scales, levels
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the float matrix."""
+        *outer, half, outputs = self.codes.shape
+        return (*outer, 2 * half, outputs)
+
+    def astype(self, dtype) -> Array:
+        """Returns the dequantised matrix."""
+        return dequantize(self.codes, self.scales, self.levels).astype(dtype)
+
+    def multiply(self, x_BTI: Array) -> Array:
+        """Returns x @ w in x's dtype."""
+        return multiply(x_BTI, self)
+
+
+def pack(codes: Array) -> Array:
+    """Returns codes 0..15 of [..., I, O] as bytes [..., I/2, O]."""
+    *outer, inputs, outputs = codes.shape
+    pairs = codes.astype(jnp.uint8).reshape(*outer, inputs // 2, 2, outputs)
+    return pairs[..., 0, :] << 4 | pairs[..., 1, :]
+
+
+def unpack(packed: Array) -> Array:
+    """Inverts `pack`."""
+    *outer, half, outputs = packed.shape
+    return jnp.stack([packed >> 4, packed & 15], axis=-2).reshape(*outer, 2 * half, outputs)
+
+
+def split_groups(w: Array, size: int) -> Array:
+    """Returns w [..., I, O] as [..., groups, size, O]."""
+    *outer, inputs, outputs = w.shape
+    return w.reshape(*outer, inputs // size, size, outputs)
+
+
+def quantize_int4(w: Array) -> tuple[Array, Array]:
+    """Returns the packed codes of w [..., I, O], and their bfloat16 scales [..., groups, O].
+
+    The largest value of a group, with its sign, has code 0, whose level is -8.
+    """
+    groups = split_groups(w.astype(jnp.float32), group_size(w.shape[-2]))
+    largest, smallest = groups.max(-2, keepdims=True), groups.min(-2, keepdims=True)
+    scales = (jnp.where(largest >= -smallest, largest, smallest) * -0.125).astype(jnp.bfloat16)
+    exact = scales.astype(jnp.float32)
+    codes = jnp.clip(jnp.round(groups * (1 / jnp.where(exact == 0, 1, exact))), -8, 7) + 8
+    return pack(codes.reshape(w.shape)), scales[..., 0, :]
+
+
+def take_groups(scales: Array, group: int, first: Array | int, rows: int) -> Array:
+    """Returns the scales of rows `first`, `first + 1`... as those of smaller groups, which divide these rows."""
+    part = math.gcd(group, rows)
+    return scales[..., (first + part * jnp.arange(rows // part)) // group, :]
+
+
+def dequantize(codes: Array, scales: Array, levels: tuple[float, ...]) -> Array:
+    """Returns the float32 matrix of packed codes."""
+    values = _look_up(unpack(codes), levels)
+    groups = split_groups(values, values.shape[-2] // scales.shape[-2])
+    return (groups * scales.astype(jnp.float32)[..., None, :]).reshape(values.shape)
+
+
+def _look_up(codes: Array, levels: tuple[float, ...]) -> Array:
+    """Returns the level of each code.
+
+    Chooses by each bit of the code: a CPU computes that for a vector of codes, and a gather for one at a time.
+    """
+    if levels == INT4_LEVELS:
+        return codes.astype(jnp.float32) - 8
+    values: list = [np.float32(level) for level in levels]
+    for bit in range(4):
+        is_set = (codes >> bit & 1).astype(bool)
+        values = [jnp.where(is_set, high, low) for low, high in zip(values[::2], values[1::2], strict=True)]
+    return values[0]
+
+
+@jax.custom_vjp
+def multiply(x_BTI: Array, w_IO: PackedMatrix) -> Array:
+    """Returns x @ w in x's dtype; sums are float32."""
+    x_NI = x_BTI.reshape(-1, x_BTI.shape[-1])
+    x_NP2 = x_NI.reshape(x_NI.shape[0], -1, 2)  # a byte has the codes of two inputs
+    few = x_NI.shape[0] <= FEW_ROWS
+    size = _group(w_IO) // 2 if few else _bytes_of_tile(w_IO)
+
+    def multiply_tile(start, size):
+        high_pO, low_pO, scales_GO = _values(w_IO, start, size)
+        if not few:
+            high_pO, low_pO = (_scale(values, scales_GO) for values in (high_pO, low_pO))
+        x_Np2 = lax.dynamic_slice_in_dim(x_NP2, start, size, 1)
+        factors = (x_Np2[..., 0], high_pO), (x_Np2[..., 1], low_pO)
+        y_NO = sum(tiles.contract(x, values.astype(x.dtype), False, jnp.float32) for x, values in factors)
+        return y_NO * scales_GO if few else y_NO  # the tile is one group
+
+    count, rest = divmod(w_IO.codes.shape[0], size)
+    y_NO = multiply_tile(0, size) if count else multiply_tile(0, rest)
+    if count > 1:
+        y_NO = lax.fori_loop(1, count, lambda i, y_NO: y_NO + multiply_tile(i * size, size), y_NO)
+    if count and rest:
+        y_NO = y_NO + multiply_tile(count * size, rest)
+    return y_NO.astype(x_BTI.dtype).reshape(*x_BTI.shape[:-1], -1)
+
+
+def _multiply_forward(x_BTI, w_IO):
+    return multiply(x_BTI, w_IO), w_IO
+
+
+def _multiply_backward(w_IO, d_BTO):
+    d_NO = d_BTO.reshape(-1, d_BTO.shape[-1])
+    size = _bytes_of_tile(w_IO)
+
+    def multiply_tile(start, size):
+        high_pO, low_pO, scales_GO = _values(w_IO, start, size)
+        values = (_scale(values, scales_GO).astype(d_NO.dtype) for values in (high_pO, low_pO))
+        return jnp.stack([tiles.contract(d_NO, values_pO, True) for values_pO in values], axis=-1)
+
+    count, rest = divmod(w_IO.codes.shape[0], size)
+    parts = []
+    if count:
+        d_tNp2 = lax.map(lambda i: multiply_tile(i * size, size), jnp.arange(count))
+        parts.append(jnp.moveaxis(d_tNp2, 0, 1).reshape(d_NO.shape[0], -1))
+    if rest:
+        parts.append(multiply_tile(count * size, rest).reshape(d_NO.shape[0], -1))
+    return jnp.concatenate(parts, axis=1).reshape(*d_BTO.shape[:-1], -1), None
+
+
+multiply.defvjp(_multiply_forward, _multiply_backward)
+
+
+def _group(w_IO: PackedMatrix) -> int:
+    return w_IO.shape[0] // w_IO.scales.shape[0]
+
+
+def _bytes_of_tile(w_IO: PackedMatrix) -> int:
+    """Returns the rows of codes in a tile, which has full groups."""
+    return -(-tiles.rows_of_tile(w_IO.shape[1]) // _group(w_IO)) * (_group(w_IO) // 2)
+
+
+def _values(w_IO: PackedMatrix, start: Array | int, size: int) -> tuple[Array, Array, Array]:
+    """Returns the levels of the high and the low codes of some rows of bytes, and the scales of their groups."""
+    half = _group(w_IO) // 2
+    codes_pO = lax.dynamic_slice_in_dim(w_IO.codes, start, size)
+    scales_GO = lax.dynamic_slice_in_dim(w_IO.scales, start // half, size // half)
+    return _look_up(codes_pO >> 4, w_IO.levels), _look_up(codes_pO & 15, w_IO.levels), scales_GO
+
+
+def _scale(values_pO: Array, scales_GO: Array) -> Array:
+    groups = split_groups(values_pO, values_pO.shape[0] // scales_GO.shape[0])
+    return (groups * scales_GO[:, None]).reshape(values_pO.shape)

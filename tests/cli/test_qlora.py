@@ -1,0 +1,128 @@
+"""Runs that store codes: conversion, training of adapters over them, resuming, and merging."""
+
+import json
+
+import numpy as np
+import pytest
+
+from shardformer import checkpoint
+from shardformer.__main__ import main
+from shardformer.checkpoint import array_files, manifest
+from shardformer.training.run_folder import Run
+from tests import runs
+from tests.runs import USAGE
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, text):
+    out = tmp_path_factory.mktemp("base") / "run"
+    assert runs.train("tiny", "mesh=1x1", f"data={text}", "steps=20", "eval_every=20", f"out={out}") == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def codes(base):
+    """Returns the base with weights=nf4."""
+    out = base.with_name("codes")
+    assert main(["convert", str(base), str(out), "weights=nf4"]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def adapted(base, codes):
+    """Returns a run of adapters over the codes."""
+    out = base.with_name("adapted")
+    words = [f"base={codes}", "lora_rank=2", "mesh=2x1", "zero=3", "batch=8", "steps=4", "save_every=2", "lr=0.01"]
+    assert main(["train", *words, f"out={out}"]) == 0
+    return out
+
+
+def arrays(run, step=None) -> dict:
+    """Returns the arrays of a run's checkpoint."""
+    folder = checkpoint.step_folder(run, step or checkpoint.list_steps(run)[-1])
+    stored = manifest.read_manifest(folder)
+    with array_files.Reader(folder, stored) as reader:
+        boxes = {name: tuple((0, size) for size in leaf.shape) for name, leaf in stored.leaves.items()}
+        return {name: np.array(reader.read_slices(name, [box])[box]) for name, box in boxes.items()}
+
+
+def same(a, b) -> bool:
+    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
+
+
+def score(run, text, capsys, *words) -> float:
+    document = run.parent / "document.jsonl"
+    document.write_text(json.dumps({"text": text.read_text()[:2000]}) + "\n")
+    capsys.readouterr()
+    assert main(["score", str(run), str(document), *words]) == 0
+    return json.loads(capsys.readouterr().out)["nats_per_token"]
+
+
+def test_stored_codes_give_the_scores_of_codes_made_when_reading(base, codes, text, capsys):
+    assert Run.open(codes).config.stored.weights == "nf4"
+    expected = score(base, text, capsys, "weights=nf4")
+    assert score(codes, text, capsys) == expected
+    assert score(codes, text, capsys, "mesh=2x2") == pytest.approx(expected, abs=2e-6)
+    assert score(base, text, capsys) != expected
+
+
+def test_int8_codes_of_dequantised_weights_are_the_same(base):
+    first, floats, again = (base.with_name(name) for name in ("first", "floats", "again"))
+    assert main(["convert", str(base), str(first), "weights=int8"]) == 0
+    assert main(["convert", str(first), str(floats), "weights=float"]) == 0
+    assert main(["convert", str(floats), str(again), "weights=int8"]) == 0
+    before, after = arrays(first), arrays(again)
+    codes = [name for name in before if name.endswith("_codes")]
+    assert codes
+    assert all(np.array_equal(before[name], after[name]) for name in codes)
+    assert not same(arrays(floats), arrays(base))
+
+
+def test_training_changes_only_the_adapters(codes, adapted):
+    before, first, last = arrays(codes), arrays(adapted, 2), arrays(adapted, 4)
+    frozen = [name for name in before if name.startswith("params/")]
+    assert all(np.array_equal(before[name], last[name]) for name in frozen)
+    assert any("lora" in name and (first[name] != last[name]).any() for name in first)
+    assert last["params/transformer/layers/up_codes"].dtype == np.uint8
+
+
+def test_codes_made_when_a_base_is_read_are_the_stored_ones(base, adapted):
+    out = base.with_name("direct")
+    words = [f"base={base}", "weights=nf4", "lora_rank=2", "mesh=2x1", "zero=3", "batch=8", "steps=4", "lr=0.01"]
+    assert main(["train", *words, "save_every=2", f"out={out}"]) == 0
+    assert same(arrays(out), arrays(adapted))
+
+
+def test_resume_is_bitwise(adapted, tmp_path):
+    import shutil
+
+    shutil.copytree(adapted, tmp_path / "run", ignore=shutil.ignore_patterns("step_*4"))
+    (tmp_path / "run" / "final.json").unlink(missing_ok=True)
+    assert main(["train", "--resume", str(tmp_path / "run")]) == 0
+    assert same(arrays(tmp_path / "run"), arrays(adapted))
+
+
+def test_adapters_merge_onto_either_base(base, adapted, text, capsys):
+    out = base.with_name("merged")
+    assert main(["convert", str(adapted), str(out), "merge_lora=true"]) == 0
+    assert "onto the stored weights" in capsys.readouterr().out
+    assert score(out, text, capsys) == pytest.approx(score(adapted, text, capsys), abs=1e-6)
+    onto = base.with_name("onto")
+    direct = base.with_name("direct")
+    assert main(["convert", str(direct), str(onto), "merge_lora=true", "onto=float"]) == 0
+    printed = capsys.readouterr().out
+    share = float(printed.partition("onto the float weights: ")[2].partition("%")[0])
+    assert 5 < share < 15
+    assert score(onto, text, capsys) != score(out, text, capsys)
+    assert main(["convert", str(adapted), str(base.with_name("no")), "merge_lora=true", "onto=float"]) == USAGE
+
+
+def test_other_forms_of_stored_codes_are_rejected(codes, text, capsys):
+    assert main(["convert", str(codes), str(codes.with_name("x")), "weights=nf4"]) == USAGE
+    assert "already" in capsys.readouterr().err
+    assert main(["eval", str(codes), "weights=int8"]) == USAGE
+    assert "stores weights=nf4, got weights=int8" in capsys.readouterr().err
+    assert main(["train", f"base={codes}", "weights=int8", "lora_rank=2", f"out={codes.with_name('x')}"]) == USAGE
+    assert "contradicts" in capsys.readouterr().err
+    assert main(["train", f"base={codes}", f"out={codes.with_name('x')}"]) == USAGE
+    assert "give lora_rank" in capsys.readouterr().err

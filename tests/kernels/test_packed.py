@@ -1,0 +1,107 @@
+"""4-bit codes, two in a byte, and products that never store the float matrix."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardformer.config.weight_keys import group_size
+from shardformer.kernels import nf4, packed, tiles
+from shardformer.kernels.packed import PackedMatrix
+
+ROWS, INPUTS, OUTPUTS = 3, 640, 1600  # five tiles and a remainder
+
+
+def matrix(inputs=INPUTS, outputs=OUTPUTS):
+    return np.random.RandomState(0).normal(size=(inputs, outputs)).astype(np.float32)
+
+
+def activations(outputs=INPUTS):
+    return np.random.RandomState(1).normal(size=(1, ROWS, outputs)).astype(np.float32)
+
+
+def quantize(form):
+    if form == "int4":
+        codes, scales = jax.jit(packed.quantize_int4)(matrix())
+        return PackedMatrix(codes, scales.astype(jnp.float32), packed.INT4_LEVELS)
+    codes, scales, blocks = jax.jit(nf4.quantize)(matrix())
+    return PackedMatrix(codes, nf4.dequantize_scales(scales, blocks, (0, 0), INPUTS // 64), nf4.LEVELS)
+
+
+def dequantize(w: PackedMatrix, levels):
+    """Returns the float64 matrix, by NumPy."""
+    codes = np.asarray(w.codes)
+    values = np.empty((INPUTS, OUTPUTS))
+    values[::2], values[1::2] = np.array(levels)[codes // 16], np.array(levels)[codes % 16]
+    return values * np.repeat(np.asarray(w.scales, np.float64), 64, axis=0)
+
+
+def test_group_is_the_largest_even_divisor():
+    assert [group_size(inputs) for inputs in (768, 80, 24, 134)] == [64, 40, 24, 2]
+
+
+def test_int4_codes_equal_numpy():
+    w = matrix(128, 6)
+    w[:64, 2] = 0
+    groups = w.reshape(2, 64, 6)
+    largest = np.take_along_axis(groups, np.abs(groups).argmax(1, keepdims=True), 1)
+    scales = (largest / -8).astype(jnp.bfloat16).astype(np.float32)
+    steps = groups * (1 / np.where(scales == 0, np.float32(1), scales))
+    expected = (np.clip(np.rint(steps), -8, 7) + 8).astype(np.uint8).reshape(128, 6)
+    codes, got = packed.quantize_int4(jnp.asarray(w))
+    np.testing.assert_array_equal(np.asarray(packed.unpack(codes)), expected)
+    np.testing.assert_array_equal(np.asarray(got, np.float32), scales[:, 0])
+    assert codes.nbytes * 2 == w.size
+    assert (np.asarray(packed.unpack(packed.quantize_int4(jnp.asarray(w + 0.3))[0])) != expected).any()
+
+
+@pytest.mark.parametrize(
+    ("form", "levels", "few"), [("int4", range(-8, 8), 16), ("nf4", nf4.LEVELS, 16), ("nf4", nf4.LEVELS, 1)]
+)
+def test_product_and_gradient_equal_the_dequantised_matrix(form, levels, few, monkeypatch):
+    monkeypatch.setattr(packed, "FEW_ROWS", few)
+    w, x, d = quantize(form), activations(), activations(OUTPUTS)
+    dense = dequantize(w, levels)
+    y, gradient = jax.jit(lambda x, d, w: (packed.multiply(x, w), jax.vjp(packed.multiply, x, w)[1](d)[0]))(x, d, w)
+    np.testing.assert_allclose(y, x @ dense, atol=2e-6 * np.abs(x @ dense).max())
+    np.testing.assert_allclose(gradient, d @ dense.T, atol=2e-6 * np.abs(d @ dense.T).max())
+    wrong = packed.multiply(x, PackedMatrix(w.codes, jnp.flip(w.scales, 0), w.levels))
+    assert np.abs(wrong - x @ dense).max() > 0.1
+
+
+@pytest.mark.parametrize(("rows", "inputs"), [(1, 64), (40, 64), (40, 24)])
+def test_matrix_smaller_than_a_tile(rows, inputs):
+    codes, scales = packed.quantize_int4(jnp.asarray(matrix(inputs, 8)))
+    w, x = PackedMatrix(codes, scales.astype(jnp.float32), packed.INT4_LEVELS), jnp.ones((1, rows, inputs))
+    y, pull = jax.vjp(packed.multiply, x, w)
+    np.testing.assert_allclose(y, x @ w.astype(jnp.float32), atol=1e-4)
+    np.testing.assert_allclose(pull(y)[0], y @ w.astype(jnp.float32).T, atol=1e-3)
+
+
+def large_floats(program: str) -> list[str]:
+    """Returns the shapes of float arrays in a compiled program that have half as many elements as the matrix."""
+    shapes = {
+        word.partition("[")[2].partition("]")[0] for word in program.split() if word.startswith(("f32[", "bf16["))
+    }
+    return [shape for shape in shapes if shape and np.prod([int(n) for n in shape.split(",")]) > INPUTS * OUTPUTS / 2]
+
+
+@pytest.mark.parametrize("few", [1, 16])
+def test_compiled_product_and_gradient_have_no_float_matrix(few, monkeypatch):
+    monkeypatch.setattr(packed, "FEW_ROWS", few)
+    w = jax.eval_shape(lambda: quantize("nf4"))
+    x = jax.ShapeDtypeStruct((1, ROWS, INPUTS), jnp.float32)
+
+    def both(multiply):
+        return lambda x, w: jax.value_and_grad(lambda x: multiply(x, w).sum())(x)
+
+    tiled = jax.jit(both(packed.multiply)).lower(x, w).compile()
+    assert not large_floats(tiled.as_text())
+    assert tiled.memory_analysis().temp_size_in_bytes < 4 * INPUTS * OUTPUTS
+    at_once = jax.jit(both(lambda x, w: x @ w.astype(x.dtype))).lower(x, w).compile()
+    assert large_floats(at_once.as_text())
+
+
+def test_tile_has_full_groups(monkeypatch):
+    monkeypatch.setattr(tiles, "ROWS", 1)
+    assert packed._bytes_of_tile(quantize("int4")) == 96  # 163 inputs would be a megabyte

@@ -1,0 +1,91 @@
+"""Adapters over frozen codes: the gradients are those of the dequantised model, on every mesh."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from shardformer.analysis import dense_reference as reference
+from shardformer.config import weight_keys
+from shardformer.config.names import CODES, LAYERS
+from shardformer.kernels import nf4, tiles
+from shardformer.layout import mesh
+from shardformer.model import Model, lora
+from tests import shared
+from tests.model.test_quantized_weights import dequantize
+
+KEYS = {"lora_rank": 2, "lora_targets": "q,o,up,down", "batch": 8, "accum": 1}
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Small matrices are multiplied in tiles, and have groups of 8 inputs."""
+    monkeypatch.setattr(tiles, "ROWS", 4)
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 12 * 16)
+    monkeypatch.setattr(weight_keys, "GROUP", 8)
+    monkeypatch.setattr(nf4, "BLOCK", 6)
+
+
+@functools.cache
+def float_parameters():
+    params = shared.drawn(shared.tiny(mesh="1x1", **KEYS), 3)
+    return jax.tree.map(lambda p: p + np.random.RandomState(p.size).normal(0, 0.2, p.shape).astype(p.dtype), params)
+
+
+def make(form, shape="1x1", **keys):
+    """Returns the model on a mesh and its stored parameters."""
+    config = shared.tiny(mesh=shape, weights=form, **KEYS | keys)
+    model = Model.on(config, mesh.make(config))
+    return model, jax.device_put(stored(form), model.shardings)
+
+
+@functools.cache
+def stored(form):
+    """Returns the parameters with codes; test_quantized_weights compares those of other meshes."""
+    model = Model.on(config := shared.tiny(mesh="1x1", weights=form, **KEYS), mesh.make(config))
+    return shared.on_host(jax.jit(model.store)(float_parameters()))
+
+
+@functools.cache
+def expected(form):
+    """Returns the dense gradients of the adapters on the dequantised weights."""
+    model, params = make(form)
+    dense = dequantize(params)
+
+    def loss(adapters):
+        return reference.loss(model.config, lora.replace_trainable(dense, adapters), *shared.batch().values())[1]
+
+    return shared.on_host(jax.jit(jax.grad(loss))(lora.select_trainable(dense, model.config)))
+
+
+def gradients(model, params):
+    key = jax.random.key_data(jax.random.key(0))
+    return shared.on_host(jax.jit(model.loss_and_grad)(params, shared.batch(), key)[1])
+
+
+def relative_error(got, expected):
+    errors = jax.tree.map(lambda g, e: np.abs(g - e).max() / np.abs(e).max(), got, expected)
+    return max(jax.tree.leaves(errors))
+
+
+@pytest.mark.parametrize(
+    ("form", "shape", "keys"),
+    [
+        ("nf4", "1x1", {}),
+        ("nf4", "4x2", {"zero": 1}),
+        ("nf4", "2x4", {"zero": 3, "remat": "full"}),
+        ("int8", "4x2", {"zero": 3, "loss_chunk": 24}),
+        ("int4", "1x2x2", {"accum": 4}),
+        ("nf4", "2x2", {"accum": 2, "sequence_parallel": True}),
+    ],
+)
+def test_gradients_equal_dequantised_weights(form, shape, keys):
+    assert relative_error(gradients(*make(form, shape, **keys)), expected(form)) < 1e-5
+
+
+def test_codes_of_another_layer_are_noticed():
+    model, params = make("nf4")
+    codes = params[LAYERS][f"up{CODES}"]
+    params[LAYERS][f"up{CODES}"] = jax.device_put(np.asarray(codes)[::-1], codes.sharding)
+    assert relative_error(gradients(model, params), expected("nf4")) > 1e-2
