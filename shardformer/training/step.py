@@ -116,10 +116,7 @@ class Update:
         `arguments` are passed to the optimizer; see `Part.optimizer_arguments`.
         """
         measured = self.measure(state, losses, grads)
-        after, metrics = self.guard(
-            state, measured, batch_step, lambda: self.advance(state, grads, measured, **arguments)
-        )
-        return after, (*metrics, *losses[len(Loss._fields) :])  # an objective may have further metrics
+        return self.guard(state, measured, batch_step, lambda: self.advance(state, grads, measured, **arguments))
 
     def measure(self, state: TrainState, losses: Loss, grads) -> Measured:
         """Returns the losses and the norm of the gradient."""
@@ -220,7 +217,7 @@ class OneProgram:
         for part in self._update.parts:
             arguments |= part.optimizer_arguments(state, batch, key, losses, grads)
         after, metrics = self._update.apply(state, losses, grads, batch_step, **arguments)
-        return after, jnp.stack(metrics)
+        return after, jnp.stack([*metrics, *losses[len(Loss._fields) :]])  # an objective may have further metrics
 
 
 def compile_step(step: Callable, update: Update, shardings: TrainState):

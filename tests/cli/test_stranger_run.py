@@ -32,7 +32,9 @@ KEYS = {
     "base": "a run that is read, by a resume before the first checkpoint and by convert; never its own base",
     "teacher": "a run whose weights are read, by a start with objective=distill",
     "out": "replaced by the folder that the command names",
-    **dict.fromkeys(("mesh", "rotary_scaling", "window_pattern", "lr_rules", "lora_targets"), NOTHING),
+    **dict.fromkeys(
+        ("mesh", "rotary_scaling", "window_pattern", "expert_pattern", "lr_rules", "lora_targets"), NOTHING
+    ),
 }
 # Keys that run code, copy a file, or write elsewhere: each start must name them.
 LAUNCHED = {"program_cache", "tracker", "eval_tasks", "eval_prompts"}
