@@ -1,6 +1,7 @@
 """Runs that store codes: conversion, training of adapters over them, resuming, and merging."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -33,7 +34,16 @@ def adapted(base, codes):
     """Returns a run of adapters over the codes."""
     out = base.with_name("adapted")
     words = [f"base={codes}", "lora_rank=2", "mesh=2x1", "zero=3", "batch=8", "steps=4", "save_every=2", "lr=0.01"]
-    assert main(["train", *words, f"out={out}"]) == 0
+    assert runs.train(*words, f"out={out}") == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def direct(base):
+    """Returns the same run of adapters, whose codes are made when the base is read."""
+    out = base.with_name("direct")
+    words = [f"base={base}", "weights=nf4", "lora_rank=2", "mesh=2x1", "zero=3", "batch=8", "steps=4", "save_every=2"]
+    assert runs.train(*words, "lr=0.01", f"out={out}") == 0
     return out
 
 
@@ -86,35 +96,34 @@ def test_training_changes_only_the_adapters(codes, adapted):
     assert last["params/transformer/layers/up_codes"].dtype == np.uint8
 
 
-def test_codes_made_when_a_base_is_read_are_the_stored_ones(base, adapted):
-    out = base.with_name("direct")
-    words = [f"base={base}", "weights=nf4", "lora_rank=2", "mesh=2x1", "zero=3", "batch=8", "steps=4", "lr=0.01"]
-    assert main(["train", *words, "save_every=2", f"out={out}"]) == 0
-    assert same(arrays(out), arrays(adapted))
+@pytest.mark.slow
+def test_codes_made_when_a_base_is_read_are_the_stored_ones(direct, adapted):
+    assert same(arrays(direct), arrays(adapted))
 
 
 def test_resume_is_bitwise(adapted, tmp_path):
-    import shutil
-
     shutil.copytree(adapted, tmp_path / "run", ignore=shutil.ignore_patterns("step_*4"))
     (tmp_path / "run" / "final.json").unlink(missing_ok=True)
-    assert main(["train", "--resume", str(tmp_path / "run")]) == 0
+    assert runs.train("--resume", tmp_path / "run") == 0
     assert same(arrays(tmp_path / "run"), arrays(adapted))
 
 
-def test_adapters_merge_onto_either_base(base, adapted, text, capsys):
+def test_adapters_merge_onto_the_stored_weights(base, adapted, text, capsys):
     out = base.with_name("merged")
     assert main(["convert", str(adapted), str(out), "merge_lora=true"]) == 0
     assert "onto the stored weights" in capsys.readouterr().out
     assert score(out, text, capsys) == pytest.approx(score(adapted, text, capsys), abs=1e-6)
+    assert main(["convert", str(adapted), str(base.with_name("no")), "merge_lora=true", "onto=float"]) == USAGE
+
+
+@pytest.mark.slow
+def test_adapters_merge_onto_the_float_weights(base, adapted, direct, text, capsys):
     onto = base.with_name("onto")
-    direct = base.with_name("direct")
     assert main(["convert", str(direct), str(onto), "merge_lora=true", "onto=float"]) == 0
     printed = capsys.readouterr().out
     share = float(printed.partition("onto the float weights: ")[2].partition("%")[0])
     assert 5 < share < 15
-    assert score(onto, text, capsys) != score(out, text, capsys)
-    assert main(["convert", str(adapted), str(base.with_name("no")), "merge_lora=true", "onto=float"]) == USAGE
+    assert score(onto, text, capsys) != score(adapted, text, capsys)
 
 
 def test_other_forms_of_stored_codes_are_rejected(codes, text, capsys):
