@@ -1,6 +1,6 @@
 """Random models with experts on many meshes, against a reference in NumPy and float64.
 
-`python -m tests.integration.test_random_experts 40` compares more of them, also with one device, and prints the errors.
+`python -m tests.integration.test_random_experts 0 40` compares more of them, and with one device; it prints the errors.
 """
 
 import functools
@@ -26,6 +26,7 @@ ROWS = [
     ("2x4", {"accum": 4, "accum_mode": "manual"}), ("dp2.cp2.mp2", {"accum": 2, "sequence_parallel": True}),
     ("2x2x2", {"accum": 2}), ("8x1", {"zero": 3}),
 ]  # fmt: skip
+IN_CI = range(1, 7)  # `main` runs the others
 
 
 class Result(NamedTuple):
@@ -148,7 +149,7 @@ def is_right(errors: dict[str, float]) -> bool:
     return exact and errors["loss"] < LOSS and max(slopes) < SLOPE
 
 
-@pytest.mark.parametrize("row", range(len(ROWS)))
+@pytest.mark.parametrize("row", IN_CI)
 def test_mesh_equals_numpy(row):
     errors = measure_errors(row, run(row))
     assert is_right(errors), sorted(errors.items(), key=lambda item: -item[1])[:5]
