@@ -30,7 +30,6 @@ ROWS = {
     "windows, unrolled": (WINDOWS | {"window_pattern": "wf", "window_rotary_theta": 50.0, "scan": False}, 6, 1),
     "windows, scanned": (WINDOWS | {"window_pattern": "fw", "kv_heads": 2}, 1, 3),
     "t5 with windows": (WINDOWS | {"window_pattern": "fw", "positions": "t5"}, 5, 2),
-    "learned, parallel, scanned": ({"positions": "learned"}, 20, 2),
     "layers without rotary": ({"window_pattern": "fn", "rotary_theta": 50.0}, 3, 1),
     "longrope, longer than its short rows": (
         {"rotary_theta": 50.0, "rotary_scaling": "longrope:5,1.2,1,1.1,1.2,1.3,2,3,4,5"},

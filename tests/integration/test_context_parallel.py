@@ -29,7 +29,6 @@ MESHES = (
     ("dp2.cp2.mp2", {"context_parallel": "gather", "zero": 3, "sequence_parallel": True, "remat": "dots"}),
     ("cp4.pp2", {"context_parallel": "ring", "zero": 1, "accum": 2, "attention": "blocks"}),
     ("dp2.cp2.mp2", {"context_parallel": "ring", "zero": 1, "sequence_parallel": True, "remat": "full"}),
-    ("cp4.pp2", {"context_parallel": "gather", "accum": 2}),
     ("cp8", {"context_parallel": "ring", "zero": 3}),
 )
 KEY = jax.random.key_data(jax.random.key(3))

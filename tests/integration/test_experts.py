@@ -25,7 +25,6 @@ MESHES = (
     ("dp2.cp2.mp2", {"zero": 1, "remat": "full"}),
     ("4x1", {"expert_axes": "dp", "zero": 3, "accum": 2}),
     ("dp2.cp2.mp2", {"expert_axes": "dp", "zero": 1, "sequence_parallel": True}),
-    ("2x2x2", {"expert_axes": "dp", "accum": 2}),
 )
 
 

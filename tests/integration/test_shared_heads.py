@@ -80,7 +80,7 @@ def test_each_shard_reads_the_head_of_its_queries(broken):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("source", "target"), [("1x8", "4x2"), ("4x2", "1x8")])
+@pytest.mark.parametrize(("source", "target"), [("1x8", "4x2")])
 def test_checkpoint_with_shared_heads_fits_other_meshes(source, target, tmp_path):
     """On 1x8 four shards share a head. On 4x2 each shard has its own head."""
     trainers = [shared.trainer(mesh=mesh, kv_heads=2, zero=0) for mesh in (source, target)]

