@@ -41,10 +41,10 @@ types=$VENV/types.txt
 show "$python" -m mypy
 "$python" -m mypy >"$types" 2>&1 &
 
-# Compiling keeps one core busy: two workers. In the full tier a third one computes while others wait for processes.
+# Compiling keeps one core busy: two workers. In the full tier two more compute while others wait for processes.
 # A file's tests stay together, as a worker keeps what it compiles, and the long files come first (tests/conftest.py).
 workers=2
-[[ $tier == full ]] && workers=3
+[[ $tier == full ]] && workers=4
 arguments=(-q --durations=10 -n "$workers" --dist loadfile --no-loadscope-reorder)
 [[ $tier == full ]] || arguments+=(--short)
 failed=0
