@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 from shardformer.kernels import vocabulary_loss
 from shardformer.kernels.fused_attention import Hardware
 from shardformer.layout import resolve
+from shardformer.layout.float_weights import FloatWeights
 from shardformer.shards.projection import ProjectionShard
 from tests import asserts, sharded, shared
 from tests.surroundings import before_call
@@ -73,7 +74,7 @@ def test_z_loss_is_part_of_the_objective(chunk):
 def test_only_more_tokens_than_a_chunk_go_in_chunks(monkeypatch, chunk, chunks):
     """There are 10 tokens."""
     lengths = []
-    before_call(monkeypatch, vocabulary_loss, "loss_in_chunks", lambda *args: lengths.append(args[-1]))
+    before_call(monkeypatch, FloatWeights, "loss_in_chunks", lambda *args: lengths.append(args[-1]))
     losses(parameters(), chunk=chunk)
     assert lengths == chunks
 
