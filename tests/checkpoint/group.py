@@ -137,15 +137,13 @@ def main() -> None:
     mesh.start(Config.of(mesh="8x1", batch=8, **settings))
     for what in sys.argv[5:]:
         globals()[what](Path(sys.argv[4]))
-    end_in_order(process)
+    end_together()
 
 
-def end_in_order(process: int) -> None:
-    """Ends the first process last: JAX 0.12 aborts a process that still polls when its coordinator has ended."""
+def end_together() -> None:
+    """Ends without exit functions: JAX 0.12 aborts a process that still polls when its coordinator has ended."""
     multihost_utils.sync_global_devices("end")
     sys.stdout.flush()
-    if process == 0:
-        time.sleep(1)
     os._exit(0)
 
 
