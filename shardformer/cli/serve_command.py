@@ -144,7 +144,7 @@ def _open_other(run: Run, word: str) -> tuple[str, Run]:
     """Returns the name and the run of one entry of models=; raises UsageError for another architecture."""
     name, _, folder = word.rpartition("=")
     other = Run.open(run_folder(folder))
-    for group in ("model", "lora", "experts"):
+    for group in ("model", "lora", "experts", "stored"):
         if getattr(run.config, group) != getattr(other.config, group):
             raise UsageError(f"models={folder} differs from {run.out} in keys of its {group}; serve it by itself")
     if other.vocabulary != run.vocabulary:

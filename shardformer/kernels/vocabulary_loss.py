@@ -87,6 +87,22 @@ def tokens_at_once(v: int, platform: str) -> int:
     return max(LOGITS_AT_ONCE.get(platform, LOGITS_AT_ONCE["cpu"]) // (4 * v), 1)
 
 
+def measure_in_chunks(
+    h_BTD: Array, table: Any, bias_v: Array | None, targets_BT: Array, vocabulary: Vocabulary, chunk: int
+) -> TokenLoss:
+    """Returns each token's loss, with the logits of at most `chunk` tokens in memory.
+
+    The backward pass computes the logits of a chunk again.
+    """
+
+    @jax.checkpoint
+    def measure(part):
+        h_1cD, targets_1c = part
+        return measure_tokens(project(h_1cD, table, bias_v, vocabulary), targets_1c, vocabulary)
+
+    return join_tokens(lax.map(measure, split_tokens((h_BTD, targets_BT), chunk)), targets_BT.shape)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def loss_in_chunks(
     h_BTD: Array,
@@ -103,11 +119,7 @@ def loss_in_chunks(
     Only the objective has a gradient, in `h_BTD`, `table` and `bias_v`.
     """
 
-    def measure(part):
-        h_1cD, targets_1c = part
-        return measure_tokens(project(h_1cD, table, bias_v, vocabulary), targets_1c, vocabulary)
-
-    token = join_tokens(lax.map(measure, split_tokens((h_BTD, targets_BT), chunk)), targets_BT.shape)
+    token = measure_in_chunks(h_BTD, table, bias_v, targets_BT, vocabulary, chunk)
     return objective(token, weights_BT, z_loss), token
 
 
@@ -125,13 +137,7 @@ def loss_in_recomputed_chunks(
 
     The backward pass recomputes the logits of a chunk. That needs three products too: there is no gradient of a table.
     """
-
-    @jax.checkpoint
-    def measure(part):
-        h_1cD, targets_1c = part
-        return measure_tokens(project(h_1cD, table, bias_v, vocabulary), targets_1c, vocabulary)
-
-    token = join_tokens(lax.map(measure, split_tokens((h_BTD, targets_BT), chunk)), targets_BT.shape)
+    token = measure_in_chunks(h_BTD, table, bias_v, targets_BT, vocabulary, chunk)
     return objective(token, weights_BT, z_loss), token
 
 

@@ -123,7 +123,7 @@ class ExpertFeedForward:
 
     def multiply(self, name: str, weights: dict[str, Array], x_MI: Array, size_E: Array) -> Array:
         """Returns the product of each group of rows and its expert's matrix of this name, in the rows' dtype."""
-        # With weights=int8, only one layer's experts are dequantised at a time.
+        # With quantised weights, only one layer's experts are dequantised at a time.
         return checkpoint_name(self.product.multiply(x_MI, weights[name].astype(x_MI.dtype), size_E), PRODUCT)
 
     def apply_shared(self, layer: TransformerLayerShard, h_BTD: Array) -> Array:

@@ -5,8 +5,7 @@ For objectives that are no mean of the losses of tokens.
 
 from typing import Any
 
-import jax
-from jax import Array, lax
+from jax import Array
 
 from shardformer.kernels import vocabulary_loss
 from shardformer.kernels.vocabulary_loss import TokenLoss
@@ -22,11 +21,11 @@ class PairTransformerShard(CausalTransformerShard):
         super().__init__(layout)
         c, weights = self.config, layout.weights
 
-        def measure(x_BTD, targets_BT, table):
+        def token_losses(x_BTD, targets_BT, table):
             factors = ProjectionShard(c, weights=weights)(x_BTD, table)
-            return measure_in_chunks(*factors, targets_BT, layout.loss_chunk)
+            return measure(*factors, targets_BT, layout.loss_chunk)
 
-        self._token_losses = transform(measure)
+        self._token_losses = transform(token_losses)
         self._factors = transform(lambda x_BTD, table: ProjectionShard(c, weights=weights)(x_BTD, table))
 
     def factors(self, params: dict, tokens_BT: Array, dropout: Dropout | None, documents_BT: Array | None) -> tuple:
@@ -49,18 +48,12 @@ class PairTransformerShard(CausalTransformerShard):
         return token, self.records.complete(0 * token.nats_BT.sum(), records, constants)
 
 
-def measure_in_chunks(h_BTD, table, bias_v, vocabulary, targets_BT, chunk: int | None) -> TokenLoss:
-    """Returns the losses of every token; the backward pass recomputes the logits of at most `chunk` tokens at a time.
+def measure(h_BTD, table, bias_v, vocabulary, targets_BT, chunk: int | None) -> TokenLoss:
+    """Returns the losses of every token, which may be differentiated.
 
     The weights of the tokens are known only when all of them are measured, so `loss_in_chunks` has no use here.
     """
-
-    def measure(part):
-        h_1cD, targets_1c = part
-        logits_1cv = vocabulary_loss.project(h_1cD, table, bias_v, vocabulary)
-        return vocabulary_loss.measure_tokens(logits_1cv, targets_1c, vocabulary)
-
-    if not chunk or targets_BT.size <= chunk:
-        return measure((h_BTD, targets_BT))
-    parts = lax.map(jax.checkpoint(measure), vocabulary_loss.split_tokens((h_BTD, targets_BT), chunk))
-    return vocabulary_loss.join_tokens(parts, targets_BT.shape)
+    if chunk and targets_BT.size > chunk:
+        return vocabulary_loss.measure_in_chunks(h_BTD, table, bias_v, targets_BT, vocabulary, chunk)
+    logits_BTv = vocabulary_loss.project(h_BTD, table, bias_v, vocabulary)
+    return vocabulary_loss.measure_tokens(logits_BTv, targets_BT, vocabulary)
