@@ -44,6 +44,7 @@ def choose(config: Config, chips: Slice, free: tuple[str, ...], say: Callable[[s
     limit = chips.chip.memory / MARGIN
     waiting = sorted(list_candidates(config, chips, free), key=lambda each: (each.seconds, each.bytes))
     result: list[Plan] = []
+    fitting = set[Config]()  # the settings with accum=1 of the plans that fit: more microbatches are slower
     traces, traced = 0, dict[Config, Plan]()  # by the settings with accum=1: the plan with the most microbatches
     for candidate in waiting:
         slowest = max((each.times.seconds for each in result), default=math.inf)
@@ -51,14 +52,22 @@ def choose(config: Config, chips: Slice, free: tuple[str, ...], say: Callable[[s
             break
         settings = candidate.config.replace(accum=1)
         before = traced.get(settings)
-        if before in result or max(candidate.bytes, _bound_by(before, candidate.config)) > limit:
+        if settings in fitting or max(candidate.bytes, _bound_by(before, candidate.config)) > limit:
             continue
         traces += 1
         traced[settings] = estimated = plan.estimate(candidate.config, chips)
         if estimated.estimate <= limit:
-            result.append(estimated)
+            fitting.add(settings)
+            # With zero=3 and a fused kernel, remat=none and remat=dots are one program: it is listed once.
+            if not any(_are_equal(estimated, other) for other in result):
+                result.append(estimated)
         say(f"{describe(candidate.config)}: {format_bytes(estimated.estimate)} of {format_bytes(chips.chip.memory)}")
     return sorted(result, key=lambda each: each.times.seconds)[:BEST]
+
+
+def _are_equal(a: Plan, b: Plan) -> bool:
+    """Returns whether two plans need the same bytes and time on the same mesh."""
+    return (a.config.parallel.mesh, a.estimate, a.times) == (b.config.parallel.mesh, b.estimate, b.times)
 
 
 def _bound_by(before: Plan | None, config: Config) -> float:

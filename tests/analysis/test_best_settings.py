@@ -72,6 +72,7 @@ def test_large_models_get_settings_that_fit(size):
     assert len(result) == best_settings.BEST
     assert all(each.fits and each.config.parallel.devices == slice_.count for each in result)
     assert result[0].utilization > 0.5
+    assert len({(each.config.parallel.mesh, each.estimate, each.times) for each in result}) == len(result)
 
 
 def test_budget_is_tokens_over_speed_and_all_chips():
