@@ -96,9 +96,9 @@ GLOSSARY = {
     "ring attention": (
         "Each device has the queries of some tokens (axis cp); keys and values travel around a ring.",
         """
-  turn 0   q0 k0   q1 k1   q2 k2
-  turn 1   q0 k2   q1 k0   q2 k1
-  turn 2   q0 k1   q1 k2   q2 k0
+  step 0   q0 k0   q1 k1   q2 k2
+  step 1   q0 k2   q1 k0   q2 k1
+  step 2   q0 k1   q1 k2   q2 k0
 """,
     ),
     "vocabulary parallel": (

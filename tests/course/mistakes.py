@@ -328,19 +328,19 @@ MISTAKES: dict[int, list[tuple[tuple[str, ...], str]]] = {
     ],
     11: [
         (
-            ("owner = (index + turn) % devices\n{merge}\n{send}",),
-            "the block of device i - turn",
+            ("owner = (index + step) % devices\n{merge}\n{send}",),
+            "the block of device i - step",
         ),
-        (("owner = (index - turn) % devices\n{merge}",), "did not move"),
+        (("owner = (index - step) % devices\n{merge}",), "did not move"),
         (("owner = index\n{merge}\n{send}",), "own positions"),
-        (("owner = (index - turn) % devices\n{merge_without_rescale}\n{send}",), "not rescaled when m rose"),
-        (("owner = (index - turn) % devices\nif turn:\n    {indented_merge}\n{send}",), "own block was missed"),
+        (("owner = (index - step) % devices\n{merge_without_rescale}\n{send}",), "not rescaled when m rose"),
+        (("owner = (index - step) % devices\nif step:\n    {indented_merge}\n{send}",), "own block was missed"),
         (
-            ("owner = (index - turn) % devices\nif turn + 1 < devices:\n    {indented_merge}\n{send}",),
+            ("owner = (index - step) % devices\nif step + 1 < devices:\n    {indented_merge}\n{send}",),
             "One block was missed",
         ),
         (
-            ("owner = (index - turn) % devices\n{merge}\nk = lax.ppermute(k, \"cp\", to_next)",),
+            ("owner = (index - step) % devices\n{merge}\nk = lax.ppermute(k, \"cp\", to_next)",),
             "send both k and v",
         ),
     ],

@@ -13,7 +13,7 @@ The softmax is merged as the blocks come. Each query keeps
 When a block raises m, the old total and the old weighted sum are multiplied by exp(old m - new m). After all blocks
 the result is weighted / total.
 
-In turn t, device i holds the block of device i - t (in a ring), because each turn every block moves to the next
+In step t, device i holds the block of device i - t (in a ring), because each step every block moves to the next
 device.
 """
 
@@ -45,9 +45,9 @@ def on_shard(q, k, v):
     n, devices, index = len(q), lax.axis_size("cp"), lax.axis_index("cp")
     to_next = [(i, (i + 1) % devices) for i in range(devices)]
     m, total, weighted = jnp.full(n, -1e9), jnp.zeros(n), jnp.zeros_like(v)
-    for turn in range(devices):
+    for step in range(devices):
         # solution
-        owner = (index - turn) % devices
+        owner = (index - step) % devices
         scores = mask_scores(q @ k.T, n * index + jnp.arange(n), n * owner + jnp.arange(n))
         new_m = jnp.maximum(m, scores.max(axis=1))
         rescale = jnp.exp(m - new_m)
@@ -55,9 +55,9 @@ def on_shard(q, k, v):
         total = total * rescale + weights.sum(axis=1)
         weighted = weighted * rescale[:, None] + weights @ v
         m = new_m
-        if turn + 1 < devices:
+        if step + 1 < devices:
             k, v = lax.ppermute((k, v), "cp", to_next)
-        # hole: Merge the block of this turn into m, total and weighted, and send k and v to the next device.
+        # hole: Merge the block of this step into m, total and weighted, and send k and v to the next device.
     return {"y": weighted / total[:, None]}
 
 
@@ -66,14 +66,14 @@ def make_arguments(draw, sizes):
     return tuple(2 * draw.normal(size=(16, 4)).astype("float32") for _ in range(3))
 
 
-def _ring(q, k, v, find_owner, turns=None, rescaled=True, moved="kv", rescale_total=True, first=0):
+def _ring(q, k, v, find_owner, steps=None, rescaled=True, moved="kv", rescale_total=True, first=0):
     """Runs the ring with one part of it changed."""
     n, devices, index = len(q), lax.axis_size("cp"), lax.axis_index("cp")
     m, total, weighted = jnp.full(n, -1e9), jnp.zeros(n), jnp.zeros_like(v)
     to_next = [(i, (i + 1) % devices) for i in range(devices)]
-    for turn in range(turns or devices):
-        if turn >= first:
-            positions = n * find_owner(index, turn, devices) + jnp.arange(n)
+    for step in range(steps or devices):
+        if step >= first:
+            positions = n * find_owner(index, step, devices) + jnp.arange(n)
             scores = mask_scores(q @ k.T, n * index + jnp.arange(n), positions)
             new_m = jnp.maximum(m, scores.max(axis=1))
             rescale = jnp.exp(m - new_m) if rescaled else jnp.ones(n)
@@ -85,23 +85,23 @@ def _ring(q, k, v, find_owner, turns=None, rescaled=True, moved="kv", rescale_to
     return {"y": weighted / total[:, None]}
 
 
-def _owner(index, turn, devices):
-    return (index - turn) % devices
+def _owner(index, step, devices):
+    return (index - step) % devices
 
 
 def one_block_missed(q, k, v):
-    """One block was missed: there are cp turns, the first with the device's own block."""
-    return _ring(q, k, v, _owner, turns=lax.axis_size("cp") - 1)
+    """One block was missed: there are cp steps, the first with the device's own block."""
+    return _ring(q, k, v, _owner, steps=lax.axis_size("cp") - 1)
 
 
 def local_block_missed(q, k, v):
-    """The device's own block was missed: in turn 0 it holds that block, so merge it before anything is sent."""
+    """The device's own block was missed: in step 0 it holds that block, so merge it before anything is sent."""
     return _ring(q, k, v, _owner, first=1)
 
 
 def one_block_twice(q, k, v):
-    """One block was counted twice: after cp turns a device's own block has come back."""
-    return _ring(q, k, v, _owner, turns=lax.axis_size("cp") + 1)
+    """One block was counted twice: after cp steps a device's own block has come back."""
+    return _ring(q, k, v, _owner, steps=lax.axis_size("cp") + 1)
 
 
 def not_rescaled(q, k, v):
@@ -116,19 +116,19 @@ def total_not_rescaled(q, k, v):
 
 
 def owner_in_the_wrong_direction(q, k, v):
-    """The positions of the keys are those of device i + turn; the blocks move to the next device, so in this turn
-    the device holds the block of device i - turn."""
-    return _ring(q, k, v, lambda index, turn, devices: (index + turn) % devices)
+    """The positions of the keys are those of device i + step; the blocks move to the next device, so in this step
+    the device holds the block of device i - step."""
+    return _ring(q, k, v, lambda index, step, devices: (index + step) % devices)
 
 
 def local_positions(q, k, v):
-    """The keys have this device's own positions in every turn, but they come from device i - turn: the causal mask is
+    """The keys have this device's own positions in every step, but they come from device i - step: the causal mask is
     wrong."""
-    return _ring(q, k, v, lambda index, turn, devices: index)
+    return _ring(q, k, v, lambda index, step, devices: index)
 
 
 def nothing_sent(q, k, v):
-    """The keys and values did not move: the device met its own block in every turn. Send them with lax.ppermute."""
+    """The keys and values did not move: the device met its own block in every step. Send them with lax.ppermute."""
     return _ring(q, k, v, _owner, moved="")
 
 
@@ -143,13 +143,13 @@ def values_only_sent(q, k, v):
 
 
 def local_block_only(q, k, v):
-    """Only the device's own block was used: run cp turns, and send keys and values after each one."""
-    return _ring(q, k, v, _owner, turns=1)
+    """Only the device's own block was used: run cp steps, and send keys and values after each one."""
+    return _ring(q, k, v, _owner, steps=1)
 
 
 def no_mask(q, k, v):
     """The causal mask is missing: a query saw later keys. Mask with the positions in the full text."""
-    return _ring(q, k, v, lambda index, turn, devices: -1)
+    return _ring(q, k, v, lambda index, step, devices: -1)
 
 
 MISTAKES = (
