@@ -276,6 +276,7 @@ REWRITTEN = {
     **{
         f"flax.optim.{name}": (f"shardformer.legacy.flax_optim:{name}", advice)
         for name, advice in {
+            "Adafactor": "optax.adafactor",
             "Adam": "optax.adam, or optax.adamw with weight_decay",
             "GradientDescent": "optax.sgd",
             "LAMB": "optax.lamb",
