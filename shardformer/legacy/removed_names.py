@@ -213,6 +213,7 @@ REWRITTEN = {
     },
     "jax.api": ("shardformer.legacy.jax_api", "import the same name from jax"),
     "jax.linear_util": ("shardformer.legacy.jax_linear_util", "jax.extend.linear_util"),
+    "jax.core.lu": ("shardformer.legacy.jax_linear_util", "jax.extend.linear_util"),
     "jax.util": ("shardformer.legacy.jax_util", "functools and itertools"),
     "jax.xla_computation": (
         "shardformer.legacy.xla_computation:xla_computation", "jax.jit(f).lower(*arguments).compiler_ir('hlo')"),
