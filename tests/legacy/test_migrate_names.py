@@ -62,6 +62,11 @@ def test_a_removed_name_becomes_todays(tmp_path, source, expected):
     assert migrated(tmp_path, found.migrated).migrated == found.migrated
 
 
+def test_lost_name_of_a_moved_module_is_listed(tmp_path):
+    result = migrated(tmp_path, "from jax.lib import xla_client as xc\nxc.ops.Tuple\nxc.FftType\n")
+    assert [reason.partition(": ")[2].split()[0] for reason in result.undecided] == ["jax.lib.xla_client.ops"]
+
+
 def test_keywords_out_of_order_stay(tmp_path):
     found = migrated(tmp_path, "import jax.numpy as jnp\njnp.where(c, y=2, x=1)")
     assert "jnp.where(c, y=2, x=1)" in found.migrated
@@ -72,6 +77,7 @@ def test_keywords_out_of_order_stay(tmp_path):
     ("source", "reason"),
     [
         ("import jax\njax.soft_pmap(f)\n", "2: jax.soft_pmap has no mechanical answer; today: jax.experimental.maps"),
+        ("from jax import lib\nlib.xla_client.ops.Tuple\n", "2: jax.lib.xla_client.ops has no mechanical answer"),
         ("import jax\njax.random.default_prng_impl()\n", "2: jax.random.default_prng_impl has no mechanical answer"),
     ],
 )

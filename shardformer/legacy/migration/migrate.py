@@ -158,10 +158,17 @@ def _migrate_source(file: Path, source: str, dots: str) -> Migration:
     reasons = dict(first.stays) | dict.fromkeys(lines_of_pjit(source), PJIT_STAYS)
     left = {use.name for use in find_removed_uses(migrated)}
     for use in uses:
-        if (use.name in left or _is_lost_in_a_copy(use.name)) and not (use.name.startswith(MAPS) and first.stays):
+        stays = not left.isdisjoint((use.name, _moved(use.name))) or _is_lost_in_a_copy(use.name)
+        if stays and not (use.name.startswith(MAPS) and first.stays):
             reasons.setdefault(use.line, f"{use.name} has no mechanical answer; today: {use.advice}")
     lines = [f"{file}:{line}: {reason}" for line, reason in sorted(reasons.items())]
     return Migration(source, migrated, first.decided, lines, _imported_helpers(ast.parse(migrated)))
+
+
+def _moved(name: str) -> str:
+    """Returns a name under the module that its own module is rewritten to, which may lack it too."""
+    module, _, attribute = name.rpartition(".")
+    return f"{name_targets.MOVED.get(module, module)}.{attribute}"
 
 
 def _is_lost_in_a_copy(name: str) -> bool:
