@@ -234,3 +234,19 @@ def test_a_tree_is_one_patch_with_its_helpers(tmp_path, monkeypatch, capsys):
     code += "print('shardformer' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.stdout.split() == ["[1.]", "False"], done.stderr
+
+
+def test_tree_has_one_helper_where_its_files_need_the_root(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    source = "import jax\nx = jax.device_put_replicated(1, jax.devices())\n"
+    for name, text in {
+        "code/run/train.py": f"from code.models import (\n    net as n,\n)\n{source}",
+        "code/models/net.py": source,
+        "tools/alone.py": source,
+        "tools/script.py": f"import code.models.net\nimport tools.script\n{source}",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert main(["legacy", "--migrate", "."]) == 0
+    added = [line for line in capsys.readouterr().out.splitlines() if line.startswith("+++") and "helpers" in line]
+    assert added == ["+++ b/shard_map_helpers.py", "+++ b/tools/shard_map_helpers.py"]
