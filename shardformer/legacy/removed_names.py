@@ -47,6 +47,8 @@ RENAMED = {
     "jax.interpreters.xla.ShapedArray": "jax.core:ShapedArray",
     "jax.interpreters.xla.abstractify": "jax.api_util:shaped_abstractify",
     "jax.interpreters.xla.canonicalize_dtype": "jax.dtypes:canonicalize_dtype",
+    # TensorFlow Probability 0.25, the last release, adds its variables to it.
+    "jax.interpreters.xla.pytype_aval_mappings": "jax.core:pytype_aval_mappings",
     "jax.interpreters.pxla.ShardedDeviceArray": "jax:Array",
     "jax.lib.xla_bridge.get_backend": "jax.extend.backend:get_backend",
     "jax.lib.xla_bridge.default_backend": "jax:default_backend",
