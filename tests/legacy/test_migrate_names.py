@@ -161,6 +161,7 @@ def test_a_file_of_the_users_is_not_replaced(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("call", [
     "s.split(',')", "s.split()", "s.split(None, 1)", "s.split(',', 2)", "rngs.split(2)", "t.split(2, dim=1)",
+    "t.reshape(4).split(1, dim=1)",
     "'a b'.split(' ')", "folds.split(x, y)", "pattern.split(text, 3)"])  # fmt: skip
 def test_a_split_of_something_else_stays(tmp_path, call):
     source = f"import jax\nx = {call}\n"
