@@ -225,6 +225,10 @@ REWRITTEN = {
         "shardformer.legacy.jax_test_util:JaxTestLoader", "absl.testing.absltest.TestLoader"),
     "jax.test_util.cases_from_list": (
         "shardformer.legacy.jax_test_util:cases_from_list", "the list itself, or a random part of it"),
+    "jax.test_util._default_tolerance": (
+        "shardformer.legacy.jax_test_util:_default_tolerance", "a dict of tolerances by dtype"),
+    "jax.test_util.device_under_test": (
+        "shardformer.legacy.jax_test_util:device_under_test", "jax.default_backend"),
     "jax.test_util.default_tolerance": (
         "shardformer.legacy.jax_test_util:default_tolerance", "a dict of tolerances by dtype"),
     "jax.scipy.special.sph_harm": (

@@ -51,6 +51,8 @@ from tests.legacy.migrated_code import SCALE, migrated, run
         ("import jax\nisinstance(x, jax.ad.JVPTracer)", "import jax\nisinstance(x, jax.interpreters.ad.JVPTracer)"),
         ("from jax import dlpack\nf(dlpack.to_dlpack(x[0]), dlpack.to_dlpack(x + y))",
          "from jax import dlpack\nf(x[0].__dlpack__(), (x + y).__dlpack__())"),
+        ("from jax.api import grad, vmap as v\ngrad(v(f))",
+         "from jax import grad\nfrom jax import vmap as v\ngrad(v(f))"),
         ("import optax\nclass S(optax.OptState): x: 1",
          "import optax\nimport typing\nclass S(typing.NamedTuple): x: 1"),
     ],
