@@ -10,6 +10,7 @@ LOST_METHODS = {
     "broadcast_in_dim": "jax.lax.broadcast_in_dim",
     "split": "jax.numpy.split",
 }
+_SPLIT_KEYWORDS = {"axis", "indices_or_sections"}
 _HOMES = ("jax.numpy.", "jax.random.", "jax.nn.", "jax.lax.", "numpy.")
 _ARRAY_METHODS = {
     "astype", "cumsum", "dot", "flatten", "max", "mean", "min", "ravel", "reshape", "squeeze", "std", "sum", "swapaxes",
@@ -22,6 +23,8 @@ def lost_method(call: ast.Call, file: Resolver) -> str | None:
     member = call.func
     if not isinstance(member, ast.Attribute) or member.attr not in LOST_METHODS or file.resolve(member) is not None:
         return None
+    if member.attr == "split" and not {keyword.arg for keyword in call.keywords} <= _SPLIT_KEYWORDS:
+        return None  # PyTorch's tensors have the same methods, and split(dim=)
     if is_array(member.value, file) or (member.attr == "split" and _splits_an_array(call, member.value)):
         return LOST_METHODS[member.attr]
     return None
@@ -46,10 +49,9 @@ def is_array(node: ast.AST | None, file: Resolver) -> bool:
 
 
 def _splits_an_array(call: ast.Call, owner: ast.expr) -> bool:
-    """Returns True if the arguments are those of an array's split: a string accepts a string, a tensor accepts dim."""
-    keywords = {keyword.arg for keyword in call.keywords}
-    if keywords:
-        return keywords <= {"axis", "indices_or_sections"}
+    """Returns True if the arguments are those of an array's split; a string accepts a string."""
+    if call.keywords:
+        return True
     name = owner.attr if isinstance(owner, ast.Attribute) else owner.id if isinstance(owner, ast.Name) else ""
     if "rng" in name.lower() or "key" in name.lower():  # streams of random keys are split too
         return False

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 class _Record:
@@ -212,6 +213,96 @@ class LAMB(Adam):
         return param - ratio * _rate(hyper_params) * direction
 
 
+@_pytree()
+@dataclasses.dataclass(frozen=True)
+class _AdafactorHyperParams(_Record):
+    learning_rate: Any
+    factored: bool
+    multiply_by_parameter_scale: bool
+    beta1: Any
+    decay_rate: Any
+    step_offset: Any
+    clipping_threshold: Any
+    weight_decay_rate: Any
+    min_dim_size_to_factor: int
+    epsilon1: Any
+    epsilon2: Any
+
+
+@_pytree()
+@dataclasses.dataclass(frozen=True)
+class _AdafactorParamState(_Record):
+    """The moving averages of a parameter; those that it does not use have one element."""
+
+    v_row: Any
+    v_col: Any
+    v: Any
+    m: Any
+
+
+class Adafactor(OptimizerDef):
+    """Adafactor, which stores the means over rows and columns of the squared gradients of a large matrix."""
+
+    def __init__(
+        self, learning_rate=None, factored=True, multiply_by_parameter_scale=True, beta1=None, decay_rate=0.8,
+        step_offset=0, clipping_threshold=1.0, weight_decay_rate=None, min_dim_size_to_factor=128, epsilon1=1e-30,
+        epsilon2=1e-3, dtype_momentum=jnp.float32,
+    ):  # fmt: skip
+        self.dtype_momentum = jnp.dtype(dtype_momentum)
+        hyper_params = _AdafactorHyperParams(
+            learning_rate, factored, multiply_by_parameter_scale, beta1, decay_rate, step_offset,
+            clipping_threshold, weight_decay_rate, min_dim_size_to_factor, epsilon1, epsilon2,
+        )  # fmt: skip
+        super().__init__(hyper_params)
+
+    def _largest_axes(self, shape) -> tuple[int, int] | None:
+        """Returns the second largest and the largest axis of a parameter whose average is factored; else None."""
+        order = np.argsort(shape)
+        if not self.hyper_params.factored or len(shape) < 2:
+            return None
+        if shape[order[-2]] < self.hyper_params.min_dim_size_to_factor:
+            return None
+        return int(order[-2]), int(order[-1])
+
+    def init_param_state(self, param):
+        axes = self._largest_axes(param.shape)
+        unused = jnp.zeros(1)
+        row, column = (jnp.zeros(np.delete(param.shape, axis)) for axis in reversed(axes)) if axes else (unused, unused)
+        full = unused if axes else jnp.zeros(param.shape)
+        has_momentum = self.hyper_params.beta1 is not None
+        momentum = jnp.zeros(param.shape, self.dtype_momentum) if has_momentum else unused
+        return _AdafactorParamState(row, column, full, momentum)
+
+    def apply_param_gradient(self, step, hyper_params, param, state, grad):
+        direction, new = self._scaled(step, hyper_params, state, jnp.asarray(grad, jnp.float32))
+        if (threshold := hyper_params.clipping_threshold) is not None:
+            direction = direction / jnp.maximum(1.0, _root_mean_square(direction) / threshold)
+        rate = _rate(hyper_params)
+        if self.hyper_params.multiply_by_parameter_scale:
+            rate = rate * jnp.maximum(_root_mean_square(param), hyper_params.epsilon2)
+        change = rate * direction
+        if hyper_params.beta1 is not None:
+            change = hyper_params.beta1 * state.m + (1.0 - hyper_params.beta1) * change
+            new = new.replace(m=change.astype(self.dtype_momentum))
+        decayed = param if hyper_params.weight_decay_rate is None else (1.0 - hyper_params.weight_decay_rate) * param
+        return (decayed - change).astype(param.dtype), new
+
+    def _scaled(self, step, hyper_params, state, grad):
+        """Returns the gradient divided by the root of the averages of its square, and the new averages."""
+        old = 1.0 - (jnp.asarray(step - hyper_params.step_offset, jnp.float32) + 1.0) ** -hyper_params.decay_rate
+        square = grad * grad + hyper_params.epsilon1
+        axes = self._largest_axes(grad.shape)
+        if axes is None:
+            full = old * state.v + (1.0 - old) * square
+            return grad * full**-0.5, state.replace(v=full)
+        second, largest = axes
+        row = old * state.v_row + (1.0 - old) * jnp.mean(square, axis=largest)
+        column = old * state.v_col + (1.0 - old) * jnp.mean(square, axis=second)
+        mean = jnp.mean(row, axis=second - (second > largest), keepdims=True)
+        row_factor = jnp.expand_dims((row / mean) ** -0.5, largest)
+        return grad * row_factor * jnp.expand_dims(column**-0.5, second), state.replace(v_row=row, v_col=column)
+
+
 def __getattr__(name: str):
     raise AttributeError(f"flax.optim.{name} was removed, and shardformer.legacy does not put it back; write optax")
 
@@ -220,6 +311,10 @@ def _rate(hyper_params):
     if hyper_params.learning_rate is None:
         raise ValueError("flax.optim got no learning rate; pass learning_rate= to the optimizer or to apply_gradient")
     return hyper_params.learning_rate
+
+
+def _root_mean_square(x):
+    return jnp.sqrt(jnp.mean(x * x))
 
 
 def _is_zero(value) -> bool:
@@ -232,6 +327,7 @@ STORED = {
     OptimizerState: ("step", "param_states"),
     _MomentumParamState: ("momentum",),
     _AdamParamState: ("grad_ema", "grad_sq_ema"),
+    _AdafactorParamState: ("v_row", "v_col", "v", "m"),
 }
 
 

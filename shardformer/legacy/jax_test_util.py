@@ -16,8 +16,8 @@ from absl.testing import absltest, parameterized
 
 JaxTestLoader = absltest.TestLoader
 
-# By the name of a type; integers and booleans are compared exactly.
-_TOLERANCES = {
+_EXACT = ("bool", "float0", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)))
+_TOLERANCES = dict.fromkeys(_EXACT, 0.0) | {
     "bfloat16": 1e-2,
     "float16": 1e-3,
     "float32": 1e-6,
@@ -25,17 +25,19 @@ _TOLERANCES = {
     "complex64": 1e-6,
     "complex128": 1e-15,
 }
+_TYPES: dict[str, Any] = {"float0": jax.dtypes.float0, "bfloat16": jnp.bfloat16}
+# Programs change it, and JaxTestCase follows.
+_default_tolerance = {np.dtype(_TYPES.get(name, name)): tolerance for name, tolerance in _TOLERANCES.items()}
 _TPU_TOLERANCE = 1e-3  # of float32 and complex64, which a TPU multiplies in bfloat16
+
+device_under_test = jax.default_backend
 
 
 def default_tolerance() -> dict[np.dtype, float]:
     """Returns the absolute and relative tolerance of each type on the device of the tests."""
-    exact = ("bool", "float0", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)))
-    types: dict[str, Any] = {"float0": jax.dtypes.float0, "bfloat16": jnp.bfloat16}
-    every = dict.fromkeys(exact, 0.0) | _TOLERANCES
-    if jax.default_backend() == "tpu":
-        every |= dict.fromkeys(("float32", "complex64"), _TPU_TOLERANCE)
-    return {np.dtype(types.get(name, name)): tolerance for name, tolerance in every.items()}
+    if device_under_test() != "tpu":
+        return _default_tolerance
+    return _default_tolerance | dict.fromkeys(map(np.dtype, ("float32", "complex64")), _TPU_TOLERANCE)
 
 
 def cases_from_list(cases: Iterable) -> list:
@@ -119,10 +121,9 @@ def _tolerance(array, given) -> float:
     if given is not None and not isinstance(given, dict):
         return given
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
-    defined = _TOLERANCES.get(dtype.name, 0)
-    if defined == _TOLERANCES["float32"] and jax.default_backend() == "tpu":
-        defined = _TPU_TOLERANCE
-    return {np.dtype(key): value for key, value in (given or {}).items()}.get(dtype, defined)
+    return {np.dtype(key): value for key, value in (given or {}).items()}.get(
+        dtype, default_tolerance().get(dtype, 0.0)
+    )
 
 
 def _without_bfloat16(x) -> np.ndarray:

@@ -21,7 +21,7 @@ def put_advice(stack: contextlib.ExitStack) -> None:
     for home, attributes in by_home.items():
         module = _loaded(home)
         if module is not None:
-            answer_with_advice(stack, module, frozenset(attributes))
+            answer_with_advice(stack, module, frozenset(attributes), home)
     finder = _RemovedModules()
     sys.meta_path.append(finder)
     stack.callback(sys.meta_path.remove, finder)

@@ -4,8 +4,8 @@ A name stands for everything under it; so does a module.
 """
 
 _OPTIMIZERS = {
-    "AdaBelief": "optax.adabelief", "Adadelta": "optax.adadelta", "Adafactor": "optax.adafactor",
-    "Adagrad": "optax.adagrad", "LARS": "optax.lars", "RMSProp": "optax.rmsprop",
+    "AdaBelief": "optax.adabelief", "Adadelta": "optax.adadelta", "Adagrad": "optax.adagrad",
+    "LARS": "optax.lars", "RMSProp": "optax.rmsprop",
     "DynamicScale": "flax.training.dynamic_scale.DynamicScale",
     "MultiOptimizer": "optax.multi_transform", "ModelParamTraversal": "flax.traverse_util.ModelParamTraversal",
     "WeightNorm": "flax.linen.WeightNorm",

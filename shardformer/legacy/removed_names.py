@@ -47,6 +47,8 @@ RENAMED = {
     "jax.interpreters.xla.ShapedArray": "jax.core:ShapedArray",
     "jax.interpreters.xla.abstractify": "jax.api_util:shaped_abstractify",
     "jax.interpreters.xla.canonicalize_dtype": "jax.dtypes:canonicalize_dtype",
+    # TensorFlow Probability 0.25, the last release, adds its variables to it.
+    "jax.interpreters.xla.pytype_aval_mappings": "jax.core:pytype_aval_mappings",
     "jax.interpreters.pxla.ShardedDeviceArray": "jax:Array",
     "jax.lib.xla_bridge.get_backend": "jax.extend.backend:get_backend",
     "jax.lib.xla_bridge.default_backend": "jax:default_backend",
@@ -213,6 +215,7 @@ REWRITTEN = {
     },
     "jax.api": ("shardformer.legacy.jax_api", "import the same name from jax"),
     "jax.linear_util": ("shardformer.legacy.jax_linear_util", "jax.extend.linear_util"),
+    "jax.core.lu": ("shardformer.legacy.jax_linear_util", "jax.extend.linear_util"),
     "jax.util": ("shardformer.legacy.jax_util", "functools and itertools"),
     "jax.xla_computation": (
         "shardformer.legacy.xla_computation:xla_computation", "jax.jit(f).lower(*arguments).compiler_ir('hlo')"),
@@ -222,6 +225,10 @@ REWRITTEN = {
         "shardformer.legacy.jax_test_util:JaxTestLoader", "absl.testing.absltest.TestLoader"),
     "jax.test_util.cases_from_list": (
         "shardformer.legacy.jax_test_util:cases_from_list", "the list itself, or a random part of it"),
+    "jax.test_util._default_tolerance": (
+        "shardformer.legacy.jax_test_util:_default_tolerance", "a dict of tolerances by dtype"),
+    "jax.test_util.device_under_test": (
+        "shardformer.legacy.jax_test_util:device_under_test", "jax.default_backend"),
     "jax.test_util.default_tolerance": (
         "shardformer.legacy.jax_test_util:default_tolerance", "a dict of tolerances by dtype"),
     "jax.scipy.special.sph_harm": (
@@ -276,6 +283,7 @@ REWRITTEN = {
     **{
         f"flax.optim.{name}": (f"shardformer.legacy.flax_optim:{name}", advice)
         for name, advice in {
+            "Adafactor": "optax.adafactor",
             "Adam": "optax.adam, or optax.adamw with weight_decay",
             "GradientDescent": "optax.sgd",
             "LAMB": "optax.lamb",

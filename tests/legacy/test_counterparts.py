@@ -122,6 +122,19 @@ def test_translation_rules_lower_a_primitive():
         assert jax.jit(doubled.bind)(4.0) == 8.0
 
 
+@pytest.mark.filterwarnings("ignore:jax.core.pytype_aval_mappings:DeprecationWarning")
+def test_xla_has_the_abstract_values_of_types():
+    with installed():
+        mappings = jax.interpreters.xla.pytype_aval_mappings
+        assert mappings is jax.core.pytype_aval_mappings
+        assert np.ndarray in mappings
+
+
+def test_core_has_linear_util():
+    with installed():
+        assert float(jax.core.lu.wrap_init(jnp.sin).call_wrapped(0.0)) == 0.0
+
+
 def test_translation_rule_that_builds_operations_gets_the_advice():
     with installed():
         from jax.core import Primitive

@@ -14,12 +14,14 @@ from shardformer.legacy.removed_uses import find_removed_uses
 
 # After two steps at the optimizer's own rate and one at 0.02: the bias, then the weights.
 GOLDENS = {
+    "Adafactor": ([-9.523e-06, -4.8332e-05], [1.613993, 0.3806178, 0.9155264, 2.1398818, 1.7946439, -0.9631027]),
     "GradientDescent": ([0.14853962, -0.10691653], [1.6073686, 0.3967688, 0.7942569, 2.2494366, 1.8209318, -1.0335521]),
     "Momentum": ([0.2437156, -0.20975399], [1.3977349, 0.39904869, 0.63053995, 2.217766, 1.7600008, -1.1703115]),
     "Adam": ([-0.0041447598, -0.035576764], [1.7187052, 0.41324013, 0.96125835, 2.2302554, 1.8242518, -0.98702043]),
     "LAMB": ([0.0, 0.0], [1.6813426, 0.42079103, 0.93929768, 2.2269719, 1.7889682, -0.99140811]),
 }  # fmt: skip
 DEFINITIONS = {
+    "Adafactor": lambda: flax_optim.Adafactor(0.1, beta1=0.9, weight_decay_rate=0.01, min_dim_size_to_factor=2),
     "GradientDescent": lambda: flax_optim.GradientDescent(0.1),
     "Momentum": lambda: flax_optim.Momentum(0.1, 0.8, weight_decay=0.01, nesterov=True),
     "Adam": lambda: flax_optim.Adam(0.01, weight_decay=0.1),
@@ -89,6 +91,10 @@ def test_another_weight_decay_gives_other_steps():
     assert distance(take_steps(flax_optim.Adam(0.01)), "Adam") > 1e-3
 
 
+def test_full_averages_give_other_steps():
+    assert distance(take_steps(flax_optim.Adafactor(0.1, beta1=0.9, weight_decay_rate=0.01)), "Adafactor") > 1e-3
+
+
 def test_gradient_and_results_of_the_loss():
     optimizer = flax_optim.GradientDescent(0.5).create(jnp.array([1.0, 2.0]))
     new, loss, doubled = optimizer.optimize(lambda x: (jnp.sum(x**2), 2 * x))
@@ -118,8 +124,8 @@ def test_install_completes_flax_when_it_is_imported(flax_folder, capsys):
 
         assert nn is flax.deprecated.nn is flax.nn
         assert relu is jax.nn.relu
-        with pytest.raises(ImportError, match=r"flax\.optim\.Adafactor was removed.*write optax\.adafactor"):
-            from flax.optim import Adafactor  # noqa: F401
+        with pytest.raises(ImportError, match=r"flax\.optim\.LARS was removed.*write optax\.lars"):
+            from flax.optim import LARS  # noqa: F401
     assert not hasattr(flax, "optim")
     assert not hasattr(flax, "deprecated")
     assert "flax.optim" not in sys.modules
@@ -146,11 +152,11 @@ def test_checkpoint_holds_target_and_state(flax_folder):
 
 
 def test_check_reports_flax_optim(flax_folder):
-    uses = find_removed_uses("from flax import optim\noptim.Adam(0.1)\noptim.Adafactor()\n")
+    uses = find_removed_uses("from flax import optim\noptim.Adafactor(0.1)\noptim.LARS()\n")
     assert [(use.line, use.name, use.status) for use in uses] == [
         (1, "flax.optim", "covered"),
-        (2, "flax.optim.Adam", "covered"),
-        (3, "flax.optim.Adafactor", "not covered"),
+        (2, "flax.optim.Adafactor", "covered"),
+        (3, "flax.optim.LARS", "not covered"),
     ]
 
 

@@ -311,6 +311,7 @@ def test_every_removed_keyword_is_put_back():
         ("import jax.lax_reference", "jax.lax_reference", ModuleNotFoundError),
         ("from jax.lax_reference import add", "jax.lax_reference", ModuleNotFoundError),
         ("import jax\njax.mask", "jax.mask", AttributeError),
+        ("import jax\njax.lib.xla_client.ops", "jax.lib.xla_client.ops", AttributeError),  # jaxlib.xla_client today
     ],
 )
 def test_error_about_a_removed_name_is_the_advice(statement, name, kind):

@@ -43,7 +43,7 @@ def test_every_row_is_a_recorded_loss():
 @pytest.mark.parametrize(
     ("source", "name", "today"),
     [
-        ("from flax import optim\noptim.Adafactor()", "flax.optim.Adafactor", "optax.adafactor"),
+        ("from flax import optim\noptim.LARS()", "flax.optim.LARS", "optax.lars"),
         ("import flax\nflax.optim.RMSProp", "flax.optim.RMSProp", "optax.rmsprop"),
         ("from flax.deprecated import nn\nnn.Dense", "flax.deprecated.nn.Dense",
          "flax.deprecated.nn comes back without it: jax.nn for activations, flax.linen for modules"),

@@ -51,6 +51,8 @@ from tests.legacy.migrated_code import SCALE, migrated, run
         ("import jax\nisinstance(x, jax.ad.JVPTracer)", "import jax\nisinstance(x, jax.interpreters.ad.JVPTracer)"),
         ("from jax import dlpack\nf(dlpack.to_dlpack(x[0]), dlpack.to_dlpack(x + y))",
          "from jax import dlpack\nf(x[0].__dlpack__(), (x + y).__dlpack__())"),
+        ("from jax.api import grad, vmap as v\ngrad(v(f))",
+         "from jax import grad\nfrom jax import vmap as v\ngrad(v(f))"),
         ("import optax\nclass S(optax.OptState): x: 1",
          "import optax\nimport typing\nclass S(typing.NamedTuple): x: 1"),
     ],
@@ -60,6 +62,11 @@ def test_a_removed_name_becomes_todays(tmp_path, source, expected):
     assert found.migrated.strip() == expected
     assert found.undecided == []
     assert migrated(tmp_path, found.migrated).migrated == found.migrated
+
+
+def test_lost_name_of_a_moved_module_is_listed(tmp_path):
+    result = migrated(tmp_path, "from jax.lib import xla_client as xc\nxc.ops.Tuple\nxc.FftType\n")
+    assert [reason.partition(": ")[2].split()[0] for reason in result.undecided] == ["jax.lib.xla_client.ops"]
 
 
 def test_keywords_out_of_order_stay(tmp_path):
@@ -72,6 +79,7 @@ def test_keywords_out_of_order_stay(tmp_path):
     ("source", "reason"),
     [
         ("import jax\njax.soft_pmap(f)\n", "2: jax.soft_pmap has no mechanical answer; today: jax.experimental.maps"),
+        ("from jax import lib\nlib.xla_client.ops.Tuple\n", "2: jax.lib.xla_client.ops has no mechanical answer"),
         ("import jax\njax.random.default_prng_impl()\n", "2: jax.random.default_prng_impl has no mechanical answer"),
     ],
 )
@@ -155,6 +163,7 @@ def test_a_file_of_the_users_is_not_replaced(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("call", [
     "s.split(',')", "s.split()", "s.split(None, 1)", "s.split(',', 2)", "rngs.split(2)", "t.split(2, dim=1)",
+    "t.reshape(4).split(1, dim=1)",
     "'a b'.split(' ')", "folds.split(x, y)", "pattern.split(text, 3)"])  # fmt: skip
 def test_a_split_of_something_else_stays(tmp_path, call):
     source = f"import jax\nx = {call}\n"
@@ -228,3 +237,19 @@ def test_a_tree_is_one_patch_with_its_helpers(tmp_path, monkeypatch, capsys):
     code += "print('shardformer' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.stdout.split() == ["[1.]", "False"], done.stderr
+
+
+def test_tree_has_one_helper_where_its_files_need_the_root(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    source = "import jax\nx = jax.device_put_replicated(1, jax.devices())\n"
+    for name, text in {
+        "code/run/train.py": f"from code.models import (\n    net as n,\n)\n{source}",
+        "code/models/net.py": source,
+        "tools/alone.py": source,
+        "tools/script.py": f"import code.models.net\nimport tools.script\n{source}",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert main(["legacy", "--migrate", "."]) == 0
+    added = [line for line in capsys.readouterr().out.splitlines() if line.startswith("+++") and "helpers" in line]
+    assert added == ["+++ b/shard_map_helpers.py", "+++ b/tools/shard_map_helpers.py"]

@@ -27,6 +27,7 @@ NOT_RECORDED = {
     "jax.lib.xla_extension.PyTreeDef": "defined in jaxlib, whose sources the list lacks",
     **dict.fromkeys((f"jax.ad.{name}" for name in removed_names.AD_NAMES), "jax.ad was jax.interpreters.ad"),
     "jax._src.util.prod": "never public; all who used it imported it from jax's private module",
+    "jax.test_util._default_tolerance": "never public; the tests of jax_md change it",
     "jax.lax.pgather": "never public; all who used it imported it from jax's private module",
 }
 

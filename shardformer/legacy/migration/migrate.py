@@ -3,6 +3,7 @@
 import ast
 import importlib
 import itertools
+import re
 import sys
 import time
 import warnings
@@ -27,8 +28,7 @@ from shardformer.tables import escape, escape_controls
 LIVING_WORDS = ("Mesh", "backend", "pjit", "xmap")
 SECONDS_TO_PROGRESS = 5  # between lines on standard error
 MOST_ROUNDS = 50  # a round rewrites one level of nested calls
-
-
+_IMPORT = re.compile(r"(?m)^[ \t]*(?:from[ \t]+(\w[\w.]*)[ \t]+)?import[ \t]+(\([^)]*\)|[^\n#;]*)")
 PJIT_STAYS = "pjit stays where it is a value, or called with * or **; today: jax.jit with in_shardings, out_shardings"
 
 
@@ -55,7 +55,8 @@ def migrate(paths: Iterable[Path], seconds_to_progress: float = SECONDS_TO_PROGR
     roots = {file: path for path in paths for file in _python_files(path)}
     decided, changed = 0, 0
     undecided: list[str] = []
-    helpers: dict[Path, str] = {}  # the path that each gets, in order
+    users: dict[Path, Migration] = {}  # the files that import helpers
+    imported: set[str] = set()  # modules, and names in modules, that a file of the trees imports
     printed = time.monotonic()
     for number, (file, root) in enumerate(roots.items()):
         if time.monotonic() > printed + seconds_to_progress:
@@ -70,10 +71,16 @@ def migrate(paths: Iterable[Path], seconds_to_progress: float = SECONDS_TO_PROGR
         decided += result.decided
         changed += result.source != result.migrated
         undecided += result.undecided
-        helpers |= {
-            folder / f"{name}.py": name for folder in _importable(file, root) for name in sorted(result.helpers)
-        }
+        imported |= _imported_names(result.source)
+        if result.helpers:
+            users[file] = result
     undecided += [line for path in dict.fromkeys(paths) for line in _notebooks_left(path)]
+    helpers = {
+        folder / f"{name}.py": name
+        for file, result in users.items()
+        for folder in _importable(file, roots[file], result.source, imported)
+        for name in sorted(result.helpers)
+    }
     for path, name in helpers.items():
         _print_helper(path, name_targets.HELPER_FILES[name].read_text())
     summary = f"{decided} xmaps rewritten, {changed} of {len(roots)} files changed, {len(undecided)} places left"
@@ -105,12 +112,43 @@ def _notebooks_left(path: Path) -> list[str]:
     ]
 
 
-def _importable(file: Path, root: Path) -> list[Path]:
-    """Returns the folders for a file's helpers: a file outside of a package may be run, or imported from the root."""
+def _importable(file: Path, root: Path, source: str, imported: set[str]) -> list[Path]:
+    """Returns the folders for a file's helpers: a file outside of a package may be run, or imported from the root.
+
+    imported: what the files of the tree import. Only the root needs helpers if one of its modules needs the root.
+    """
     packages = _packages(file, root)
     if packages or not root.is_dir():
         return [packages[-1] if packages else file.parent]
-    return [*dict.fromkeys((root, file.parent))]
+    tops = {name.partition(".")[0] for name in _imported_names(source)}
+    uses_root = any(_is_importable(root, top) and not _is_importable(file.parent, top) for top in tops)
+    is_imported = ".".join(file.relative_to(root).with_suffix("").parts) in imported
+    only_root = uses_root or (is_imported and not _is_script(source))
+    return [root] if only_root else [*dict.fromkeys((root, file.parent))]
+
+
+def _is_script(source: str) -> bool:
+    """Returns True if a module does more than define names."""
+    is_work = [
+        isinstance(node, ast.For | ast.While | ast.With)
+        or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call))
+        for node in ast.parse(source).body
+    ]
+    return "__main__" in source or any(is_work)
+
+
+def _is_importable(folder: Path, name: str) -> bool:
+    return (folder / name).is_dir() or (folder / f"{name}.py").exists()
+
+
+def _imported_names(source: str) -> set[str]:
+    """Returns the modules that a source imports, and the names that it imports from them."""
+    names: set[str] = set()
+    for module, imported in _IMPORT.findall(source):
+        parts = [part.split() for part in imported.strip("()").split(",")]
+        names |= {".".join([*([module] if module else []), part[0]]) for part in parts if part}
+        names |= {module} - {""}
+    return names
 
 
 def _packages(file: Path, root: Path) -> list[Path]:
@@ -158,10 +196,17 @@ def _migrate_source(file: Path, source: str, dots: str) -> Migration:
     reasons = dict(first.stays) | dict.fromkeys(lines_of_pjit(source), PJIT_STAYS)
     left = {use.name for use in find_removed_uses(migrated)}
     for use in uses:
-        if (use.name in left or _is_lost_in_a_copy(use.name)) and not (use.name.startswith(MAPS) and first.stays):
+        stays = not left.isdisjoint((use.name, _moved(use.name))) or _is_lost_in_a_copy(use.name)
+        if stays and not (use.name.startswith(MAPS) and first.stays):
             reasons.setdefault(use.line, f"{use.name} has no mechanical answer; today: {use.advice}")
     lines = [f"{file}:{line}: {reason}" for line, reason in sorted(reasons.items())]
     return Migration(source, migrated, first.decided, lines, _imported_helpers(ast.parse(migrated)))
+
+
+def _moved(name: str) -> str:
+    """Returns a name under the module that its own module is rewritten to, which may lack it too."""
+    module, _, attribute = name.rpartition(".")
+    return f"{name_targets.MOVED.get(module, module)}.{attribute}"
 
 
 def _is_lost_in_a_copy(name: str) -> bool:

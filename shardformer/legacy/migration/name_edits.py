@@ -4,6 +4,7 @@ import ast
 from typing import NamedTuple
 
 from shardformer.legacy import installed_libraries
+from shardformer.legacy.lost_names import NOT_COVERED
 from shardformer.legacy.migration import call_rewrites, name_targets
 from shardformer.legacy.migration.edits import Edit, Span, span_of, split_lines, text_of
 from shardformer.legacy.migration.mesh_edits import keep_blocks_filled, unparse_import
@@ -224,8 +225,8 @@ class NameEdits(ValueVisitor):
         prefix: ast.expr = node
         for end in range(len(parts), 0, -1):
             base = self.resolve(prefix)
-            if base is None or isinstance(prefix, ast.Name):
-                break
+            if base is None or isinstance(prefix, ast.Name) or ".".join(parts[:end]) in NOT_COVERED:
+                break  # listed: a new name of its module would not have it either
             if self._edit_name(prefix, ".".join(parts[:end])):
                 break
             prefix = prefix.value if isinstance(prefix, ast.Attribute) else prefix

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import jax
+
 from shardformer.legacy import flax_nn
 from shardformer.legacy.array_methods import LOST_METHODS
 from shardformer.legacy.migration import shard_map_helpers
@@ -15,6 +17,7 @@ MOVED = {name: provider.replace(":", ".") for name, provider in RENAMED.items()}
     "jax.experimental.pjit.with_sharding_constraint": "jax.lax.with_sharding_constraint",
     "jax.experimental.with_sharding_constraint": "jax.lax.with_sharding_constraint",
     "jax.experimental.pjit.pjit": "jax.jit",
+    **{f"jax.api.{name}": f"jax.{name}" for name in dir(jax) if not name.startswith("_")},
     "optax.additive_weight_decay": "optax.add_decayed_weights",
     **{
         f"flax.{home}.{name}": f"jax.nn.{name}"
