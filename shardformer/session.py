@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer import checkpoint, data, optim, storage
 from shardformer.analysis import parameter_tables
-from shardformer.analysis.memory import predict_needed, summarize_bytes
+from shardformer.analysis.memory import predict_unless_small, summarize_bytes
 from shardformer.checkpoint import Lock
 from shardformer.config import Config, check_given, check_zero, parsing
 from shardformer.data import Characters, Data, TokenIds, Vocabulary
@@ -186,7 +186,7 @@ class Session:
     def _on_devices(self) -> Run:
         """Returns the run with its mesh, which mesh=auto leaves to the devices."""
         check_zero(self.run.config)
-        config = mesh.start(self.run.config, predict_needed, self.say, self.previous)
+        config = mesh.start(self.run.config, predict_unless_small, self.say, self.previous)
         check_zero(config)  # check a second time, as mesh=auto has a shape now
         return dataclasses.replace(self.run, config=config)
 

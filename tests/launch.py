@@ -115,7 +115,11 @@ def _start_server_to_fork() -> None:
 
 
 def _be_command(code: str, words: list[str], environment: dict[str, str], outputs: list[Path]) -> None:
-    """Runs `-c CODE WORDS` as Python does, with the exit functions that multiprocessing leaves out."""
+    """Runs `-c CODE WORDS` as Python does, with the exit functions that multiprocessing leaves out.
+
+    Since Python 3.13 a forked process loses the functions that were registered before the fork, JAX's among them. A
+    process that ends without it does not wait for the others, and JAX 0.12 aborts those once process 0 has ended.
+    """
     for descriptor, path in zip((1, 2), outputs, strict=True):
         os.dup2(os.open(path, os.O_WRONLY), descriptor)
     os.environ.clear()
@@ -128,6 +132,7 @@ def _be_command(code: str, words: list[str], environment: dict[str, str], output
     finally:
         sys.stdout.flush()
         atexit._run_exitfuncs()
+        jax.distributed.shutdown()
 
 
 def finished(process: subprocess.Popen | Forked) -> tuple[int, str, str]:

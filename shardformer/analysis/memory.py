@@ -15,7 +15,7 @@ from shardformer.config import Config
 from shardformer.config.names import AXES, EXPERT_MATRICES, MATRICES, SHARED_MATRICES
 from shardformer.devices.chips import find_chip
 from shardformer.layout import Layout, resolve, torus
-from shardformer.layout.mesh import describe_hardware
+from shardformer.layout.mesh import describe_hardware, device_memory
 from shardformer.model import lora
 from shardformer.tables import format_bytes, format_table
 from shardformer.training.trainer import Trainer
@@ -92,6 +92,27 @@ def predict_needed(config: Config) -> int:
     hardware = describe_hardware(devices[0])
     layout = resolve(config, hardware, torus.factor_slice(config, hardware, _find_torus(devices)))
     return stored + max(estimate_temporaries(layout) - fast_memory, 0)
+
+
+def predict_unless_small(config: Config) -> int:
+    """Returns predict_needed, or a coarse upper bound if all devices' bounds fit into a quarter of one's memory.
+
+    The bound needs no trace of the step, which is a sixth of the CPU time of a small run's start.
+    """
+    bound = _bound_needed(config)
+    is_small = not config.experts.experts and bound * len(jax.devices()) <= device_memory() / 4
+    return bound if is_small else predict_needed(config)
+
+
+def _bound_needed(config: Config) -> int:
+    """Returns several times the bytes of a dense model's training step on one device with the full batch."""
+    model, tokens = config.model, config.training.batch * config.model.seq
+    activations = 16 * model.d_model + 8 * model.ff_size + 8 * model.heads * (model.seq + model.head_size)
+    matrices = 4 * model.heads * model.head_size * model.d_model + 3 * model.d_model * model.ff_size
+    elements = model.layers * (tokens * activations + 8 * matrices)
+    elements += 8 * (tokens + 2 * model.d_model) * (model.vocab + model.vocab_multiple)
+    elements += 8 * model.seq * model.d_model  # learned positions
+    return 16 * elements  # four times float32
 
 
 def _find_torus(devices: list) -> tuple[int, ...]:

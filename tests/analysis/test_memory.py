@@ -107,6 +107,14 @@ def test_mesh_auto_of_a_tpu_needs_what_its_plan_estimates(monkeypatch):
     assert planned.estimate != on_cpu
 
 
+def test_small_run_is_bounded_without_a_trace(monkeypatch):
+    config, large = shared.tiny(mesh="2x1", vocab=64), shared.tiny(mesh="2x1", vocab=64, batch=2_000_000)
+    exact = memory.predict_needed(config)
+    monkeypatch.setattr(memory, "predict_needed", lambda config: -1)
+    assert exact < memory.predict_unless_small(config)
+    assert memory.predict_unless_small(large) == -1
+
+
 @pytest.mark.parametrize("mode", ["manual", "multisteps"])
 def test_a_step_of_several_programs_is_not_measured_as_one(mode, capsys):
     refusal = f"accum_mode={mode} is several programs a step.* give accum_mode=scan"
