@@ -43,6 +43,7 @@ class Job(Row):
     watch: Callable[["Job", Tokens], None] | None = None
     prompt_scores: list[tuple[float, Top]] = dataclasses.field(default_factory=list)  # from its second token on
     arrival: int = 0
+    since: int = 0  # the engine's clock when the context was chosen
     size: int = 0  # of its row: see `choose_context`
     slot: int | None = None
     cancelled: bool = False

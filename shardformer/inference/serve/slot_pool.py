@@ -97,8 +97,8 @@ class SlotPool:
             if not job.scoring:
                 job.stored = 0 if job.draws else len(job.seen)
 
-    def draw(self, weights: Weights | None, jobs: list[Job], count: int) -> None:
-        """Draws tokens of these jobs, at most `count` each and as many as each still needs."""
+    def draw(self, weights: Weights | None, jobs: list[Job], count: int) -> int:
+        """Draws tokens of these jobs, at most `count` each and as many as each still needs; returns how many."""
         count = min([count, *(min(job.remaining, job.room) for job in jobs)])
         draws = self._describe(jobs)
         with_top = any(job.top for job in jobs)
@@ -108,6 +108,7 @@ class SlotPool:
             tops = [_pair(drawn.top_ids[job.slot, i], drawn.top_logprobs[job.slot, i], job.top) for i in range(count)]
             ids, logprobs = drawn.ids[job.slot, :count].tolist(), drawn.logprobs[job.slot, :count].tolist()
             self._take(job, ids, logprobs, tops)
+        return count
 
     def _take(self, job: Job, ids: list[int], logprobs: list[float], tops: list[Top]) -> None:
         before = len(job.ids)
