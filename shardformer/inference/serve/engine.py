@@ -43,9 +43,13 @@ class Engine:
         self._last_draw: dict[tuple[int, int], int] = {}  # of each pool and weights
         self.drawn = 0  # tokens of each row that the last step drew
 
-    def load(self, params, name: str = "") -> Weights:
-        """Returns the parameters in the form for decoding."""
-        return Weights(self.programs.unstack(params), name)
+    def load(self, params, name: str = "", programs: SlotPrograms | None = None) -> Weights:
+        """Returns the parameters in the form for decoding, by default those of the engine's model."""
+        return Weights((programs or self.programs).unstack(params), name, programs)
+
+    def make_programs(self, model: Model) -> SlotPrograms:
+        """Returns programs of another model for the same rows; its caches have the same shapes."""
+        return SlotPrograms(model, self.programs.rows)
 
     @property
     def running(self) -> list[Job]:
