@@ -133,6 +133,7 @@ BAD = [
     (b"{", 400, "not JSON"),
     (b"[]", 400, "a JSON list"),
     ({"prompt": "a", "max_tokens": 97}, 400, "context, 96"),
+    ({"prompt": "a" * 9_000_000}, 400, "9,000,000 characters, too many for a context of 96"),
     ({"prompt": "a", "temperature": -1}, 400, "temperature must be"),
     ({"prompt": "a", "top_p": "x"}, 422, "expected a number"),
     ({"prompt": {}}, 422, "expected text, token ids"),
@@ -182,6 +183,7 @@ def test_large_bodies_are_rejected(port):
     with socket.create_connection(("127.0.0.1", port)) as client:  # sent, not declared
         client.sendall(request + b"Transfer-Encoding: chunked\r\n\r\n" + b"1000000\r\n" + bytes(0x1000000))
         assert b" 413 " in client.recv(1000)
+    assert send(port, "/v1/completions", bytes(11_000_000))[0] == 413  # declared and sent
 
 
 def test_wrong_key_is_rejected(service, port, monkeypatch):
