@@ -62,7 +62,7 @@ class ServedRun:
 
     @staticmethod
     def load(run: Run, name: str, thread: EngineThread, model: Model, params, step: int, averaged: bool) -> "ServedRun":
-        """Loads a run into the engine of its own model."""
+        """Loads the run whose model the engine was made for."""
         weights = thread.engine.load(params, f"step {step}")
         return ServedRun(run, thread, model, Served(name, weights), step, averaged)
 

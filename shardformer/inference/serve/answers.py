@@ -147,7 +147,7 @@ class Answer:
         return {"token": self.spell(token), "logprob": logprob, "bytes": content}
 
     def spell(self, token: int) -> str:
-        """Returns a token's text; token_id:N for one without a text of its own."""
+        """Returns a token's text; token_id:N if it is not the text of complete characters."""
         text = self._decode_alone(token)
         return f"token_id:{token}" if text is None else text
 

@@ -191,13 +191,15 @@ def test_cancelled_job_leaves_an_equal_one_in_the_queue(chunked):
 
 def first_tokens(own, weights, prompts):
     """Returns the prompts' numbers in the order of their first tokens; one prompt arrives before each step."""
-    order, todo = (
-        [],
-        [Job(i, prompt, 0, sampling=Sampling(tokens=2), weights=weights) for i, prompt in enumerate(prompts)],
-    )
+    order = []
+
+    def watch(job, tokens):
+        order.append(job.number)
+
+    todo = [Job(i, prompt, 0, sampling=Sampling(tokens=2), weights=weights, watch=watch)
+            for i, prompt in enumerate(prompts)]  # fmt: skip
     while todo or not own.idle:
         if todo:
-            todo[0].watch = lambda job, tokens: order.append(job.number)
             own.submit(todo.pop(0))
         own.step(read_budget=1)
     return list(dict.fromkeys(order))
