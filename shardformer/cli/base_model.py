@@ -107,16 +107,20 @@ def _convert(source: str, target: Path, seq: int = 0, ignore_config: str = "") -
             return str(target)
         with replacing(origin) as temporary:
             temporary.write_bytes(path)
-        command = [sys.executable, "-m", "shardformer", "convert", source, str(target)]
-        command += [f"seq={seq}"] if seq else []
-        command += [f"ignore_config={ignore_config}"] if ignore_config else []
-        done = subprocess.run(command, env=make_environment(), capture_output=True, text=True, check=False)
+        settings = {"seq": seq, "ignore_config": ignore_config}
+        say(convert_in_process(source, target, *(f"{name}={value}" for name, value in settings.items() if value)))
+    return str(target)
+
+
+def convert_in_process(source: str, target: Path, *words: str) -> str:
+    """Runs `convert` in a separate process, which uses only the CPU; returns what it prints."""
+    command = [sys.executable, "-m", "shardformer", "convert", source, str(target), *words]
+    done = subprocess.run(command, env=make_environment(), capture_output=True, text=True, check=False)
     if done.returncode:
         message = done.stderr.strip().rpartition("\n")[2].removeprefix("shardformer: ")
         kind = UsageError if done.returncode == 2 else RunError
         raise kind(message.removeprefix("error: ").removeprefix("failed: ") or f"{source} could not be converted")
-    say(done.stdout.strip())
-    return str(target)
+    return done.stdout.strip()
 
 
 def names_step(arguments: list[str]) -> bool:

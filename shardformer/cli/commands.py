@@ -68,7 +68,7 @@ COMMANDS = {
     "serve": Command(
         "cli.serve_command:serve",
         "an OpenAI-compatible endpoint of a run",
-        ("serve RUN [key=value ...]",),
+        ("serve RUN|HF [key=value ...]",),
         ("cli.serve_command:ServeOptions",),
         "Needs the extra `serve`. A request's tokens are those of `generate` with its seed, alone or among others.",
     ),

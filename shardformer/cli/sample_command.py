@@ -98,12 +98,16 @@ def sample_replies(run: Run, codec: TextCodec, sampling: SampleOptions) -> None:
 
 def load_model(run: Run, options: WeightsOptions) -> tuple[Model, dict]:
     """Returns the model of a run on the mesh of these options, and its parameters."""
+    model = make_model(run, options)
+    _, params = run.restore_params(model, options.step, options.ema)
+    return model, params
+
+
+def make_model(run: Run, options: WeightsOptions) -> Model:
     shape = "1x1" if options.mesh == "auto" else options.mesh
     settings = mesh.start(run.config.with_weights(options.weights).for_inference(shape))
     programs.keep_compiled_programs(settings, processes.gather_documents)
-    model = Model.on(settings, mesh.make(settings))
-    _, params = run.restore_params(model, options.step, options.ema)
-    return model, params
+    return Model.on(settings, mesh.make(settings))
 
 
 class Terminal:

@@ -5,6 +5,7 @@ import importlib.util
 import logging
 import socket
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 
 from shardformer import checkpoint
-from shardformer.cli.arguments import parse_run_and_options, run_folder, say
-from shardformer.cli.sample_command import WeightsOptions, check_batch, load_model
-from shardformer.cli.served_runs import ServedRun
+from shardformer.cli.arguments import parse_run_and_options, say
+from shardformer.cli.sample_command import WeightsOptions, check_batch, load_model, make_model
+from shardformer.cli.served_runs import ServedRun, check_other, open_served
 from shardformer.cli.text_options import TextOptions, open_codec
 from shardformer.config.keys import check_value, key
 from shardformer.config.parsing import parse_mesh
@@ -23,6 +24,7 @@ from shardformer.data.chat.chat_format import read_format
 from shardformer.errors import UsageError
 from shardformer.inference.chat_codec import ChatCodec
 from shardformer.inference.text_codec import TextCodec
+from shardformer.model import Model
 from shardformer.training.checkpoint_progress import read_progress
 from shardformer.training.run_folder import Run
 
@@ -46,9 +48,10 @@ class ServeOptions(TextOptions, WeightsOptions):
     models: str = key(
         "",
         "further runs as NAME=RUN,..., which requests choose by the field model; each has the model keys of RUN, such "
-        "as adapters of one base, whose equal arrays are stored once",
+        "as adapters of one base, with any ranks; equal arrays are stored once. A folder of Hugging Face or of PEFT's "
+        "adapters is converted first",
     )
-    name: str = key("", "name of the model in requests; by default that of the run's folder")
+    name: str = key("", "name of the model in requests; by default that of the folder")
     reload: Literal["none", "auto"] = key(
         "none", "auto: serve the newest checkpoint of a run, and take each newer one without dropping a request"
     )
@@ -70,15 +73,14 @@ class ServeOptions(TextOptions, WeightsOptions):
 
 
 def serve(arguments: list[str]) -> None:
-    """Serves a run until Ctrl-C or SIGTERM."""
+    """Serves a run, or a folder of Hugging Face, until Ctrl-C or SIGTERM."""
     folder, options = parse_run_and_options(arguments, ServeOptions)
     if missing := [name for name in ("starlette", "uvicorn") if not importlib.util.find_spec(name)]:
         raise UsageError(f"serve needs the package {missing[0]}; install it: pip install 'shardformer[serve]'")
-    run = Run.open(folder)
     with _listen(options) as listener:
         from shardformer.inference.serve.app import make_app
 
-        service, models = build_service(run, options)
+        service, models = _open_service(str(folder), options)
         if jax.process_count() > 1:
             raise UsageError(f"serve runs in one process, got {jax.process_count()}; start it on one host")
         service.thread.start()
@@ -89,15 +91,27 @@ def serve(arguments: list[str]) -> None:
         service.thread.stop()
 
 
-def build_service(run: Run, options: ServeOptions) -> tuple["Service", list["ServedRun"]]:
-    """Returns the service of a run, whose engine has compiled, and the runs that it serves."""
+def _open_service(folder: str, options: ServeOptions) -> tuple["Service", list["ServedRun"]]:
+    """Builds the service; what is converted for it is deleted when the weights are on the devices."""
+    with tempfile.TemporaryDirectory(prefix="shardformer-serve-") as scratch:
+        run = open_served(folder, Path(scratch))
+        if options.reload == "auto" and Path(scratch) in Path(str(run.out)).parents:
+            raise UsageError(f"reload=auto is for a run in training, and {folder} is none; leave it out")
+        return build_service(run, options, Path(scratch))
+
+
+def build_service(run: Run, options: ServeOptions, scratch: Path = Path()) -> tuple["Service", list["ServedRun"]]:
+    """Returns the service of a run, whose engine has compiled, and the runs that it serves.
+
+    scratch: a folder for the runs that models= of other formats are converted to.
+    """
     from shardformer.inference.serve.engine import Engine
     from shardformer.inference.serve.engine_thread import EngineThread
     from shardformer.inference.serve.jobs import Job
     from shardformer.inference.serve.server_metrics import ServerMetrics
     from shardformer.inference.serve.service import Limits, Service
 
-    others = [_open_other(run, word) for word in filter(None, options.models.split(","))]
+    others = [_open_other(run, word, scratch) for word in filter(None, options.models.split(","))]
     codec, step = open_codec(run, options), options.step
     chat = _open_chat(run, codec)
     if options.reload == "auto":
@@ -110,7 +124,7 @@ def build_service(run: Run, options: ServeOptions) -> tuple["Service", list["Ser
     first = ServedRun.load(run, options.name or run.out.name, thread, model, params, step, options.ema)
     del params
     list(engine.run([Job(0, [codec.prefix], 0, weights=first.served.weights)]))  # compiles
-    served = [first, *(first.add(name, other) for name, other in others)]
+    served = [first, *(first.add(name, other, _choose_model(first, other, options)) for name, other in others)]
     limits = Limits(seconds=options.timeout)
     service = Service(thread, [one.served for one in served], codec, chat, options.api_key, limits)
     return service, served
@@ -140,16 +154,19 @@ def _open_chat(run: Run, codec: TextCodec) -> ChatCodec | None:
     return ChatCodec(run.vocabulary, format, sorted(codec.ends)) if format else None
 
 
-def _open_other(run: Run, word: str) -> tuple[str, Run]:
+def _open_other(run: Run, word: str, scratch: Path) -> tuple[str, Run]:
     """Returns the name and the run of one entry of models=; raises UsageError for another architecture."""
     name, _, folder = word.rpartition("=")
-    other = Run.open(run_folder(folder))
-    for group in ("model", "lora", "experts", "stored"):
-        if getattr(run.config, group) != getattr(other.config, group):
-            raise UsageError(f"models={folder} differs from {run.out} in keys of its {group}; serve it by itself")
-    if other.vocabulary != run.vocabulary:
-        raise UsageError(f"models={folder} has another vocabulary than {run.out}; serve it by itself")
+    other = open_served(folder, scratch, name, run)
+    check_other(folder, other, run)
     return name or other.out.name, other
+
+
+def _choose_model(first: ServedRun, other: Run, options: ServeOptions) -> Model:
+    """Returns the first run's model if the other's programs are the same, else a model of the other run."""
+    if (other.config.lora, other.config.stored) == (first.run.config.lora, first.run.config.stored):
+        return first.model
+    return make_model(other, options)
 
 
 def _listen(options: ServeOptions) -> socket.socket:

@@ -1,13 +1,17 @@
-"""The runs of a server: their weights on the devices, and newer checkpoints of a run in training."""
+"""The runs of a server: their folders, their weights on the devices, and newer checkpoints of a run in training."""
 
 import dataclasses
 import sys
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
 
-from shardformer import checkpoint
+from shardformer import checkpoint, storage
+from shardformer.cli.arguments import run_folder, say
+from shardformer.cli.base_model import convert_in_process
+from shardformer.convert import hf_settings, peft
 from shardformer.errors import RunError, UsageError
 from shardformer.inference.serve.engine_thread import EngineThread
 from shardformer.inference.serve.jobs import Weights
@@ -16,6 +20,33 @@ from shardformer.model import Model
 from shardformer.training.run_folder import Run
 
 RELOAD_SECONDS = 10.0  # between two looks for a newer checkpoint
+
+
+def open_served(word: str, scratch: Path, name: str = "", base: Run | None = None) -> Run:
+    """Opens a run, or the run that a folder of Hugging Face, or of PEFT's adapters of `base`, is converted to.
+
+    A converted run is in `scratch` and has the folder's name, unless another is given.
+    """
+    folder = run_folder(word)
+    is_adapter = isinstance(folder, Path) and peft.is_peft_folder(folder)
+    if not is_adapter and not hf_settings.is_hf_folder(folder):
+        return Run.open(folder)
+    if is_adapter and base is None:
+        raise UsageError(f"{word} has adapters without weights; serve their base, with models=NAME={word}")
+    source, target = storage.local_path(word, say), scratch / (name or folder.name)
+    say(convert_in_process(str(source), target, *([f"base={base.out}"] if is_adapter and base else [])))
+    return Run.open(target)
+
+
+def check_other(word: str, other: Run, run: Run) -> None:
+    """Raises UsageError unless both runs fit into one engine; adapters and the form of the weights may differ."""
+    for group in ("model", "experts"):
+        if getattr(run.config, group) != getattr(other.config, group):
+            raise UsageError(f"models={word} differs from {run.out} in keys of its {group}; serve it by itself")
+    if (mine := run.config.parallel.dtype) != (others := other.config.parallel.dtype):
+        raise UsageError(f"models={word} has dtype={others} and {run.out} dtype={mine}; serve it by itself")
+    if other.vocabulary != run.vocabulary:
+        raise UsageError(f"models={word} has another vocabulary than {run.out}; serve it by itself")
 
 
 @dataclasses.dataclass(eq=False)
@@ -31,15 +62,17 @@ class ServedRun:
 
     @staticmethod
     def load(run: Run, name: str, thread: EngineThread, model: Model, params, step: int, averaged: bool) -> "ServedRun":
+        """Loads the run whose model the engine was made for."""
         weights = thread.engine.load(params, f"step {step}")
         return ServedRun(run, thread, model, Served(name, weights), step, averaged)
 
-    def add(self, name: str, other: Run) -> "ServedRun":
+    def add(self, name: str, other: Run, model: Model) -> "ServedRun":
         """Loads the best checkpoint of another run; arrays that are equal to this run's are stored once."""
-        step, params = other.restore_params(self.model, averaged=self.averaged)
-        loaded = ServedRun.load(other, name, self.thread, self.model, params, step, self.averaged)
-        loaded.served.weights = share_equal_arrays(loaded.served.weights, self.served.weights)
-        return loaded
+        step, params = other.restore_params(model, averaged=self.averaged)
+        programs = None if model is self.model else self.thread.engine.make_programs(model)
+        weights = self.thread.engine.load(params, f"step {step}", programs)
+        weights = share_equal_arrays(weights, self.served.weights)
+        return ServedRun(other, self.thread, model, Served(name, weights), step, self.averaged)
 
     def follow(self) -> None:
         """Takes each newer checkpoint, until the process ends; a damaged one is reported and left out."""
@@ -68,9 +101,11 @@ class ServedRun:
 
 def share_equal_arrays(weights: Weights, others: Weights) -> Weights:
     """Returns the weights with the other's arrays wherever both are equal, so that these exist once."""
+    known = dict(jax.tree.leaves_with_path(others.unstacked))
 
-    def choose(own, other):
-        same = own.dtype == other.dtype and np.array_equal(np.asarray(own), np.asarray(other))
-        return other if same else own
+    def choose(path, own):
+        other = known.get(path)
+        same = other is not None and (own.dtype, own.shape) == (other.dtype, other.shape)
+        return other if same and np.array_equal(np.asarray(own), np.asarray(other)) else own
 
-    return Weights(jax.tree.map(choose, weights.unstacked, others.unstacked), weights.name)
+    return dataclasses.replace(weights, unstacked=jax.tree.map_with_path(choose, weights.unstacked))

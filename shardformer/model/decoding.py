@@ -95,32 +95,42 @@ class Decoder:
         return self.model.shard_map(body, in_specs, out_specs)(unstacked, token, positions, caches)
 
     def extend(self, unstacked, chunk: "Chunk", logits, caches):
-        """Returns logits [B, V] and the caches after a chunk of tokens of one row of each shard of dp."""
+        """Returns logits [D, V] and cached rows [D, ...] after a chunk of tokens of one row of each shard of dp."""
 
         def body(unstacked, chunk, logits_BV, caches):
             row, position, count, length = (x_D[0] for x_D in (chunk.row, chunk.position, chunk.count, chunk.length))
             local = jax.tree.map(lambda x_BhSK: lax.dynamic_slice_in_dim(x_BhSK, row, 1), caches)
             last_1V, local = self._shard.extend(unstacked, chunk.tokens, position, local, count, length)
-            last_1V = jnp.where(count > 0, last_1V, lax.dynamic_slice_in_dim(logits_BV, row, 1))
-            caches = jax.tree.map(lambda x, x_1: lax.dynamic_update_slice_in_dim(x, x_1, row, axis=0), caches, local)
-            return lax.dynamic_update_slice_in_dim(logits_BV, last_1V, row, axis=0), caches
+            return jnp.where(count > 0, last_1V, lax.dynamic_slice_in_dim(logits_BV, row, 1)), local
 
         results = P("dp", "mp"), self.cache_spec
         in_specs = self.unstacked_specs, Chunk(*[ROWS] * 5), *results
         return self.model.shard_map(body, in_specs, results)(unstacked, chunk, logits, caches)
 
-    def extend_with_logits(self, unstacked, chunk: "Chunk", caches):
-        """Returns logits [D, C, V] after each token of a chunk, and the caches, as `extend` does."""
+    def extend_with_logits(self, unstacked, chunk: "Chunk", logits, caches):
+        """Returns logits [D, C, V] after each token of a chunk, and the rows of `extend` with the logits they had."""
 
-        def body(unstacked, chunk, caches):
+        def body(unstacked, chunk, logits_BV, caches):
             row, position, count, length = (x_D[0] for x_D in (chunk.row, chunk.position, chunk.count, chunk.length))
             local = jax.tree.map(lambda x_BhSK: lax.dynamic_slice_in_dim(x_BhSK, row, 1), caches)
             logits_1CV, local = self._shard.extend_with_logits(unstacked, chunk.tokens, position, local, count, length)
-            caches = jax.tree.map(lambda x, x_1: lax.dynamic_update_slice_in_dim(x, x_1, row, axis=0), caches, local)
-            return logits_1CV, caches
+            return logits_1CV, (lax.dynamic_slice_in_dim(logits_BV, row, 1), local)
 
-        in_specs = self.unstacked_specs, Chunk(*[ROWS] * 5), self.cache_spec
-        return self.model.shard_map(body, in_specs, (P("dp", None, "mp"), self.cache_spec))(unstacked, chunk, caches)
+        rows = P("dp", "mp"), self.cache_spec
+        in_specs = self.unstacked_specs, Chunk(*[ROWS] * 5), *rows
+        return self.model.shard_map(body, in_specs, (P("dp", None, "mp"), rows))(unstacked, chunk, logits, caches)
+
+    def replace_rows(self, row, arrays, new):
+        """Returns arrays [B, ...] in which one row of each shard of dp is replaced by its part of new [D, ...].
+
+        A program of its own: XLA would copy arrays that one program both reads and replaces in part.
+        """
+
+        def body(row_D, arrays, new):
+            return jax.tree.map(lambda x, x_1: lax.dynamic_update_slice_in_dim(x, x_1, row_D[0], axis=0), arrays, new)
+
+        specs = P("dp", "mp"), self.cache_spec
+        return self.model.shard_map(body, (ROWS, specs, specs), specs)(row, arrays, new)
 
 
 class Chunk(NamedTuple):

@@ -4,18 +4,21 @@ import json
 import re
 import threading
 
+import jax
+import numpy as np
 import pytest
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from shardformer.__main__ import main
-from shardformer.cli import serve_command
+from shardformer.cli import serve_command, served_runs
 from shardformer.cli.serve_command import ServeOptions, build_service
 from shardformer.inference.sampling import Sampling
 from shardformer.inference.serve.jobs import Job
 from shardformer.training.run_folder import Run
 from tests import runs
+from tests.convert.hf_models import FOLDER as HF_FOLDERS
 from tests.inference.serve.http_server import send, wait_for
 
 USAGE = 2
@@ -65,8 +68,6 @@ def test_damaged_newest_checkpoint_is_passed_over(run, tmp_path, capsys):
 
 
 def test_equal_arrays_of_two_runs_are_stored_once(run):
-    import jax
-
     opened = Run.open(run)
     options = ServeOptions(batch=2, mesh="1x1", models=f"twin={run}")
     service, (first, twin) = build_service(opened, options)
@@ -74,6 +75,52 @@ def test_equal_arrays_of_two_runs_are_stored_once(run):
     pairs = zip(*(jax.tree.leaves(one.served.weights.unstacked) for one in (first, twin)), strict=True)
     assert all(mine is other for mine, other in pairs)
     assert answer(service, first) == answer(service, twin)
+
+
+def convert_here(source, target, *words):
+    assert main(["convert", source, str(target), *words]) == 0
+    return ""
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """A Hugging Face folder, a run of adapters of its conversion, and these adapters in PEFT's format."""
+    folder = tmp_path_factory.mktemp("adapted")
+    source, base, out = HF_FOLDERS / "gpt2", folder / "base", folder / "run"
+    convert_here(str(source), base)
+    np.tile(np.arange(61), 300).astype("<u2").tofile(folder / "ids.bin")
+    words = [f"base={base}", f"data={folder / 'ids.bin'}", "lora_rank=2", "steps=4", "lr=0.1", "batch=8", "mesh=1x1"]
+    assert runs.train(*words, f"out={out}") == 0
+    convert_here(str(out), folder / "peft", "format=peft")
+    return source, base, out, folder / "peft"
+
+
+def test_adapters_are_served_beside_a_hugging_face_folder(adapted, monkeypatch):
+    """Each model has the bits that it has alone, and the weights of the base exist once."""
+    source, base, run, published = adapted
+    monkeypatch.setattr(served_runs, "convert_in_process", convert_here)
+    options = ServeOptions(batch=2, mesh="1x1", models=f"run={run},published={published}")
+    service, served = serve_command._open_service(str(source), options)
+    assert list(service.models) == ["gpt2", "run", "published"]
+    plain, tuned, read_back = (answer(service, one) for one in served)
+    for folder, expected in ((base, plain), (run, tuned)):
+        alone, (only,) = build_service(Run.open(folder), ServeOptions(batch=2, mesh="1x1"))
+        assert answer(alone, only) == expected
+    assert read_back == tuned != plain
+    arrays = [jax.tree.leaves(one.served.weights.unstacked) for one in served]
+    assert {id(array) for array in arrays[0]} <= {id(array) for array in arrays[1]} & {id(array) for array in arrays[2]}
+    jobs = [Job(i, [1, 2, 3], 0, sampling=Sampling(tokens=5, seed=1), weights=one.served.weights)
+            for i, one in enumerate(served)]  # fmt: skip
+    list(service.thread.engine.run(jobs))
+    assert [(job.ids, job.logprobs) for job in jobs] == [plain, tuned, read_back]
+
+
+def test_folder_of_another_format_is_explained(run, adapted, capsys):
+    _, _, _, published = adapted
+    assert main(["serve", str(published)]) == USAGE
+    assert "serve their base, with models=NAME=" in capsys.readouterr().err
+    assert main(["serve", str(run), f"models={adapted[1]}"]) == USAGE
+    assert "differs from" in capsys.readouterr().err
 
 
 def test_command_answers_with_the_text_of_generate(run, tmp_path, capsys, monkeypatch):

@@ -142,11 +142,16 @@ class Answer:
         return self._entry(token, logprob) | {"top_logprobs": [self._entry(*pair) for pair in top]}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.spell(token)
-        known = INCOMPLETE not in self._vocabulary.decode([token])
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace")) if known else None}
+        text = self._decode_alone(token)
+        content = None if text is None else list(text.encode("utf-8", "replace"))
+        return {"token": self.spell(token), "logprob": logprob, "bytes": content}
 
     def spell(self, token: int) -> str:
-        """Returns a token's text; token_id:N for a token that is a part of a character."""
-        text = self._vocabulary.decode([token])
-        return f"token_id:{token}" if INCOMPLETE in text else text
+        """Returns a token's text; token_id:N if it is not the text of complete characters."""
+        text = self._decode_alone(token)
+        return f"token_id:{token}" if text is None else text
+
+    def _decode_alone(self, token: int) -> str | None:
+        """Returns a token's text; None for a part of a character, and for entries that only the model has."""
+        text = self._vocabulary.decode([token]) if token < len(self._vocabulary) else INCOMPLETE
+        return None if INCOMPLETE in text else text

@@ -2,6 +2,7 @@
 
 import asyncio
 import hmac
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -57,10 +58,18 @@ def _guard(service: Service, handler: Handler, is_open: bool = False) -> Callabl
             response = answer_error(error)
         except ClientDisconnect:  # nobody receives the answer
             response = Response(status_code=CLIENT_GONE)
+        except Exception as error:  # a defect of this server, which ends this request only
+            response = answer_error(_report(error))
         service.metrics.count_request(request.scope["route"].path, response.status_code)
         return response
 
     return endpoint
+
+
+def _report(error: Exception) -> ApiError:
+    """Prints a defect's traceback; returns what the client is told."""
+    traceback.print_exception(error)
+    return ApiError(500, f"the request failed: {type(error).__name__}: {error!s:.200}")
 
 
 def _check_key(service: Service, request: Request) -> None:
@@ -159,6 +168,8 @@ async def _write_events(exchange: Exchange) -> AsyncIterator[bytes]:
             yield _format_event(answer.usage_event())
     except ApiError as error:  # the status has been sent
         yield _format_event(error.body)
+    except Exception as error:
+        yield _format_event(_report(error).body)
     yield b"data: [DONE]\n\n"
 
 

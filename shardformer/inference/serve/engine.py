@@ -38,10 +38,18 @@ class Engine:
         self._sizes = [pool.size for pool in self._pools]
         self._waiting: collections.deque[Job] = collections.deque()
         self._arrivals = itertools.count()
+        self._clock = 0  # tokens of contexts that were read, padding included
+        self._draws = itertools.count(1)
+        self._last_draw: dict[tuple[int, int], int] = {}  # of each pool and weights
+        self.drawn = 0  # tokens of each row that the last step drew
 
-    def load(self, params, name: str = "") -> Weights:
-        """Returns the parameters in the form for decoding."""
-        return Weights(self.programs.unstack(params), name)
+    def load(self, params, name: str = "", programs: SlotPrograms | None = None) -> Weights:
+        """Returns the parameters in the form for decoding, by default those of the engine's model."""
+        return Weights((programs or self.programs).unstack(params), name, programs)
+
+    def make_programs(self, model: Model) -> SlotPrograms:
+        """Returns programs of another model for the same rows; its caches have the same shapes."""
+        return SlotPrograms(model, self.programs.rows)
 
     @property
     def running(self) -> list[Job]:
@@ -66,7 +74,7 @@ class Engine:
                 f"a prompt of {len(job.prompt)} tokens is longer than the context, {self.config.seq}; shorten it"
             )
         job.arrival = next(self._arrivals)
-        job.choose_context(self.config, self._sizes)
+        self._prepare(job)
         self._waiting.append(job)
 
     def cancel(self, job: Job) -> None:
@@ -85,19 +93,25 @@ class Engine:
         return jobs
 
     def step(self, read_budget: float = LONGEST_CHUNK, count: int = CHUNK) -> list[Job]:
-        """Reads chunks of contexts up to a number of tokens, draws up to `count` tokens; returns ended jobs."""
+        """Reads chunks of contexts up to a number of tokens, then draws up to `count` tokens; returns ended jobs.
+
+        Rows of one pool and one model are drawn together. A step draws for one such group only, so that a new request
+        waits for one draw and one chunk.
+        """
         self._admit()
         ended: list[Job] = []
         while read_budget > 0 and (first := self._choose_reader()):
             pool, reading = first
-            read_budget -= pool.read(reading)
+            tokens = pool.read(reading)
+            read_budget, self._clock = read_budget - tokens, self._clock + tokens
             ended += self._collect()
-        if self._choose_reader():  # the next chunk should not wait
-            count = 1
-        for pool in self._pools:
-            active = [job for job in pool.running if not job.reading]
-            for weights in {id(job.weights): job.weights for job in active}.values():
-                pool.draw(weights, [job for job in active if job.weights is weights], count)
+        self.drawn = 0
+        if group := self._choose_group():
+            pool, jobs = group
+            if self._choose_reader() or any(not job.ids for job in jobs):  # a chunk or a first token should not wait
+                count = 1
+            self._last_draw[pool.size, id(jobs[0].weights)] = next(self._draws)
+            self.drawn = pool.draw(jobs[0].weights, jobs, count)
         ended += self._collect()
         self._move()
         return ended
@@ -134,14 +148,45 @@ class Engine:
             self._waiting = collections.deque(left)
 
     def _choose_reader(self) -> tuple[SlotPool, list[Job]] | None:
-        """Returns the pool whose reader came first, and its jobs that read, in the order of their numbers."""
+        """Returns a pool with jobs that read and these jobs, the most urgent first."""
         readers = [(pool, [job for job in pool.running if job.reading]) for pool in self._pools]
-        readers = [(pool, sorted(jobs, key=lambda job: job.arrival)) for pool, jobs in readers if jobs]
-        return min(readers, key=lambda reader: reader[1][0].arrival) if readers else None
+        readers = [(pool, sorted(jobs, key=self._rank)) for pool, jobs in readers if jobs]
+        return min(readers, key=lambda reader: self._rank(reader[1][0])) if readers else None
+
+    def _rank(self, job: Job) -> tuple[float, int]:
+        """Orders jobs by how late they would be after another chunk, relative to their length.
+
+        So a short prompt waits for one chunk of a long one, and a long prompt for few short ones.
+        """
+        length = len(job.seen)
+        end = self._clock - job.since + length - job.stored + self.programs.longest_chunk
+        return -end / length, job.arrival
+
+    def _choose_group(self) -> tuple[SlotPool, list[Job]] | None:
+        """Returns a pool and jobs in it that draw with the same weights.
+
+        Those that have waited longest come first; a first token passes a few others.
+        """
+        groups: dict[tuple[int, int], tuple[SlotPool, list[Job]]] = {}
+        for pool in self._pools:
+            for job in pool.running:
+                if not job.reading:
+                    groups.setdefault((pool.size, id(job.weights)), (pool, []))[1].append(job)
+        self._last_draw = {name: self._last_draw.get(name, 0) for name in groups}
+
+        def rank(name):
+            is_first = any(not job.ids for job in groups[name][1])
+            return self._last_draw[name] - 2 * len(groups) * is_first
+
+        return groups[min(groups, key=rank)] if groups else None
+
+    def _prepare(self, job: Job) -> None:
+        job.choose_context(self.config, self._sizes)
+        job.since = self._clock
 
     def _move(self) -> None:
         """Queues the jobs that have filled their rows, ahead of jobs that have not started."""
         for job in [job for job in self.running if not job.reading and job.room <= 0]:
             self._free(job)
-            job.choose_context(self.config, self._sizes)
+            self._prepare(job)
             self._waiting.appendleft(job)

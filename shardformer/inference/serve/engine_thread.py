@@ -99,9 +99,8 @@ class EngineThread(threading.Thread):
         drawn = max(self._count_tokens(ended) - before, 0)
         self.metrics.generated_tokens += drawn
         self.metrics.steps += 1
-        # Steps may draw fewer tokens than `count`, so that this is an upper bound; it decays, as the first is slow.
-        tokens = max(drawn / max(len(self.engine.running) + len(ended), 1), 1)
-        seconds = (time.perf_counter() - started) / tokens
+        # A step may also read, so that this is an upper bound; it decays, as the first is slow.
+        seconds = (time.perf_counter() - started) / max(self.engine.drawn, 1)
         self._seconds_per_token = max(0.5 * self._seconds_per_token + 0.5 * seconds, 1e-5)
         for job in ended:
             self._end(job)

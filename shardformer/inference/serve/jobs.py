@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from shardformer.inference.generator import Continuation, Row, Stop, never_stop
 from shardformer.inference.sampling import Sampling
+from shardformer.inference.serve.slot_programs import SlotPrograms
 
 SMALLEST_POOL = 128  # tokens of a row in the first pool; each next pool has 4 times as many
 SPARE = 16  # tokens that a row can draw at least before it moves on, unless its context is full
@@ -20,6 +21,7 @@ class Weights:
 
     unstacked: Any
     name: str = ""
+    programs: SlotPrograms | None = None  # of a model that differs in its adapters or in the form of its weights
 
 
 class Tokens(NamedTuple):
@@ -43,6 +45,7 @@ class Job(Row):
     watch: Callable[["Job", Tokens], None] | None = None
     prompt_scores: list[tuple[float, Top]] = dataclasses.field(default_factory=list)  # from its second token on
     arrival: int = 0
+    since: int = 0  # the engine's clock when the context was chosen
     size: int = 0  # of its row: see `choose_context`
     slot: int | None = None
     cancelled: bool = False

@@ -1,11 +1,14 @@
 """JSON in the responses of the server."""
 
+import asyncio
 import json
 from typing import Any
 
 from starlette.responses import Response
 
 from shardformer.inference.serve.api_errors import ApiError
+
+DISCARDED_BYTES, DISCARD_SECONDS = 100_000_000, 5.0  # of a body that is too large, after its answer
 
 
 class JsonResponse(Response):
@@ -15,6 +18,22 @@ class JsonResponse(Response):
 
     def render(self, content: Any) -> bytes:
         return encode_json(content)
+
+
+class EarlyResponse(JsonResponse):
+    """An answer to a request whose body still arrives: a client that is cut off while it sends would not read it."""
+
+    async def __call__(self, scope, receive, send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        left = DISCARDED_BYTES
+        try:
+            async with asyncio.timeout(DISCARD_SECONDS):
+                while left > 0 and (message := await receive()).get("more_body"):
+                    left -= len(message["body"])
+        except TimeoutError:
+            pass
+        await send({"type": "http.response.body", "body": b""})
 
 
 def encode_json(content: Any) -> bytes:
@@ -29,4 +48,5 @@ def answer_error(error: ApiError) -> Response:
     headers = {"Retry-After": "1"} if error.status == 429 else {}
     if error.status == 401:
         headers = {"WWW-Authenticate": "Bearer"}
-    return JsonResponse(error.body, error.status, headers)
+    kind = EarlyResponse if error.status == 413 else JsonResponse
+    return kind(error.body, error.status, headers)

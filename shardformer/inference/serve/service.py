@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from shardformer.inference.serve.text_stream import TextStream
 from shardformer.inference.text_codec import TextCodec
 
 ENCODERS = 2  # threads that encode prompts, each with at most one process of a chat template
+LONGEST_TOKEN = 256  # characters: a text with more for each token of the context is rejected before it is encoded
 
 
 @dataclasses.dataclass
@@ -96,12 +98,19 @@ class Service:
         result = []
         for prompt in read_prompts(fields.body):
             if isinstance(prompt, str):
+                self._check_characters(len(prompt), "prompt")
                 ids = self.codec.encode(prompt, "the prompt") if prompt else []
                 result.append((prompt, ids or [self.codec.prefix]))
             else:
                 self._check_ids(prompt)
                 result.append((self.codec.decode(prompt) if fields.echo else "", prompt))
         return result
+
+    def _check_characters(self, count: int, name: str) -> None:
+        """Rejects a text that cannot fit; to encode megabytes would let other requests wait."""
+        if count > LONGEST_TOKEN * self.seq:
+            raise ApiError(400, f"{name} has {count:,} characters, too many for a context of {self.seq} tokens; "
+                           "shorten it", name, "context_length_exceeded")  # fmt: skip
 
     def _check_ids(self, ids: list[int]) -> None:
         known = self.thread.engine.vocab_size
@@ -113,6 +122,7 @@ class Service:
         if not messages:
             raise ApiError(400, "messages is missing; give a list of messages with role and content", "messages")
         record = {"messages": messages, "tools": take(fields.body, "tools", list, None)}
+        self._check_characters(len(json.dumps(record)), "messages")
         options = take(fields.body, "chat_template_kwargs", dict, None)
         conversation: Conversation = make_conversation(record | {"chat_template_kwargs": options}, "messages")
         assert self.chat

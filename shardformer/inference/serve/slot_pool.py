@@ -78,7 +78,8 @@ class SlotPool:
             job.stored += int(chunk.count[shard])
             if not job.reading:
                 seen[shard, job.seen], rows[shard] = True, job.slot or 0
-        self._state = self.programs.read(weights.unstacked, self._state, chunk, seen, rows)
+        programs = weights.programs or self.programs
+        self._state = programs.read(weights.unstacked, self._state, chunk, seen, rows)
 
     def _score(self, weights: Weights, chunk: Chunk, chosen: dict[int, Job]) -> None:
         """Scores a chunk's tokens. The context is then read by the program of all jobs, so that it has their bits."""
@@ -86,7 +87,7 @@ class SlotPool:
         for shard, job in chosen.items():
             following = job.seen[job.stored + 1 : job.stored + 1 + len(targets[shard])]
             targets[shard, : len(following)] = following
-        results = self.programs.score(weights.unstacked, self._state, chunk, targets)
+        results = (weights.programs or self.programs).score(weights.unstacked, self._state, chunk, targets)
         self._state, (logprobs, top_ids, top_logprobs) = results
         for shard, job in chosen.items():
             count = min(int(chunk.count[shard]), len(job.seen) - 1 - job.stored)
@@ -97,17 +98,19 @@ class SlotPool:
             if not job.scoring:
                 job.stored = 0 if job.draws else len(job.seen)
 
-    def draw(self, weights: Weights | None, jobs: list[Job], count: int) -> None:
-        """Draws tokens of these jobs, at most `count` each and as many as each still needs."""
+    def draw(self, weights: Weights | None, jobs: list[Job], count: int) -> int:
+        """Draws tokens of these jobs, at most `count` each and as many as each still needs; returns how many."""
         count = min([count, *(min(job.remaining, job.room) for job in jobs)])
         draws = self._describe(jobs)
         with_top = any(job.top for job in jobs)
         assert weights is not None
-        self._state, drawn = self.programs.draw(weights.unstacked, self._state, draws, count, self.vocab_size, with_top)
+        programs = weights.programs or self.programs
+        self._state, drawn = programs.draw(weights.unstacked, self._state, draws, count, self.vocab_size, with_top)
         for job in jobs:
             tops = [_pair(drawn.top_ids[job.slot, i], drawn.top_logprobs[job.slot, i], job.top) for i in range(count)]
             ids, logprobs = drawn.ids[job.slot, :count].tolist(), drawn.logprobs[job.slot, :count].tolist()
             self._take(job, ids, logprobs, tops)
+        return count
 
     def _take(self, job: Job, ids: list[int], logprobs: list[float], tops: list[Top]) -> None:
         before = len(job.ids)

@@ -69,8 +69,9 @@ class SlotPrograms:
         cache = model.sharding(self.decoder.cache_spec)
         layout = State._make((model.sharding(P("dp", "mp")), cache, rows))
         self._empty = programs.jit(self._make_empty, static_argnames="size", out_shardings=layout)
-        self._read = programs.jit(self._read_chunk, donate_argnums=1, out_shardings=layout)
-        self._score = programs.jit(self._score_chunk, donate_argnums=1, out_shardings=(layout, *[everywhere] * 3))
+        self._read = programs.jit(self.decoder.extend, out_shardings=layout[:2])
+        self._score = programs.jit(self._score_chunk, out_shardings=(layout[:2], *[everywhere] * 3))
+        self._put = programs.jit(self._put_rows, donate_argnums=0, out_shardings=layout)
         self._draw = programs.jit(self._draw_tokens, donate_argnums=1, out_shardings=(layout, *[everywhere] * 4))
 
     def make_state(self, size: int) -> State:
@@ -84,13 +85,18 @@ class SlotPrograms:
     def read(self, unstacked, state: State, chunk: Chunk, seen: np.ndarray, seen_rows: np.ndarray) -> State:
         """Reads a chunk of one row of each shard of dp; seen [dp, V] replaces what these rows have seen."""
         placed = Chunk(*map(self._to_rows, chunk))
-        return self._read(unstacked, state, placed, self._to_rows(seen), self._to_rows(seen_rows))
+        new = self._read(unstacked, placed, state.logits_BV, state.caches)
+        return self._put(state, placed.row, new, self._to_rows(seen), self._to_rows(seen_rows))
 
     def score(self, unstacked, state: State, chunk: Chunk, targets: np.ndarray):
         """Reads a chunk; returns the state, the log-probabilities of its targets [dp, C] and the most likely tokens."""
         placed = Chunk(*map(self._to_rows, chunk))
-        state, *results = self._score(unstacked, state, placed, self._to_rows(targets))
-        return state, tuple(map(np.asarray, results))
+        new, *results = self._score(unstacked, placed, self._to_rows(targets), *state[:2])
+        nothing = np.zeros((len(chunk.row), state.seen_BV.shape[1]), bool)
+        outside = np.full(len(chunk.row), self.rows, np.int32)
+        return self._put(state, placed.row, new, *map(self._to_rows, (nothing, outside))), tuple(
+            map(np.asarray, results)
+        )
 
     def draw(self, unstacked, state: State, draws: Draws, count: int, vocab_size: int, with_top: bool):
         """Returns the state and the results after `count` more tokens of the active rows."""
@@ -118,16 +124,16 @@ class SlotPrograms:
         caches = [Cache(zeros(slots), zeros(slots)) for slots in self._slots(size)]
         return State(logits_BV, caches, jnp.zeros(logits_BV.shape, bool))
 
-    def _read_chunk(self, unstacked, state: State, chunk: Chunk, seen_DV, seen_row_D) -> State:
-        logits_BV, caches = self.decoder.extend(unstacked, chunk, state.logits_BV, state.caches)
+    def _put_rows(self, state: State, row_D, new, seen_DV, seen_row_D) -> State:
+        logits_BV, caches = self.decoder.replace_rows(row_D, state[:2], new)
         return State(logits_BV, caches, state.seen_BV.at[seen_row_D].set(seen_DV, mode="drop"))
 
-    def _score_chunk(self, unstacked, state: State, chunk: Chunk, target_DC):
-        logits_DCV, caches = self.decoder.extend_with_logits(unstacked, chunk, state.caches)
+    def _score_chunk(self, unstacked, chunk: Chunk, target_DC, logits_BV, caches):
+        logits_DCV, new = self.decoder.extend_with_logits(unstacked, chunk, logits_BV, caches)
         logprobs_DCV = jax.nn.log_softmax(logits_DCV, axis=-1)
         logprob_DC = jnp.take_along_axis(logprobs_DCV, target_DC[..., None], axis=-1)[..., 0]
         top_logprobs, top_ids = lax.top_k(logprobs_DCV, self.top)
-        return state._replace(caches=caches), logprob_DC, top_ids, top_logprobs
+        return new, logprob_DC, top_ids, top_logprobs
 
     def _draw_tokens(self, unstacked, state: State, integers, floats, control):
         seed_B, sample_B, drawn_B, position_B, active_B, top_k_B = integers

@@ -12,9 +12,11 @@ pytest.importorskip("uvicorn")
 
 from shardformer.inference.sampling import Sampling, Stops
 from shardformer.inference.scoring import Request, Scorer
+from shardformer.inference.serve.answers import Answer
 from shardformer.inference.serve.app import PAGE
 from shardformer.inference.serve.jobs import Job, make_jobs
 from tests.inference import test_generator
+from tests.inference.serve import browser
 from tests.inference.serve.http_server import (
     QUEUE,
     SIZES,
@@ -131,6 +133,7 @@ BAD = [
     (b"{", 400, "not JSON"),
     (b"[]", 400, "a JSON list"),
     ({"prompt": "a", "max_tokens": 97}, 400, "context, 96"),
+    ({"prompt": "a" * 9_000_000}, 400, "9,000,000 characters, too many for a context of 96"),
     ({"prompt": "a", "temperature": -1}, 400, "temperature must be"),
     ({"prompt": "a", "top_p": "x"}, 422, "expected a number"),
     ({"prompt": {}}, 422, "expected text, token ids"),
@@ -180,6 +183,7 @@ def test_large_bodies_are_rejected(port):
     with socket.create_connection(("127.0.0.1", port)) as client:  # sent, not declared
         client.sendall(request + b"Transfer-Encoding: chunked\r\n\r\n" + b"1000000\r\n" + bytes(0x1000000))
         assert b" 413 " in client.recv(1000)
+    assert send(port, "/v1/completions", bytes(11_000_000))[0] == 413  # declared and sent
 
 
 def test_wrong_key_is_rejected(service, port, monkeypatch):
@@ -242,6 +246,26 @@ def test_failed_step_fails_its_requests_only(service, port, monkeypatch, capsys)
     assert service.thread.accepted == 0
 
 
+@pytest.mark.parametrize("body", [DRAWN | {"logprobs": 20}, CHAT | {"logprobs": True, "top_logprobs": 20}])
+def test_entries_that_the_tokenizer_lacks_are_named(port, body):
+    """The model has two more entries than the tokenizer, which are likely somewhere."""
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    body = body | {"seed": 0, "max_tokens": 60}
+    assert "token_id:258" in json.dumps(ask(port, body, path))
+    assert "token_id:258" in json.dumps(read_events(port, body, path))
+
+
+def test_defect_is_answered_as_json(service, port, monkeypatch, capsys):
+    def fail(*_):
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(Answer, "_reason", fail)
+    status, content = send(port, "/v1/completions", DRAWN)
+    assert (status, json.loads(content)["error"]["type"]) == (500, "server_error")
+    assert "a defect" in read_events(port, DRAWN)[-1]["error"]["message"]
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
 def test_metrics_count_requests_and_tokens(service, port):
     before = service.metrics.generated_tokens
     ask(port, ENDLESS)
@@ -257,6 +281,29 @@ def test_page_loads_nothing_else(port):
     assert status == 200
     assert content == PAGE.read_bytes()
     assert not any(word in content for word in (b"http://", b"https://", b"src=", b"<link", b"import "))
+
+
+@pytest.mark.skipif(bool(browser.MISSING), reason=browser.MISSING)
+def test_page_chats_in_a_browser(port):
+    """A real browser sends a message, shows the reply's tokens, their probabilities, and an error; it logs nothing."""
+    reply = ask(port, CHAT, "/v1/chat/completions")["choices"][0]["message"]["content"]
+    with browser.open_browser() as window:
+        window.open(f"http://127.0.0.1:{port}/")
+        assert window.wait("[...document.getElementById('model').options].map(o => o.value)") == ["small"]
+        fields = {"tokens": CHAT["max_tokens"], "seed": CHAT["seed"], "temperature": CHAT["temperature"], "text": "hi"}
+        for name, value in fields.items():
+            window.run(f"document.getElementById('{name}').value = '{value}'")
+        window.run("document.getElementById('form').requestSubmit()")
+        shown = window.wait("[...document.querySelectorAll('.assistant')].map(turn => turn.dataset.reply)[0]")
+        assert shown == reply
+        assert window.run("return document.querySelectorAll('.assistant .token').length") == CHAT["max_tokens"]
+        window.run("document.querySelectorAll('.token')[2].dispatchEvent(new Event('mouseenter'))")
+        rows = window.run("return [...document.querySelectorAll('#detail tr')].map(row => row.textContent)")
+        assert len([row for row in rows if "%" in row]) >= 5
+        assert not window.log()
+        window.run("document.getElementById('tokens').value = 999; document.getElementById('text').value = 'x';"
+                   "document.getElementById('form').requestSubmit()")  # fmt: skip
+        assert "context, 96" in window.wait("(document.querySelector('.error') || {}).textContent")
 
 
 def test_models_are_listed(port):

@@ -2,8 +2,10 @@
 
 import functools
 import random
+import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -122,7 +124,7 @@ def differing(own, weights, seeds):
 
 
 def test_bits_do_not_depend_on_other_requests(chunked):
-    assert not differing(*chunked, seeds=range(15))
+    assert not differing(*chunked, seeds=range(8))
 
 
 @pytest.mark.parametrize("name", ["1x1", "2x4"])
@@ -185,6 +187,78 @@ def test_cancelled_job_leaves_an_equal_one_in_the_queue(chunked):
     while not own.idle:
         own.step()
     assert [len(first.ids), len(second.ids)] == [3, 0]
+
+
+def first_tokens(own, weights, prompts):
+    """Returns the prompts' numbers in the order of their first tokens; one prompt arrives before each step."""
+    order = []
+
+    def watch(job, tokens):
+        order.append(job.number)
+
+    todo = [Job(i, prompt, 0, sampling=Sampling(tokens=2), weights=weights, watch=watch)
+            for i, prompt in enumerate(prompts)]  # fmt: skip
+    while todo or not own.idle:
+        if todo:
+            own.submit(todo.pop(0))
+        own.step(read_budget=1)
+    return list(dict.fromkeys(order))
+
+
+LONG, SHORT = [1] * 30, [2] * 3
+
+
+def test_short_prompt_does_not_wait_for_a_long_one(chunked):
+    """The long prompt has four chunks, and waits for a few short ones only."""
+    own, (weights, _) = chunked
+    assert first_tokens(own, weights, [LONG, LONG, SHORT]) == [2, 0, 1]
+    order = first_tokens(own, weights, [LONG, *[SHORT] * 40])
+    assert 0 < order.index(0) < 40
+
+
+def test_order_of_arrival_would_let_it_wait(chunked, broken):
+    own, (weights, _) = chunked
+    broken(Engine, "_rank", lambda self, job: (0.0, job.arrival))
+    assert first_tokens(own, weights, [LONG, LONG, SHORT]) == [0, 1, 2]
+
+
+def test_first_token_passes_rows_that_draw(chunked):
+    """Rows in two pools and of two models draw; the new one waits for one of them at most."""
+    own, (weights, scaled) = chunked
+    running = [Job(i, prompt, 0, sampling=Sampling(tokens=2), weights=w)
+               for i, (prompt, w) in enumerate([(SHORT, scaled), (LONG[:9], weights), (LONG[:9], scaled)])]  # fmt: skip
+    for job in running:
+        own.submit(job)
+    own.step(read_budget=99, count=1)
+    late = Job(9, [5], 0, sampling=Sampling(tokens=1), weights=weights)
+    own.submit(late)
+    for _ in range(3):
+        own.step(count=1)
+    assert late.done
+    while not own.idle:
+        own.step()
+    assert [len(job.ids) for job in running] == [2] * 3
+
+
+def count_copies(program, *arguments) -> int:
+    """Returns how many copies of one of the caches of all rows a compiled program makes."""
+    text = jax.jit(program, donate_argnums=0).lower(*arguments).compile().as_text()
+    return len(re.findall(r"f32\[4,\d+,32,\d+\]\S* copy\(", text))
+
+
+def test_replacing_a_row_copies_no_cache(chunked):
+    """A program that also reads the row would copy the caches of all rows."""
+    programs = chunked[0].programs
+    state, row_D = programs.make_state(32), np.array([1], np.int32)
+    new = jax.tree.map(lambda array: np.zeros((1, *array.shape[1:]), array.dtype), state[:2])
+    seen_DV = np.zeros((1, state.seen_BV.shape[1]), bool)
+    assert count_copies(programs._put_rows, state, row_D, new, seen_DV, row_D) == 0
+
+    def read_and_put(state, row_D, shift):
+        new = jax.tree.map(lambda array: jnp.roll(array[row_D] + shift, 1, axis=-1), state[:2])
+        return programs._put_rows(state, row_D, new, seen_DV, row_D), jax.tree.map(jnp.tanh, new)
+
+    assert count_copies(read_and_put, state, row_D, np.float32(1)) > 0
 
 
 @pytest.mark.parametrize(("prompt", "message"), [([], "no tokens"), ([shared.VOCAB], "outside"), ([-1], "outside")])

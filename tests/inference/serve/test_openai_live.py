@@ -42,6 +42,32 @@ def test_chat_and_its_stream(client):
     assert len(whole.choices[0].logprobs.content[0].top_logprobs) == 2
 
 
+def join(events) -> str:
+    return "".join(event.choices[0].text for event in events)
+
+
+def test_stops_and_characters_of_two_or_more_tokens(client):
+    """Every token is a byte, so that the stop string begins in one token and ends in another."""
+    body = DRAWN | {"model": "small", "max_tokens": 80}
+    texts = [client.completions.create(**body | {"seed": seed}).choices[0].text for seed in range(4)]
+    assert join(client.completions.create(**body | {"seed": 0}, stream=True)) == texts[0]
+    seed, place = next((seed, i) for seed, text in enumerate(texts) for i, letter in enumerate(text[:-1])
+                       if i and "\x80" <= letter < "\N{REPLACEMENT CHARACTER}")  # fmt: skip
+    body |= {"seed": seed, "stop": [texts[seed][place : place + 2], "never"]}
+    whole = client.completions.create(**body).choices[0]
+    assert (whole.text, whole.finish_reason) == (texts[seed].partition(body["stop"][0])[0], "stop")
+    assert join(client.completions.create(**body, stream=True)) == whole.text
+
+
+def test_echo_repeats_and_scores_the_prompt(client):
+    body = {"model": "small", "prompt": "é 😀", "max_tokens": 3, "seed": 1, "logprobs": 2, "echo": True}
+    whole = client.completions.create(**body).choices[0]
+    assert whole.text.startswith("é 😀")
+    assert len(whole.logprobs.token_logprobs) == len("é 😀".encode()) + 3
+    assert whole.logprobs.token_logprobs[0] is None
+    assert join(client.completions.create(**body, stream=True)) == whole.text
+
+
 @pytest.mark.parametrize(
     ("change", "error"),
     [
