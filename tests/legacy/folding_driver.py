@@ -1,8 +1,8 @@
 """Runs an AlphaFold 2 fork, unedited: `python tests/legacy/folding_driver.py MODE FOLDER OUT`.
 
 FOLDER has the fork's `alphafold` package, such as EvoBind's src/AF2. MODE is old (jax 0.4.13 and dm-haiku 0.0.10, to
-record) or legacy (after install()). OUT is an .npz with the outputs of a small monomer model with random weights, two
-recycling iterations and six residues, and with sums of the gradients of its weights and of its sequence features.
+record) or legacy (after install()). The model is a small monomer one with random weights, six residues and two
+iterations. OUT is an .npz with its outputs, and with sums of the gradients of its weights and sequence features.
 """
 
 import os

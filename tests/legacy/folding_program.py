@@ -1,8 +1,8 @@
 """A small model written as the forks of AlphaFold 2 are, and two ways to design a sequence with it.
 
-It uses what EvoBind and af_backprop use of jax, NumPy and Haiku: removed names (`jax.tree_map`, `jax.tree_multimap`,
-`jax.util.wraps`, `jnp.clip(a_min=)`, `np.object`, `jax.experimental.optimizers`), keys that are a pytree node, blocks
-stacked by `hk.scan` with a custom creator and getter, recycling by `hk.while_loop`, `hk.remat`, attention in chunks.
+It uses removed names that EvoBind and af_backprop use: `jax.tree_map`, `jax.tree_multimap`, `jax.util.wraps`,
+`jnp.clip(a_min=)`, `np.object` and `jax.experimental.optimizers`. Keys are a pytree node. `hk.scan` stacks the blocks
+with a custom creator and getter, and runs attention in chunks. `hk.while_loop` recycles, `hk.remat` recomputes.
 
 To record with jax 0.4.13 and dm-haiku 0.0.10: `python tests/legacy/folding_program.py goldens/folding_0.4.13.npz`.
 """
