@@ -14,9 +14,9 @@ def record(out):
     from tests.legacy.gradient_programs import GROUPS, PROGRAMS_IN_A_GROUP, run_programs, summarize
 
     seeds, found = [], []
-    for group in range(GROUPS):
+    for number, group in enumerate(GROUPS):
         seed = 1000 * group
-        while len(seeds) < (group + 1) * PROGRAMS_IN_A_GROUP:
+        while len(seeds) < (number + 1) * PROGRAMS_IN_A_GROUP:
             seed += 1
             summary = outcome(run_programs, summarize, seed, group)
             if summary is not None:
