@@ -37,6 +37,11 @@ def check_rules(c: "Config") -> None:
         _check_preferences(c)
     _check_bad_steps(c)
     require(
+        c.optimizer.offload == "none" or not c.training.ema or c.optimizer.param_dtype == "float32",
+        f"ema={c.training.ema} averages the float32 masters of param_dtype=bfloat16, which offload=optimizer moves to "
+        "the host; give ema=0 or param_dtype=float32",
+    )
+    require(
         c.optimizer.offload == "none" or c.training.accum_mode != "multisteps",
         "accum_mode=multisteps keeps a gradient in the optimizer's state, which offload=optimizer moves to the host; "
         "give accum_mode=scan or manual",

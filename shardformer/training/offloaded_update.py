@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax, tree_util
 
-from shardformer.config.names import is_stacked
+from shardformer.config.names import HOST, is_stacked
 from shardformer.model import Loss, master_weights
 from shardformer.training.features import MasterWeights
 from shardformer.training.step import StepMetrics, TrainState, Update, add_if_finite
 
-HOST = "pinned_host"
+_HOST_SPACE, _DEVICE_SPACE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 class Streamed(NamedTuple):
@@ -44,6 +44,12 @@ class OffloadedUpdate(Update):
                   for name in fields}  # fmt: skip
         return shardings._replace(**placed)
 
+    def start(self, params) -> TrainState:
+        """Returns the state before the first step, from float32 parameters."""
+        state = super().start(params)
+        # A result that is an argument would stay in the device's memory.
+        return state._replace(masters=jax.tree.map(lambda leaf: jax.device_put(leaf, _HOST_SPACE), state.masters))
+
     def apply(self, state: TrainState, losses: Loss, grads, batch_step, **arguments) -> tuple[TrainState, tuple]:
         """Returns the state after an update by mean gradients, and the step's metrics.
 
@@ -53,6 +59,7 @@ class OffloadedUpdate(Update):
         applied, unchanged = self.judge(state, measured, batch_step)
         arguments |= {"step": state.step, "norm": measured.grad_norm}
         new, squares = self._update_parts(state, grads, applied, arguments)
+        new = new._replace(params=lax.optimization_barrier(new.params))
         after = unchanged._replace(
             step=state.step + applied.astype(jnp.int32),
             params=self.model.trainable.replace(state.params, new.params),
@@ -144,18 +151,18 @@ def _update_layers(update: OffloadedUpdate, like: Streamed, arrays: dict, grads,
 def _update_others(update: OffloadedUpdate, like: Streamed, arrays: dict, grads, applied, arguments: dict):
     """Updates the arrays outside of the layers."""
     hosted = _find_offloaded(like)
-    on_device = {name: _move(leaf, jax.memory.Space.Device, name in hosted) for name, leaf in arrays.items()}
+    on_device = {name: _move(leaf, _DEVICE_SPACE, name in hosted) for name, leaf in arrays.items()}
     change = functools.partial(update.update_arrays, like, on_device, grads, arguments)
     new, squares = lax.cond(applied, change, lambda: (on_device, jnp.float32(0)))
-    return {name: _move(leaf, jax.memory.Space.Host, name in hosted) for name, leaf in new.items()}, squares
+    return {name: _move(leaf, _HOST_SPACE, name in hosted) for name, leaf in new.items()}, squares
 
 
 def _read(stack, i, hosted: bool):
-    return _move(lax.dynamic_slice_in_dim(stack, i, 1), jax.memory.Space.Device, hosted)
+    return _move(lax.dynamic_slice_in_dim(stack, i, 1), _DEVICE_SPACE, hosted)
 
 
 def _write(stack, layer, i, hosted: bool):
-    return lax.dynamic_update_slice_in_dim(stack, _move(layer, jax.memory.Space.Host, hosted), i, 0)
+    return lax.dynamic_update_slice_in_dim(stack, _move(layer, _HOST_SPACE, hosted), i, 0)
 
 
 def _move(leaf, space, hosted: bool):
