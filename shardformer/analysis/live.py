@@ -8,6 +8,7 @@ import numpy as np
 from shardformer.analysis import memory, traced, verify
 from shardformer.analysis.memory import DeviceBytes
 from shardformer.config import Config
+from shardformer.config.names import HOST
 from shardformer.layout import mesh
 from shardformer.tables import format_bytes, format_table
 from shardformer.training.trainer import Trainer
@@ -41,7 +42,9 @@ def measure(config: Config) -> Measured:
         trainer.constants["teacher"] = trainer.model.teacher.init(0)  # type: ignore[attr-defined]
     state, metrics = compiled(state, trainer.to_devices(batch) | trainer.constants, np.int32(0))
     jax.block_until_ready(metrics)
-    live = {name: bytes_by_device(getattr(state, name)) for name in ("params", "optimizer", "average")}
+    updated = state.optimizer, state.masters
+    live = {"params": bytes_by_device(state.params), "average": bytes_by_device(state.average)}
+    live |= {"optimizer": bytes_by_device(updated), "host": bytes_by_device(updated, in_host_memory=True)}
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peak = max((result.get("peak_bytes_in_use", 0) for result in stats), default=0) or None
     return Measured(
@@ -60,10 +63,12 @@ def make_batch(trainer: Trainer) -> dict[str, np.ndarray]:
     }
 
 
-def bytes_by_device(tree) -> dict:
-    """Returns {device: bytes} of the arrays' shards on this process's devices."""
+def bytes_by_device(tree, in_host_memory: bool = False) -> dict:
+    """Returns {device: bytes} of the arrays' shards on this process's devices, or in the host's memory for them."""
     stored: dict[jax.Device, int] = {}
     for leaf in jax.tree.leaves(tree):
+        if (leaf.sharding.memory_kind == HOST) != in_host_memory:
+            continue
         for shard in leaf.addressable_shards:
             stored[shard.device] = stored.get(shard.device, 0) + shard.data.nbytes
     return stored
@@ -83,17 +88,24 @@ def whole_on_one_device(state) -> list[str]:
 
 def format_measured(m: Measured) -> str:
     most = {kind: max(stored.values(), default=0) for kind, stored in m.live.items()}
+    stored, total = m.predicted.total - m.predicted.gradients, m.predicted.total
+    if jax.default_backend() == "cpu":  # whose one memory is the host's
+        stored, total = stored + m.predicted.host, total + m.predicted.host
     rows: list[tuple[str, float | str, float | str, float | str]] = [
         ("parameters", m.predicted.parameters, "", most["params"]),
         ("optimizer", m.predicted.optimizer, "", most["optimizer"]),
         ("average", m.predicted.average, "", most["average"]),
-        ("state and batch", m.predicted.total - m.predicted.gradients, m.compiled_state, ""),
+        ("state and batch", stored, m.compiled_state, ""),
         ("gradients", m.predicted.gradients, "", ""),
         ("activations, temporaries", m.temporaries, "", ""),
         ("all temporary", m.predicted.gradients + m.temporaries, m.compiled_temporaries, ""),
-        ("together", m.predicted.total + m.temporaries, m.compiled_state + m.compiled_temporaries, m.peak or ""),
+        ("together", total + m.temporaries, m.compiled_state + m.compiled_temporaries, m.peak or ""),
     ]
     printed = [[row[0], *(cell if isinstance(cell, str) else format_bytes(cell) for cell in row[1:])] for row in rows]
+    if m.predicted.host:
+        printed.append(
+            ["optimizer, in the host's memory", format_bytes(m.predicted.host), "", format_bytes(most["host"])]
+        )
     lines = [
         format_table(printed, [f"on one device of mesh {m.config.parallel.mesh}", "predicted", "compiled", "live"])
     ]

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer.analysis import liveness, traced
 from shardformer.config import Config
-from shardformer.config.names import AXES, EXPERT_MATRICES, MATRICES, SHARED_MATRICES
+from shardformer.config.names import AXES, EXPERT_MATRICES, HOST, MATRICES, SHARED_MATRICES, is_stacked
 from shardformer.devices.chips import find_chip
 from shardformer.layout import Layout, resolve, torus
 from shardformer.layout.mesh import describe_hardware, device_memory
@@ -28,10 +28,16 @@ class DeviceBytes(NamedTuple):
     gradients: int  # while a step runs
     optimizer: int  # with float32 masters of parameters that are stored in bfloat16
     average: int
+    host: int = 0  # of the host's memory, which offload=optimizer uses for each device
 
     @property
     def total(self) -> int:
-        return sum(self)
+        """The bytes of the device's memory."""
+        return sum(self) - self.host
+
+    def list_kinds(self) -> list[tuple[str, int]]:
+        """Returns (kind, bytes) of the kinds of arrays on the device that there are."""
+        return [(kind, count) for kind, count in self._asdict().items() if count and kind != "host"]
 
 
 @functools.lru_cache
@@ -45,8 +51,9 @@ def predict_bytes(config: Config) -> DeviceBytes:
     gradients = jax.tree.map(_shard_bytes, lora.select_trainable(model.shapes, config), grad_shardings)
     stored = [jax.tree.map(lambda leaf: _shard_bytes(leaf, leaf.sharding), tree) for tree in state]
     _, parameters, optimizer, average, masters, _ = map(_sum, stored)
+    host = sum(_shard_bytes(leaf, leaf.sharding) for _, leaf in _list_offloaded(state))
     parameters += sum(_shard_bytes(leaf, leaf.sharding) for leaf in jax.tree.leaves(model.constant_shapes()))
-    return DeviceBytes(parameters, _sum(gradients), optimizer + masters, average)
+    return DeviceBytes(parameters, _sum(gradients), optimizer + masters - host, average, host)
 
 
 def estimate_temporaries(layout: Layout) -> int:
@@ -59,8 +66,30 @@ def estimate_temporaries(layout: Layout) -> int:
     head_size = config.model.head_size if platform == "tpu" and layout.attention.uses_kernel else 0
     trainer, bodies = traced.trace(_widen(layout) if cpu else layout)
     at_worst = max(liveness.peak_bytes(body, cpu, head_size) for body in bodies)
-    beside_updates = max(at_worst - gradients, gradients)  # the optimizer's updates are as large as the gradients
+    updates = gradients  # the optimizer's updates are as large
+    if config.optimizer.offload != "none":
+        updates = _streamed_bytes(trainer)
+    beside_updates = max(at_worst - gradients, updates)
     return beside_updates + (0 if cpu else _cast_bytes(trainer))
+
+
+def _list_offloaded(state) -> list[tuple]:
+    """Returns (path, leaf) of the arrays of a training state in the host's memory."""
+    leaves = jax.tree.leaves_with_path((state.optimizer, state.masters))
+    return [(path, leaf) for path, leaf in leaves if leaf.sharding.memory_kind == HOST]
+
+
+def _streamed_bytes(trainer: Trainer) -> int:
+    """Returns the bytes on the device while an update streams its state: of one layer, or of all other parameters.
+
+    The device has each array as it was and as it will be.
+    """
+    of_layer, of_others = 0, 0
+    for path, leaf in _list_offloaded(trainer.abstract):
+        count, stacked = 2 * _shard_bytes(leaf, leaf.sharding), is_stacked(path[-2].key)
+        of_layer += count // leaf.shape[0] if stacked else 0
+        of_others += 0 if stacked else count
+    return max(of_layer, of_others)
 
 
 def _widen(layout: Layout) -> Layout:
@@ -84,9 +113,10 @@ def _cast_bytes(trainer: Trainer) -> int:
 
 def predict_needed(config: Config) -> int:
     """Returns the bytes that each device of this program needs to train: exact state, and estimated temporaries."""
-    stored, devices = predict_bytes(config).total, jax.devices()
-    if devices[0].platform == "cpu":
-        return stored + estimate_temporaries(resolve(config))
+    predicted, devices = predict_bytes(config), jax.devices()
+    stored = predicted.total
+    if devices[0].platform == "cpu":  # whose one memory is the host's
+        return stored + predicted.host + estimate_temporaries(resolve(config))
     chip = find_chip(devices[0].device_kind)
     fast_memory = int(chip.fast_memory) if chip else 0  # XLA fills it first
     hardware = describe_hardware(devices[0])
@@ -165,13 +195,15 @@ def _slices(spec: P, shape: tuple[int, ...], config: Config) -> list[tuple]:
 
 def summarize_bytes(config: Config) -> str:
     """Formats one line: 'parameters 60.05 kB, gradients 60.05 kB, optimizer 120.10 kB'."""
-    return ", ".join(f"{kind} {format_bytes(n)}" for kind, n in predict_bytes(config)._asdict().items() if n)
+    return ", ".join(f"{kind} {format_bytes(n)}" for kind, n in predict_bytes(config).list_kinds())
 
 
 def format_device_bytes(config: Config) -> str:
     predicted = predict_bytes(config)
-    rows = [[kind, format_bytes(count)] for kind, count in predicted._asdict().items() if count]
+    rows = [[kind, format_bytes(count)] for kind, count in predicted.list_kinds()]
     rows.append(["together", format_bytes(predicted.total)])
+    if predicted.host:
+        rows.append(["optimizer, in the host's memory", format_bytes(predicted.host)])
     return format_table(rows, ["kind", f"on one device of mesh {config.parallel.mesh}, besides activations"])
 
 

@@ -117,7 +117,7 @@ def _updated_bytes(config: Config, stored: DeviceBytes) -> int:
     """Returns the bytes of the state that a step updates: all but the frozen weights under adapters."""
     trainable = jax.tree.leaves(lora.select_trainable(traced.make_trainer(config).abstract.params, config))
     parameters = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in trainable)
-    return stored.total - stored.parameters + parameters
+    return stored.total + stored.host - stored.parameters + parameters  # the host's part passes through
 
 
 def _temporaries(config: Config, chips: Slice) -> int:
@@ -247,11 +247,12 @@ def _describe_kernels(config: Config) -> str:
 
 
 def _byte_rows(plan: Plan) -> Iterator[list[str]]:
-    for kind, count in plan.held._asdict().items():
-        if count:
-            yield [kind, format_bytes(count), "exact"]
+    for kind, count in plan.held.list_kinds():
+        yield [kind, format_bytes(count), "exact"]
     yield ["activations, temporaries", _format_temporaries(plan), "estimated"]
     yield ["together", format_bytes(plan.estimate), "estimated"]
+    if plan.held.host:
+        yield ["optimizer, in the host's memory", format_bytes(plan.held.host), "exact"]
     yield ["cache of one sample", format_bytes(memory.cache_bytes(plan.config)), "exact"]
 
 

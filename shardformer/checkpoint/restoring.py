@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from shardformer.checkpoint import array_files, documents, manifest
 from shardformer.checkpoint.manifest import Leaf, Manifest
@@ -49,7 +50,7 @@ def _read_onto_devices(reader: array_files.Reader, name: str, stored: Leaf, like
             (part,) = array_files.allocate_aligned([part.shape], part.dtype)
             part[...] = slices[index]
         used.add(index)
-        shards.append(jax.device_put(part, device))
+        shards.append(jax.device_put(part, SingleDeviceSharding(device, memory_kind=like.sharding.memory_kind)))
     array = jax.make_array_from_single_device_arrays(stored.shape, like.sharding, shards)
     array.block_until_ready()  # frees the host's copy before the next leaf is read
     return jax.random.wrap_key_data(array, impl=stored.key) if stored.key else array

@@ -80,6 +80,7 @@ def _second_array(data: jax.Array) -> jax.Array:
 
 
 def _copy_to_host(data: jax.Array) -> np.ndarray:
-    """Copies to new host memory: on the CPU numpy would see the buffer that the next step may reuse."""
-    host = np.asarray(data)
-    return np.array(host, order="C") if next(iter(data.devices())).platform == "cpu" else host
+    """Copies to new host memory: numpy would see a buffer of a CPU, or of the host, that the next step may reuse."""
+    host, device = np.asarray(data), next(iter(data.devices()))
+    is_view = device.platform == "cpu" or data.sharding.memory_kind != device.default_memory().kind
+    return np.array(host, order="C") if is_view else host

@@ -53,7 +53,7 @@ def format_stop(stop: Stop) -> str:
     """Formats the memory, the collectives and the worst difference of one method to split a model."""
     config = stop.config
     zero = f", zero={config.parallel.zero}" if config.parallel.zero else ""
-    stored = [[kind, format_bytes(count)] for kind, count in stop.held._asdict().items() if count]
+    stored = [[kind, format_bytes(count)] for kind, count in stop.held.list_kinds()]
     sent = [
         [operation, axis, tensors, format_bytes(count)] for (operation, axis), (tensors, count) in stop.sent.items()
     ]

@@ -36,6 +36,16 @@ def check_rules(c: "Config") -> None:
     if c.preferences.objective != "lm":
         _check_preferences(c)
     _check_bad_steps(c)
+    require(
+        c.optimizer.offload == "none" or not c.training.ema or c.optimizer.param_dtype == "float32",
+        f"ema={c.training.ema} averages the float32 masters of param_dtype=bfloat16, which offload=optimizer moves to "
+        "the host; give ema=0 or param_dtype=float32",
+    )
+    require(
+        c.optimizer.offload == "none" or c.training.accum_mode != "multisteps",
+        "accum_mode=multisteps keeps a gradient in the optimizer's state, which offload=optimizer moves to the host; "
+        "give accum_mode=scan or manual",
+    )
     traced = parse_steps_range("profile", c.start.profile)
     require(
         not traced or traced[0] <= c.training.steps,
@@ -327,6 +337,11 @@ def _check_pairs(c: "Config", mp: int) -> None:
 def _check_stages(c: "Config") -> None:
     sizes = parse_mesh(c.parallel.mesh)
     pp, without = sizes.pp, sizes._replace(dp=sizes.dp * sizes.pp, pp=1)
+    require(
+        c.optimizer.offload == "none",
+        f"offload=optimizer updates one layer after the other, and the stages of mesh={c.parallel.mesh} have different "
+        f"layers; give offload=none or mesh={without}",
+    )
     require(
         c.model.layers % pp == 0,
         f"layers={c.model.layers} do not divide over pp={pp} stages (mesh={c.parallel.mesh}); "

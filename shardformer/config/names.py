@@ -4,6 +4,7 @@ import enum
 
 DP, MP, PP, CP = "dp", "mp", "pp", "cp"  # data parallel, model (tensor) parallel, pipeline stages, context parallel
 AXES = (DP, MP, PP, CP)  # a mesh has the first two, and those after them only as far as it needs
+HOST = "pinned_host"  # the memory of the host that a device reads and writes; every platform has it
 
 PREFIX = "transformer/"  # of every parameter's module
 LAYERS = f"{PREFIX}layers"  # the stacked parameters of all layers

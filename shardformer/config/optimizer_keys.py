@@ -56,11 +56,21 @@ class OptimizerKeys(KeyGroup):
         "type of the optimizer's moments; bfloat16 takes half the memory and rounds at random",
         fixed=True,
     )
+    offload: Literal["none", "optimizer"] = key(
+        "none",
+        "optimizer: keep its moments, and the masters of param_dtype=bfloat16, in the host's memory between steps; "
+        "the update copies one layer after the other to the device and back",
+    )
 
     def check(self) -> None:
         check_decay("beta1", self.beta1, MAX_BETA)
         check_decay("beta2", self.beta2, MAX_BETA)
         rules = parse_lr_rules(self.lr_rules)
+        require(
+            self.offload == "none" or (self.name == "adamw" and self.moment_dtype == "float32"),
+            "offload=optimizer updates one layer after the other: give optimizer=adamw and moment_dtype=float32; got "
+            f"optimizer={self.name} moment_dtype={self.moment_dtype}",
+        )
         if self.name != "lbfgs":
             return
         rates = [str(rule) for rule in rules if rule.factor]

@@ -224,20 +224,29 @@ class Model:
 
     def norm(self, grads) -> jax.Array:
         """Returns the global norm of a tree like the gradient."""
+        return jnp.sqrt(self.sum_squares(grads))
 
-        def body(grads):
-            return collectives.sum_squares(jax.tree.leaves(grads), jax.tree.leaves(self.grad_specs))
+    def sum_squares(self, tree) -> jax.Array:
+        """Returns the global sum of squares of a tree of some of the gradients."""
+        tree_specs = self.find_grad_specs(tree)
 
-        return jnp.sqrt(self.shard_map(body, (self.grad_specs,), P())(grads))
+        def body(tree):
+            return collectives.sum_squares(jax.tree.leaves(tree), jax.tree.leaves(tree_specs))
+
+        return self.shard_map(body, (tree_specs,), P())(tree)
 
     def map_matrices(self, function, tree):
         """Applies a function of full matrices [layers, D, F] to a tree of some of the layers' gradients or moments."""
-        matrix_specs = tree_util.tree_map_with_path(lambda path, _: self.grad_specs[path[0].key][path[1].key], tree)
+        matrix_specs = self.find_grad_specs(tree)
 
         def body(tree):
             return jax.tree.map(functools.partial(apply_to_full_matrices, function), tree, matrix_specs)
 
         return self.shard_map(body, (matrix_specs,), matrix_specs)(tree)
+
+    def find_grad_specs(self, tree):
+        """Returns the specs of a tree of some of the gradients."""
+        return tree_util.tree_map_with_path(lambda path, _: self.grad_specs[path[0].key][path[1].key], tree)
 
     def shard_map(self, body: Callable, in_specs, out_specs) -> Callable:
         """Returns a function of shards as a function of global arrays; the specs may name axes of one device."""

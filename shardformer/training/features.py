@@ -8,7 +8,7 @@ from shardformer.model import Loss, Measures, Model, master_weights
 from shardformer.optim import lbfgs
 from shardformer.training.accumulation import AccumulatedGradient
 from shardformer.training.rolling_guard import RollingGuard
-from shardformer.training.step import Part, TrainState
+from shardformer.training.step import Part, TrainState, Update
 
 
 def choose_model(config: Config) -> type[Model]:
@@ -22,6 +22,15 @@ def choose_model(config: Config) -> type[Model]:
 
         return DistillationModel
     return Model
+
+
+def choose_update(config: Config) -> type[Update]:
+    """Returns the class of the update of a training state."""
+    if config.optimizer.offload == "optimizer":
+        from shardformer.training.offloaded_update import OffloadedUpdate  # not imported without offload
+
+        return OffloadedUpdate
+    return Update
 
 
 def choose_sums(config: Config, model: Model) -> Callable:

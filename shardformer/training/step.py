@@ -131,7 +131,7 @@ class Update:
         updates, optimizer_state = self.optimizer.update(
             grads, state.optimizer, before, step=state.step, norm=measured.grad_norm, **arguments
         )
-        trained = jax.tree.map(_add_if_finite, before, updates)
+        trained = jax.tree.map(add_if_finite, before, updates)
         after = state._replace(
             step=state.step + 1,
             params=self.model.trainable.replace(state.params, trained),
@@ -150,13 +150,21 @@ class Update:
         their `batch_step` no longer equals `state.step`. The norm of the update is not checked: waiting for it would
         keep all updates and moments in memory twice.
         """
+        applied, unchanged = self.judge(state, measured, batch_step)
+        left_out = unchanged, jnp.float32(0), jnp.float32(0)
+        after, update_norm, rate = lax.cond(applied, advance, lambda: left_out)
+        return self.record(state, after, StepMetrics(*measured, update_norm, rate), batch_step, applied)
+
+    def judge(self, state: TrainState, measured: Measured, batch_step) -> tuple[jax.Array, TrainState]:
+        """Returns whether the step is good, and the state after a bad one."""
         applied = jnp.isfinite(jnp.stack(measured)).all() & (batch_step == state.step)
         unchanged = state
         for part in self.parts:
             applied, unchanged = applied & part.accepts(state, measured), part.leave_out(unchanged)
-        left_out = unchanged, jnp.float32(0), jnp.float32(0)
-        after, update_norm, rate = lax.cond(applied, advance, lambda: left_out)
-        metrics: tuple = StepMetrics(*measured, update_norm, rate)
+        return applied, unchanged
+
+    def record(self, state: TrainState, after: TrainState, metrics: tuple, batch_step, applied):
+        """Returns the state and the metrics after a step, as the parts record them."""
         for part in self.parts:
             after, metrics = part.record(state, after, metrics, batch_step, applied)
         return after, metrics
@@ -226,7 +234,7 @@ def compile_step(step: Callable, update: Update, shardings: TrainState):
     return programs.jit(step, donate_argnums=0, out_shardings=outputs, compiler_options=options)
 
 
-def _add_if_finite(parameter, update):
+def add_if_finite(parameter, update):
     """Adds the update, except where a weight would overflow."""
     moved = parameter + update
     return jnp.where(jnp.isfinite(moved), moved, parameter)

@@ -13,7 +13,7 @@ from shardformer.layout import Layout
 from shardformer.model import Sums, with_shardings
 from shardformer.training.accumulation import make_accumulation
 from shardformer.training.example_gradients import ExampleGradients
-from shardformer.training.features import choose_model, choose_parts, choose_sums
+from shardformer.training.features import choose_model, choose_parts, choose_sums, choose_update
 from shardformer.training.step import StepMetrics, TrainState, Update
 
 IN_FLIGHT = 4  # metrics are read this many steps late, so that the device never waits for the host
@@ -38,7 +38,7 @@ class Trainer:
         self.model = kind(layout, mesh) if layout else kind.on(config, mesh)
         self.model.check_attention()
         self.constants: dict = {}  # arrays that each step needs besides its batch, such as a teacher
-        self.update = Update(config, self.model, choose_parts(config, self.model))
+        self.update: Update = choose_update(config)(config, self.model, choose_parts(config, self.model))
         self.optimizer = self.update.optimizer
         self.shardings = self.update.make_shardings()
         self.accumulation = make_accumulation(config, self.update, self.shardings)

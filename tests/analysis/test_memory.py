@@ -9,6 +9,7 @@ import pytest
 
 from shardformer.__main__ import main
 from shardformer.analysis import compiling, live, memory, plan, traced
+from shardformer.config.names import HOST
 from shardformer.config.presets import preset
 from shardformer.devices import chips
 from shardformer.errors import UsageError
@@ -23,6 +24,7 @@ CASES = [
     {"mesh": "4x2", "zero": 1, "ema": 0.9, "lr_rules": "up=frozen"},
     {"mesh": "4x2", "zero": 3, "lora_rank": 2},
     {"mesh": "4x2", "zero": 1, "dtype": "bfloat16", "param_dtype": "bfloat16", "moment_dtype": "bfloat16"},
+    {"mesh": "4x2", "zero": 1, "dtype": "bfloat16", "param_dtype": "bfloat16", "offload": "optimizer"},
     {"mesh": "4x2", "zero": 1, "optimizer": "muon", "accum": 2, "accum_mode": "multisteps"},
     *(
         {"experts": 6, "bias": "none", "balance_rate": 0.1} | more
@@ -42,10 +44,12 @@ def live_state(**options):
     return jax.device_put(zeros, trainer.shardings)
 
 
-def held_bytes(tree) -> set[int]:
-    """By every device, from the arrays themselves."""
+def held_bytes(tree, on_host: bool = False) -> set[int]:
+    """By every device, or in the host's memory for it, from the arrays themselves."""
     held = dict.fromkeys(jax.devices(), 0)
     for leaf in jax.tree.leaves(tree):
+        if (leaf.sharding.memory_kind == HOST) != on_host:
+            continue
         for shard in leaf.addressable_shards:
             held[shard.device] += shard.data.nbytes
     return set(held.values())
@@ -55,7 +59,10 @@ def held_bytes(tree) -> set[int]:
 def test_predicted_state_is_what_live_arrays_hold(options):
     state, predicted = live_state(**options), memory.predict_bytes(shared.tiny(**options))
     assert held_bytes(state.params) == {predicted.parameters}
-    assert held_bytes((state.optimizer, state.masters)) == {predicted.optimizer}
+    updated = state.optimizer, state.masters
+    assert held_bytes(updated) == {predicted.optimizer}
+    assert held_bytes(updated, on_host=True) == {predicted.host}
+    assert bool(predicted.host) == ("offload" in options)
     assert held_bytes(state.average) == {predicted.average}
 
 

@@ -41,6 +41,7 @@ FEATURES = (
     {"lr_rules": "bias=10x,embed=frozen"},
     {"dtype": "bfloat16", "param_dtype": "bfloat16"},
     {"moment_dtype": "bfloat16"},
+    {"offload": "optimizer"},
     {"skip_steps": 6.0},
     {"accum": 2},
     {"accum": 2, "accum_mode": "multisteps"},
