@@ -79,6 +79,12 @@ class Config:
         sides = 2 if self.preferences.learns_pairs else 1
         return self.training.batch * self.model.seq * sides
 
+    @property
+    def data_rows(self) -> int:
+        """Rows of the data that a batch is made from; sampled answers are made from prompts."""
+        groups = self.preferences.group_size if self.preferences.learns_rewards else 1
+        return self.training.batch // groups
+
     @functools.cached_property
     def stage_layers(self) -> int:
         """Layers that a pipeline stage computes in one round; all layers without stages."""
@@ -152,6 +158,8 @@ class Config:
         """Returns the configuration of scores and samples on a mesh of this shape."""
         sizes = parse_mesh(shape)
         changes = {"mesh": shape, "batch": sizes.dp * sizes.pp, "accum": sizes.pp, "sequence_parallel": False}
+        if self.preferences.learns_rewards:  # a batch of any size
+            changes["objective"] = "lm"
         return self.without_gradients().replace(**changes).without_stages()
 
     def with_weights(self, form: str) -> "Config":
