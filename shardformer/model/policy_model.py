@@ -73,9 +73,11 @@ class PolicyModel(Model):
         kl_BT = jnp.zeros_like(gap_BT)
         if keys.beta:
             behind_BT = subtract(local["references"], -token.nats_BT)
-            kl_BT = jnp.exp(behind_BT) - behind_BT - 1
+            # The ratio makes its gradient that of the divergence; as in TRL since DeepSeek-V3.2.
+            kl_BT = ratio_BT * (jnp.exp(behind_BT) - behind_BT - 1)
         objective = mean(keys.beta * kl_BT - jnp.minimum(gain_BT, limit_BT)) + of_records
-        of_tokens = mean(kl_BT), mean(limit_BT < gain_BT), self._mean_of_rows(local["lengths"]), mean(jnp.abs(gap_BT))
+        clipped = mean((limit_BT < gain_BT).astype(jnp.float32))
+        of_tokens = mean(kl_BT), clipped, self._mean_of_rows(local["lengths"]), mean(jnp.abs(gap_BT))
         rewards_B = local["rewards"]
         of_answers = self._mean_of_rows(rewards_B > 0), self._mean_of_rows(rewards_B)
         result = PolicyLoss(objective, mean(jnp.square(token.log_z_BT)), *of_answers, *of_tokens)
