@@ -30,7 +30,7 @@ class RunKeys(KeyGroup):
 class LaunchKeys(KeyGroup):
     """This start of the run (never written to config.json)"""
 
-    # A config.json from elsewhere must not run code, as trackers and tasks do, or copy a file, as eval_prompts does.
+    # A config.json from elsewhere must not run code, as trackers, tasks and rewards do, or copy a file (eval_prompts).
     program_cache: str = key(
         "auto",
         "folder of compiled programs, for the next start; none: no folder; auto: in ~/.cache, or with several "

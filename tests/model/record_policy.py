@@ -9,15 +9,25 @@ import json
 import tempfile
 
 from tests.model.record_preferences import (
-    END, FOLDER, PAIRS, REFERENCE, in_double, make_model, make_records, make_tokenizer,
+    END,
+    FOLDER,
+    PAIRS,
+    REFERENCE,
+    in_double,
+    make_model,
+    make_records,
+    make_tokenizer,
 )  # fmt: skip
 
 # Keys of ours, and options of TRL's trainer.
 CASES: dict[str, tuple[dict, dict]] = {
-    "grpo": ({"beta": 0.3, "token_mean": "answer", "clip_ratio": 0.1}, {"loss_type": "grpo", "beta": 0.3, "epsilon": 0.1}),
+    "grpo": (
+        {"beta": 0.3, "token_mean": "answer", "clip_ratio": 0.1},
+        {"loss_type": "grpo", "beta": 0.3, "epsilon": 0.1},
+    ),
     "dapo": ({"beta": 0.05, "token_mean": "batch"}, {"loss_type": "dapo", "beta": 0.05}),
     "clip": ({"beta": 0.0, "token_mean": "batch"}, {"loss_type": "dapo", "beta": 0.0}),
-}  # fmt: skip
+}
 REWARDS = [1.0, 0.0, 0.25, 0.75, 0.5, 0.5, 3.0, -1.0]  # of the answers; each two are a group
 
 

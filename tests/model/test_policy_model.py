@@ -19,8 +19,7 @@ RECORDED = json.loads((FOLDER / "policy.json").read_text())
 MOST = 1e-6
 SPLIT = (
     {"mesh": "4x2", "zero": 3, "accum": 2},
-    {"mesh": "2x4", "loss_chunk": 5},
-    {"mesh": "dp2.cp2.mp2", "accum": 4},
+    {"mesh": "dp2.cp2.mp2", "loss_chunk": 5},
 )
 
 
