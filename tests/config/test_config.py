@@ -16,6 +16,7 @@ from shardformer.config.model_keys import ModelKeys
 from shardformer.errors import RunError, UsageError
 
 CHOICES = {name: parsing.choices(field.type) for name, field in FIELDS.items() if parsing.choices(field.type)}
+GRPO = {"objective": "grpo", "batch": 16}
 LBFGS = {"optimizer": "lbfgs", "clip": 0.0, "weight_decay": 0.0}
 NUMBERS = [name for name, field in FIELDS.items() if parsing.plain_type(field.type) is float]
 
@@ -180,13 +181,13 @@ def test_malformed_mesh(text):
         ({"objective": "dpo", "beta": 0.0}, "beta must be above 0, got 0.0"),
         ({"objective": "grpo", "beta": -1.0}, "beta must be at least 0, got -1.0"),
         ({"clip_ratio": 1.0}, "clip_ratio is a distance from 1 in (0, 1), got 1.0"),
-        *(({"objective": "grpo", name: 0}, f"{name} must be") for name in
-          ("group_size", "answer_tokens", "rollout_steps")),
+        *(({"objective": "grpo", name: 0}, f"{name} must be at least {least}, got 0") for name, least in
+          {"group_size": 2, "answer_tokens": 1, "rollout_steps": 1}.items()),
         ({"objective": "grpo", "batch": 12}, "batch=12 answers do not divide into groups of group_size=8"),
-        ({"objective": "grpo", "answer_tokens": 80, "seq": 64}, "answer_tokens=80 leave no room for a prompt"),
-        ({"objective": "grpo", "dropout": 0.1}, "objective=grpo compares with a sampler that drops nothing"),
-        ({"objective": "grpo", "documents": "masked"}, "objective=grpo has one prompt in a row, got documents=masked"),
-        ({"objective": "grpo", "mesh": "1x1x2", "accum": 2}, "objective=grpo samples without pipeline stages"),
+        (GRPO | {"answer_tokens": 80, "seq": 64}, "answer_tokens=80 leave no room for a prompt"),
+        (GRPO | {"dropout": 0.1}, "objective=grpo compares with a sampler that drops nothing"),
+        (GRPO | {"documents": "masked"}, "objective=grpo has one prompt in a row, got documents=masked"),
+        (GRPO | {"mesh": "1x1x2", "accum": 2}, "objective=grpo samples without pipeline stages"),
         ({"reward": "match"}, "reward does nothing with objective=lm; give objective=grpo"),
         ({"objective": "dpo", "label_smoothing": 0.5}, "label_smoothing is the probability of a wrong label, below"),
         ({"objective": "dpo", "accum": 2, "accum_mode": "manual"}, "objective=dpo finds the mean over all micro"),
