@@ -158,9 +158,11 @@ class Config:
         """Returns the configuration of scores and samples on a mesh of this shape."""
         sizes = parse_mesh(shape)
         changes = {"mesh": shape, "batch": sizes.dp * sizes.pp, "accum": sizes.pp, "sequence_parallel": False}
-        if self.preferences.learns_rewards:  # a batch of any size
-            changes["objective"] = "lm"
-        return self.without_gradients().replace(**changes).without_stages()
+        return self.without_rewards().without_gradients().replace(**changes).without_stages()
+
+    def without_rewards(self) -> "Config":
+        """Returns the configuration of the same model without sampled answers, whose groups a batch must divide."""
+        return self.replace(objective="lm", reward="") if self.preferences.learns_rewards else self
 
     def with_weights(self, form: str) -> "Config":
         """Returns the configuration of a run with weights stored in this form; auto: as the run stores them."""
