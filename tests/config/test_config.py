@@ -336,6 +336,11 @@ def test_other_keys_may_change_on_resume():
     assert config.override_on_resume(Config(), changes) == Config.of(**changes)
 
 
+def test_inference_needs_no_groups_and_no_reward():
+    inferred = Config.of(**GRPO, reward="match").for_inference("1x1")
+    assert (inferred.preferences.objective, inferred.start.reward) == ("lm", "")
+
+
 def test_model_batch_and_state_keys_are_fixed_on_resume():
     shapes = {"layers", "d_model", "heads", "kv_heads", "d_ff", "activation", "seq", "vocab", "vocab_multiple", "block",
               "norm", "norm_eps", "bias", "head_bias", "positions", "rotary_dims", "rotary_theta", "rotary_scaling",

@@ -118,7 +118,7 @@ def test_log_probabilities_of_the_next_token_are_noticed():
 
 
 def test_renormalised_log_probabilities_are_noticed():
-    """Those of a sampler that leaves out a third of the probability by top-p."""
+    """A sampler that leaves out a third of the probability by top-p gives others."""
     sampled = make_batch(make_config("grpo"))["sampled"]
     assert_different(run("grpo", {"sampled": sampled - np.float32(np.log(2 / 3)) * (sampled != 0)}))
 
