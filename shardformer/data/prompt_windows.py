@@ -78,7 +78,7 @@ def read_prompts(batch: Batch) -> list[PromptRow]:
 
 
 def describe_prompts(name: str, windows: PromptWindows) -> str:
-    """Returns a line with the numbers of prompts, and of those that are left out."""
+    """Returns a line with the number of prompts that are used, and why the others are not."""
     left_out = windows.total - windows.count
     reason = f"; {left_out:,} are left out: they have no room for {windows.answer_tokens} tokens" if left_out else ""
     return f"{name}: {windows.count:,} of {windows.total:,} prompts{reason}"

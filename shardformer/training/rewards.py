@@ -49,7 +49,7 @@ def _make_length_reward(wanted: int) -> Reward:
 
 def _import_function(name: str, path: Path, function: str) -> Reward:
     if not path.is_file():
-        raise UsageError(f"reward={name}: there is no file {path}; {TAKES}")
+        raise UsageError(f"reward={name}: {path} is not a file; {TAKES}")
     try:
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None

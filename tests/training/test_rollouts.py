@@ -96,7 +96,7 @@ def test_rewards_that_are_built_in():
     [
         ("other", "reward takes FILE.py:FUNCTION, match or length:N; got reward=other"),
         ("length:x", "reward=length:N takes a number of characters of at least 1, got 'x'"),
-        ("no.py:score", "reward=no.py:score: there is no file no.py"),
+        ("no.py:score", "reward=no.py:score: no.py is not a file"),
         ("{}/bad.py:score", "bad.py:score cannot be imported: division by zero"),
         ("{}/one.py:other", "cannot be imported: module 'one' has no attribute 'other'"),
         ("{}/one.py:one", "one.py:one is a int; name a function"),
