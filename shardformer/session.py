@@ -79,7 +79,7 @@ class Session:
         """Opens a new run; `corpus` replaces the data that the configuration names."""
         if config.lora.lora_rank and not config.training.base:
             raise UsageError("lora_rank trains adapters beside the frozen weights of a trained run; name it: base=RUN")
-        observers.check_trackers(config)
+        _check_code(config)
         if corpus is None:
             vocabulary = open_vocabulary_of_base(config) if config.training.base else None
             corpus = data.load_corpus(config, say, vocabulary, progress)
@@ -99,7 +99,7 @@ class Session:
         run = Run.open(folder, changes)
         previous = checkpoint.read_config(run.stored)
         check_given(run.config, {key: value for key, value in changes.items() if value != previous.get(key)})
-        observers.check_trackers(run.config)
+        _check_code(run.config)
         if corpus is None:
             if "data" not in changes:
                 _check_fingerprint(run, previous)
@@ -129,7 +129,7 @@ class Session:
         run.refuse_to_overwrite()
         if not names_data:
             _check_fingerprint(source, config)
-        observers.check_trackers(config)
+        _check_code(config)
         corpus = data.load_corpus(
             config, say, source.vocabulary, progress, started_with=source.fingerprint, resumes=True
         )
@@ -171,6 +171,10 @@ class Session:
                 from shardformer.training.teacher import add_teacher  # not imported without one
 
                 add_teacher(run, trainer, self.say)
+            if run.config.preferences.learns_rewards:
+                from shardformer.training.rollouts import add_rollouts  # not imported without rewards
+
+                trainer = add_rollouts(run, trainer, state, self.say)
             evaluator = Evaluator(trainer, corpus, _make_monitor(run, int(state.step), stop, self.say), evaluate)
             self._say_evaluated_share(evaluator)
             batches = corpus.train_batches(run.config, int(state.step), trainer.local_rows)
@@ -254,6 +258,15 @@ class Trained:
             model = Model.on(settings, mesh.make(settings))
         step, params = self.run.restore_params(model, self.best.step)
         return model, params, step
+
+
+def _check_code(config: Config) -> None:
+    """Raises UsageError for code that this start names and that cannot be imported, before the run starts."""
+    observers.check_trackers(config)
+    if config.preferences.learns_rewards:
+        from shardformer.training.rewards import check_reward  # not imported without rewards
+
+        check_reward(config)
 
 
 def _check_fingerprint(run: Run, stored: Config) -> None:

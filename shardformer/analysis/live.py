@@ -55,7 +55,8 @@ def measure(config: Config) -> Measured:
 
 def make_batch(trainer: Trainer) -> dict[str, np.ndarray]:
     """Returns a batch of the shapes that the objective needs: random tokens, or pairs with all tokens scored."""
-    if not trainer.config.preferences.learns_pairs:
+    keys = trainer.config.preferences
+    if not (keys.learns_pairs or keys.learns_rewards):
         return verify.random_batch(trainer.config.replace(objective="lm", teacher=""))
     return {
         name: np.ones(leaf.shape, leaf.dtype) if leaf.dtype == np.float32 else np.zeros(leaf.shape, leaf.dtype)

@@ -50,7 +50,7 @@ def predict_bytes(config: Config) -> DeviceBytes:
     grad_shardings = jax.tree.map(model.sharding, model.grad_specs)
     gradients = jax.tree.map(_shard_bytes, lora.select_trainable(model.shapes, config), grad_shardings)
     stored = [jax.tree.map(lambda leaf: _shard_bytes(leaf, leaf.sharding), tree) for tree in state]
-    _, parameters, optimizer, average, masters, _ = map(_sum, stored)
+    _, parameters, optimizer, average, masters, *_ = map(_sum, stored)
     host = sum(_shard_bytes(leaf, leaf.sharding) for _, leaf in _list_offloaded(state))
     parameters += sum(_shard_bytes(leaf, leaf.sharding) for leaf in jax.tree.leaves(model.constant_shapes()))
     return DeviceBytes(parameters, _sum(gradients), optimizer + masters - host, average, host)

@@ -1,6 +1,7 @@
 """`eval`: the loss of a split under a checkpoint of a run."""
 
 import dataclasses
+import math
 from typing import Literal
 
 from shardformer.analysis.memory import predict_bytes
@@ -28,6 +29,7 @@ class EvalOptions:
     mesh: str = key("auto", "devices as DPxMP (data parallel x model parallel), DPxMPxPP, or by name as dp2.cp2.mp2")
     step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
     ema: bool = key(False, "use the average of the weights, of a run that was trained with ema")
+    reward: str = key("", "of a run with objective=grpo: FILE.py:FUNCTION, match or length:N, as `train` takes it")
     weights: Literal["auto", "float", "int8", "int4", "nf4"] = key("auto", OF_A_RUN)
 
     def __post_init__(self):
@@ -56,6 +58,12 @@ def evaluate(arguments: list[str]) -> None:
 
         corpus = read_references(run, corpus, say)
     trainer = Trainer(settings, mesh.make(settings))
+    if settings.preferences.learns_rewards:
+        from shardformer.training.rollouts import for_evaluation as with_rewards  # not imported without rewards
+
+        trainer = with_rewards(dataclasses.replace(run, config=settings), trainer, options.reward)
+    elif options.reward:
+        raise UsageError(f"reward does nothing with objective={settings.preferences.objective}; leave it out")
     step, params = run.restore_params(trainer.model, options.step, options.ema)
     splits = corpus.held_out if options.split == "all" else (options.split,)
     losses = Evaluator(trainer, corpus).evaluate_splits(splits, params)
@@ -71,7 +79,10 @@ def for_evaluation(settings: Config, shape: str) -> Config:
         settings.training.accum, 1
     )  # 0 is auto, of a run that was converted and never trained
     sizes = parsing.MeshSizes() if shape == "auto" else parsing.parse_mesh(shape)
-    batch = -(-rows // sizes.dp) * sizes.dp * sizes.pp
+    multiple = sizes.dp
+    if settings.preferences.learns_rewards:
+        multiple = math.lcm(sizes.dp, settings.preferences.group_size)
+    batch = -(-rows // multiple) * multiple * sizes.pp
     return settings.without_gradients().replace(mesh=shape, batch=batch, accum=sizes.pp)
 
 
@@ -80,6 +91,10 @@ def loss_table(losses: dict[str, Evaluation], settings: Config) -> str:
     titles = ["split", "nats/token", "accuracy", "tokens"]
     if settings.preferences.learns_pairs:
         titles = ["split", f"{settings.preferences.objective} loss", "right order", "pairs"]
+    if settings.preferences.learns_rewards:
+        titles = ["split", "mean reward", "above 0", "answers"]
+        for row, it in zip(rows, losses.values(), strict=True):
+            row[1] = f"{0 - it.loss:.4f}"  # no -0.0000
     if all(it.bytes for it in losses.values()):
         titles += ["nats/byte", "bits/byte"]
         for row, it in zip(rows, losses.values(), strict=True):

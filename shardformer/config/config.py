@@ -79,6 +79,12 @@ class Config:
         sides = 2 if self.preferences.learns_pairs else 1
         return self.training.batch * self.model.seq * sides
 
+    @property
+    def data_rows(self) -> int:
+        """Rows of the data that a batch is made from; sampled answers are made from prompts."""
+        groups = self.preferences.group_size if self.preferences.learns_rewards else 1
+        return self.training.batch // groups
+
     @functools.cached_property
     def stage_layers(self) -> int:
         """Layers that a pipeline stage computes in one round; all layers without stages."""
@@ -152,7 +158,11 @@ class Config:
         """Returns the configuration of scores and samples on a mesh of this shape."""
         sizes = parse_mesh(shape)
         changes = {"mesh": shape, "batch": sizes.dp * sizes.pp, "accum": sizes.pp, "sequence_parallel": False}
-        return self.without_gradients().replace(**changes).without_stages()
+        return self.without_rewards().without_gradients().replace(**changes).without_stages()
+
+    def without_rewards(self) -> "Config":
+        """Returns the configuration of the same model without sampled answers, whose groups a batch must divide."""
+        return self.replace(objective="lm", reward="") if self.preferences.learns_rewards else self
 
     def with_weights(self, form: str) -> "Config":
         """Returns the configuration of a run with weights stored in this form; auto: as the run stores them."""

@@ -35,6 +35,10 @@ def check_rules(c: "Config") -> None:
     _check_lbfgs(c)
     if c.preferences.objective != "lm":
         _check_preferences(c)
+    require(
+        not c.start.reward or c.preferences.learns_rewards,
+        f"reward does nothing with objective={c.preferences.objective}; give objective=grpo",
+    )
     _check_bad_steps(c)
     require(
         c.optimizer.offload == "none" or not c.training.ema or c.optimizer.param_dtype == "float32",
@@ -208,6 +212,9 @@ def _check_preferences(c: "Config") -> None:
             f"a mesh without pp; got balance_loss={c.experts.balance_loss} mesh={c.parallel.mesh}",
         )
         return
+    if c.preferences.learns_rewards:
+        _check_rewards(c)
+        return
     require(
         not (c.data.mask_prompt or c.data.order == "random"),
         f"objective={c.preferences.objective} reads complete pairs, whose prompts have no loss: give mask_prompt=false "
@@ -222,6 +229,32 @@ def _check_preferences(c: "Config") -> None:
         not (c.preferences.measures_kl and c.experts.balance_loss),
         f"objective=kto counts no routes of experts over the batch, got balance_loss={c.experts.balance_loss}; give "
         "balance_loss=0",
+    )
+
+
+def _check_rewards(c: "Config") -> None:
+    size, batch = c.preferences.group_size, c.training.batch
+    require(
+        batch % size == 0,
+        f"batch={batch} answers do not divide into groups of group_size={size}; try batch={next_multiple(batch, size)}",
+    )
+    require(
+        c.preferences.answer_tokens <= c.model.seq,
+        f"answer_tokens={c.preferences.answer_tokens} leave no room for a prompt in seq={c.model.seq}; give a "
+        "larger seq",
+    )
+    require(
+        not (c.training.dropout or c.lora.lora_dropout),
+        "objective=grpo compares with a sampler that drops nothing: give dropout=0 and lora_dropout=0; got "
+        f"dropout={c.training.dropout} lora_dropout={c.lora.lora_dropout}",
+    )
+    require(
+        c.data.documents != "masked",
+        "objective=grpo has one prompt in a row, got documents=masked; give documents=padded",
+    )
+    require(
+        c.parallel.mesh == "auto" or c.parallel.pp == 1,
+        f"objective=grpo samples without pipeline stages, got mesh={c.parallel.mesh}; give a mesh without pp",
     )
 
 

@@ -1,4 +1,4 @@
-"""Keys of the objective: pairs of a chosen and a rejected answer, or a teacher's distributions."""
+"""Keys of the objective: pairs of a chosen and a rejected answer, a teacher's distributions, or sampled answers."""
 
 import dataclasses
 import functools
@@ -8,8 +8,15 @@ from shardformer.config.keys import KeyGroup, UsedIf, key, require
 
 # The metrics that a step of pairs has besides loss (the objective) and accuracy (the right order of the rewards).
 PAIR_METRICS = ("chosen_reward", "rejected_reward", "reward_margin", "chosen_logp", "rejected_logp", "sft_loss", "kl")
+# Those of sampled answers; accuracy is the share of answers with a reward above 0.
+POLICY_METRICS = ("reward", "kl", "clip_share", "answer_length", "logp_gap")
 WITH_PAIRS = UsedIf(lambda keys: keys.learns_pairs, "without pairs; give objective=dpo or another of pairs")
 WITH_TEACHER = UsedIf(lambda keys: keys.objective == "distill", "with another objective; give objective=distill")
+WITH_BETA = UsedIf(
+    lambda keys: keys.learns_pairs or keys.learns_rewards,
+    "without pairs or rewards; give objective=dpo, grpo or another of them",
+)
+WITH_REWARDS = UsedIf(lambda keys: keys.learns_rewards, "with another objective; give objective=grpo")
 WITH_SMOOTHING = UsedIf(
     lambda keys: keys.objective in ("dpo", "simpo"),
     "with an objective that has no sigmoid of a margin; give dpo or simpo",
@@ -22,15 +29,16 @@ WITH_SIMPO = UsedIf(lambda keys: keys.objective == "simpo", "with another object
 class PreferenceKeys(KeyGroup):
     """Objective"""
 
-    objective: Literal["lm", "distill", "dpo", "ipo", "kto", "orpo", "simpo"] = key(
+    objective: Literal["lm", "distill", "grpo", "dpo", "ipo", "kto", "orpo", "simpo"] = key(
         "lm",
-        "loss; lm: of every token; distill: of a teacher's distributions; the others: of pairs of a chosen and a "
-        "rejected answer (batch counts rows of pairs)",
+        "loss; lm: of every token; distill: of a teacher's distributions; grpo: of sampled answers with rewards; the "
+        "others: of pairs of a chosen and a rejected answer (batch counts rows of pairs)",
         fixed=True,
     )
     beta: float = key(
-        0.1, "scale of the rewards; ipo: its regularisation tau; orpo: weight of the odds ratio", used_if=WITH_PAIRS
-    )
+        0.1, "scale of the rewards; ipo: its regularisation tau; orpo: weight of the odds ratio; grpo: that of the "
+        "KL divergence from the start of the run, 0: none", used_if=WITH_BETA,
+    )  # fmt: skip
     label_smoothing: float = key(
         0.0, "probability that a pair is labelled the wrong way round", least=0, used_if=WITH_SMOOTHING
     )
@@ -60,15 +68,38 @@ class PreferenceKeys(KeyGroup):
         1.0, "divides the logits of both; the divergence is multiplied by its square", used_if=WITH_TEACHER
     )
 
+    group_size: int = key(
+        8, "answers that are sampled for each prompt and compared with each other; divides batch, which counts answers",
+        least=2, fixed=True, used_if=WITH_REWARDS,
+    )  # fmt: skip
+    answer_tokens: int = key(64, "longest sampled answer", least=1, fixed=True, used_if=WITH_REWARDS)
+    rollout_steps: int = key(
+        1, "steps that learn from the same sampled answers", least=1, fixed=True, used_if=WITH_REWARDS
+    )
+    clip_ratio: float = key(
+        0.2, "distance from 1 at which the ratio of a token's probability to the sampler's has no more effect",
+        used_if=WITH_REWARDS,
+    )  # fmt: skip
+    token_mean: Literal["batch", "answer"] = key(
+        "batch", "tokens that weigh the same; batch: all, as TRL's dapo; answer: those of an answer, and answers weigh "
+        "the same, as TRL's grpo", fixed=True, used_if=WITH_REWARDS,
+    )  # fmt: skip
+
     @functools.cached_property
     def learns_pairs(self) -> bool:
         """True for an objective over preference pairs."""
-        return self.objective not in ("lm", "distill")
+        return self.objective not in ("lm", "distill", "grpo")
+
+    @functools.cached_property
+    def learns_rewards(self) -> bool:
+        """True for an objective over answers that the model samples."""
+        return self.objective == "grpo"
 
     @functools.cached_property
     def metrics(self) -> tuple[str, ...]:
         """The metrics of a step that only this objective has."""
-        return PAIR_METRICS if self.learns_pairs else ("kl",) if self.objective == "distill" else ()
+        own = {"lm": (), "distill": ("kl",), "grpo": POLICY_METRICS}
+        return own.get(self.objective, PAIR_METRICS)
 
     @functools.cached_property
     def needs_references(self) -> bool:
@@ -100,7 +131,12 @@ class PreferenceKeys(KeyGroup):
         return self.learns_pairs and self.sft > 0
 
     def check(self) -> None:
-        require(self.beta > 0, f"beta must be above 0, got {self.beta}; try beta=0.1")
+        least = "above" if self.learns_pairs else "at least"
+        require(
+            self.beta > 0 or (self.beta == 0 and not self.learns_pairs),
+            f"beta must be {least} 0, got {self.beta}; try beta=0.1",
+        )
+        require(0 < self.clip_ratio < 1, f"clip_ratio is a distance from 1 in (0, 1), got {self.clip_ratio}; try 0.2")
         require(
             self.label_smoothing < 0.5,
             f"label_smoothing is the probability of a wrong label, below 0.5, got {self.label_smoothing}",

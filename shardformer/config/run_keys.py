@@ -30,7 +30,7 @@ class RunKeys(KeyGroup):
 class LaunchKeys(KeyGroup):
     """This start of the run (never written to config.json)"""
 
-    # A config.json from elsewhere must not run code, as trackers and tasks do, or copy a file, as eval_prompts does.
+    # A config.json from elsewhere must not run code, as trackers, tasks and rewards do, or copy a file (eval_prompts).
     program_cache: str = key(
         "auto",
         "folder of compiled programs, for the next start; none: no folder; auto: in ~/.cache, or with several "
@@ -44,6 +44,11 @@ class LaunchKeys(KeyGroup):
     )
     eval_limit: float = key(0.0, "examples of each task, or below 1 their share; 0: all", least=0, needs="eval_tasks")
     eval_prompts: str = key("", "file with a prompt per line, continued by 64 greedy tokens into texts.jsonl")
+    reward: str = key(
+        "",
+        "reward of objective=grpo: FILE.py:FUNCTION, called with (prompt, answer, expected) as text; match: 1 if the "
+        "answer is the record's, else 0; length:N: 1 for N characters, less by 1/N for each that differs",
+    )
     profile: str = key("", "FROM:TO, the steps whose trace JAX's profiler writes into the run folder")
 
     def check(self) -> None:

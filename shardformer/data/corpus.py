@@ -18,6 +18,7 @@ from shardformer.data.chat.chat_windows import ChatSplit, ChatWindows, describe_
 from shardformer.data.chat.preference_windows import PreferenceSplit, PreferenceWindows, describe_pairs
 from shardformer.data.digests import BackgroundCheck
 from shardformer.data.prepare import Progress
+from shardformer.data.prompt_windows import PromptSplit, describe_prompts
 from shardformer.data.row_report import join_faults
 from shardformer.data.source import NO_IDS, OpenedSource, Say, Source, SourceOptions
 from shardformer.data.token_folder import format_of_fingerprint, join_fingerprints
@@ -63,6 +64,8 @@ class Corpus:
 
     def separate_documents(self, config: Config) -> Config:
         """Returns a configuration whose conversations never see each other; without packing, a row has one pair."""
+        if config.preferences.learns_rewards:  # a prompt in each row
+            return config.replace(documents="padded", mask_prompt=not self.has_chat)
         if not self.has_chat or config.data.documents != "packed":
             return config
         return config.replace(documents="padded" if self.has_pairs else "masked")
@@ -109,6 +112,9 @@ class Corpus:
         """Yields a line for every source of conversations: how they are laid out in rows."""
         for source in self.sources:
             split = source.splits.get("train")
+            if split and layout.answer_tokens:
+                yield describe_prompts(source.name, PromptSplit(split, layout.answer_tokens).make_windows(layout))
+                continue
             if isinstance(split, PreferenceSplit):
                 yield describe_pairs(source.name, PreferenceWindows(split, layout))
             elif isinstance(split, ChatSplit):
@@ -124,30 +130,31 @@ class Corpus:
         self, config: Config, first_step: int = 0, rows: batches.Rows = batches.EVERY_ROW
     ) -> batches.BatchStream:
         """Returns batches without end from a step on; `rows` are those of the global batch to gather."""
-        splits, layout = self.splits("train"), choose_row_layout(config)
+        splits, layout = select_rows(self.splits("train"), config), choose_row_layout(config)
+        every = config.preferences.rollout_steps if config.preferences.learns_rewards else 1
         make = batches.TrainBatches(
             splits,
             self.weights,
             layout,
-            batch=config.training.batch,
+            batch=config.data_rows,
             seed=config.training.seed,
             order=config.data.order,
         )
 
         def make_checked(step: int) -> Batch:
             self.check()
-            return batches.check_ids(make(step, rows), len(self.vocabulary), f"{self.name}, step {step}")
+            return batches.check_ids(make(step // every, rows), len(self.vocabulary), f"{self.name}, step {step}")
 
         return batches.stream(make_checked, first_step, all(source.through_tf for source in self.sources))
 
     def eval_batches(self, split: str, config: Config, limit: int = 0) -> batches.EvalBatches:
         self.check()
-        splits = self.splits(split)
+        splits = select_rows(self.splits(split), config)
         if not splits:
             raise UsageError(f"data={self.name} has no {split} split; there are train, {', '.join(self.held_out)}")
         layout, lengths, size = choose_row_layout(config), self.vocabulary.byte_lengths(), len(self.vocabulary)
         return batches.EvalBatches(
-            splits, layout, batch=config.training.batch, limit=limit, byte_lengths=lengths, vocab_size=size
+            splits, layout, batch=config.data_rows, limit=limit, byte_lengths=lengths, vocab_size=size
         )
 
 
@@ -161,7 +168,14 @@ def choose_row_layout(config: Config) -> RowLayout:
         config.data.mask_prompt,
         sft_tokens,
         config.preferences.measures_kl,
+        config.preferences.answer_tokens if config.preferences.learns_rewards else 0,
     )
+
+
+def select_rows(splits: list[AnySplit], config: Config) -> list[AnySplit]:
+    """Returns the splits whose rows an objective reads: those of prompts if it samples the answers."""
+    keys = config.preferences
+    return [PromptSplit(split, keys.answer_tokens) for split in splits] if keys.learns_rewards else splits
 
 
 def load_corpus(

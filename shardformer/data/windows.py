@@ -23,6 +23,7 @@ class RowLayout:
     mask_prompt: bool = False  # prompts are read but have no loss
     sft_tokens: str = ""  # of preference pairs, the targets of the SFT term: answer or all; empty: none
     measures_kl: bool = False  # rows of preference pairs have the answers of another pair behind their prompts as well
+    answer_tokens: int = 0  # room behind prompts for answers that the model samples
 
     @property
     def weighs_targets(self) -> bool:

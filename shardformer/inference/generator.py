@@ -111,10 +111,11 @@ class Generator:
         stops: Stop = never_stop,
         watch: Watch = ignore,
         batch: int | None = None,
+        apart: bool = False,
     ) -> list[Continuation]:
         """Returns the list of `stream`; by default all rows are computed together."""
         batch = batch or max(len(prompts) * sampling.samples, 1)
-        return list(self.stream(params, prompts, sampling, vocab_size, stops, watch, batch))
+        return list(self.stream(params, prompts, sampling, vocab_size, stops, watch, batch, apart))
 
     def stream(
         self,
@@ -125,12 +126,14 @@ class Generator:
         stops: Stop = never_stop,
         watch: Watch = ignore,
         batch: int = 16,
+        apart: bool = False,
     ) -> Iterator[Continuation]:
         """Yields `samples` continuations of each prompt, in order; computes `batch` rows together.
 
         A token is predicted from at most the last `seq` tokens. Until the context is full, each token costs a pass over
         one token. When it is full, its oldest `stride` tokens are dropped and the rest is reread, which is exact
-        for all positions. A row depends only on its prompt, the seed and its sample number.
+        for all positions. A row depends only on its prompt, the seed and its sample number. With
+        `apart`, it has the random draws of its number among all rows instead, so that no two prompts share any.
 
         Every generated id is below `vocab_size`. `stops(ids)` is called after each token and ends the row if true.
         `watch(row, ids)` receives new ids as they come; rows are numbered over all prompts.
@@ -141,7 +144,9 @@ class Generator:
         parameters = _Parameters(params, self._unstack_layers(params))
         request = _Request(parameters, sampling, vocab_size, stops, watch)
         values = itertools.count()
-        pairs = itertools.product(contexts, range(sampling.samples))
+        repeated = [context for context in contexts for _ in range(sampling.samples)]
+        numbers = range(len(repeated)) if apart else itertools.cycle(range(sampling.samples))
+        pairs = zip(repeated, numbers, strict=False)
         while rows := [Row(next(values), *pair) for pair in itertools.islice(pairs, batch)]:
             while any(not row.ended(sampling) for row in rows):
                 self._fill_contexts(request, rows)

@@ -25,6 +25,11 @@ _PAIR_PANELS = (
     ("accuracy", "Right order", "share of pairs"),
     ("chosen_reward", "Reward of chosen", "nats, scaled by beta"),
 )
+_REWARD_PANELS = (
+    ("reward", "Reward", "mean of the sampled answers"),
+    ("kl", "KL divergence", "nats per token, from the start"),
+    ("clip_share", "Clipped tokens", "share"),
+)
 _THOUSANDS = FuncFormatter(lambda value, _: f"{value:,.0f}")
 _SMOOTHED_SHARE = 0.03  # of the run: the width of the running mean's window
 _LARGEST_DRAWN = 1e30  # matplotlib overflows on larger values
@@ -41,7 +46,7 @@ def draw_curves(out: Path) -> Path:
     name = escape(os.fsencode(out.resolve().name).decode(errors="replace"))  # the name may hold any bytes
     title = figure.suptitle(f"{name}: {last_step:,} steps", fontsize=15, fontweight="bold")
     title.set_parse_math(False)  # a $ in the name does not begin a formula
-    panels = _PAIR_PANELS if "reward_margin" in series else _SMALL_PANELS
+    panels = _choose_panels(series)
     axes = figure.subplot_mosaic([["loss"] * 3, [key for key, *_ in panels]], height_ratios=[2.4, 1])
     _draw_loss(axes["loss"], series)
     for key, heading, unit in panels:
@@ -53,6 +58,12 @@ def draw_curves(out: Path) -> Path:
         warnings.filterwarnings("ignore", "Glyph ")  # of a character of the name, which it prints as it is
         figure.savefig(temporary)
     return path
+
+
+def _choose_panels(series: dict) -> tuple:
+    if "reward_margin" in series:
+        return _PAIR_PANELS
+    return _REWARD_PANELS if "reward" in series else _SMALL_PANELS
 
 
 def compute_running_mean(values: np.ndarray, half: int) -> np.ndarray:

@@ -19,7 +19,6 @@ from shardformer.kernels import vocabulary_loss
 from shardformer.kernels.divergences import measure_divergence
 from shardformer.layout.mesh import resolve_on
 from shardformer.model.model import Model, normalise_weights
-from shardformer.parallel import collectives
 from shardformer.shards.pair_transformer import PairTransformerShard
 
 
@@ -108,11 +107,6 @@ class DistillationModel(Model):
             return measure(parts)
         result = lax.map(jax.checkpoint(measure), vocabulary_loss.split_tokens(parts, chunk))
         return vocabulary_loss.join_tokens(result, targets_BT.shape)
-
-    def _mean(self, losses, grads):
-        """Averages over all rows of the batch."""
-        losses = collectives.pmean(jnp.stack(losses), self.token_axes)  # one collective
-        return DistillationLoss(*losses), self.replicas.mean(grads)
 
 
 def _stop(leaf):

@@ -294,8 +294,8 @@ class Model:
 
     def _mean(self, losses, grads):
         """Averages over all rows of the batch."""
-        losses = collectives.pmean(jnp.stack(losses), self.token_axes)  # one collective
-        return Loss(*losses), self.replicas.mean(grads)
+        means = collectives.pmean(jnp.stack(losses), self.token_axes)  # one collective
+        return type(losses)(*means), self.replicas.mean(grads)
 
     def _draw_masks(self, dropout_key, batch, tokens: int) -> Dropout:
         """Returns the dropout of this shard's rows, whose complete length is `tokens`."""

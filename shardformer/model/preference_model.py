@@ -192,11 +192,6 @@ class PreferenceModel(Model):
         flat = {name: batch[name].reshape(-1, batch[name].shape[-1]) for name in OF_TOKENS if name in batch}
         return flat | {"examples": (2 * batch["examples"][:, None] + jnp.arange(2)[None]).reshape(-1)}
 
-    def _mean(self, losses, grads):
-        """Averages over all rows of the batch."""
-        losses = collectives.pmean(jnp.stack(losses), self.token_axes)  # one collective
-        return PairLoss(*losses), self.replicas.mean(grads)
-
 
 def measure_kl(model: PreferenceModel, params, batch, dropout_key) -> jax.Array:
     """Returns KTO's divergence over the global batch: the mean log-ratio of answers to other prompts, at least 0.

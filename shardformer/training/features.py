@@ -17,6 +17,10 @@ def choose_model(config: Config) -> type[Model]:
         from shardformer.model.preference_model import PreferenceModel  # not imported without pairs
 
         return PreferenceModel
+    if config.preferences.learns_rewards:
+        from shardformer.model.policy_model import PolicyModel  # not imported without rewards
+
+        return PolicyModel
     if config.preferences.objective == "distill":
         from shardformer.model.distillation_model import DistillationModel  # not imported without a teacher
 
@@ -55,6 +59,10 @@ def choose_parts(config: Config, model: Model) -> tuple[Part, ...]:
         parts.append(LineSearch(config, model))
     if config.bad_steps.skip_steps:
         parts.append(RollingGuard(config))
+    if config.preferences.learns_rewards:
+        from shardformer.training.stored_rollout import StoredRollout  # not imported without rewards
+
+        parts.append(StoredRollout(model))
     return tuple(parts)
 
 

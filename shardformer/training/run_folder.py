@@ -258,7 +258,7 @@ class Run:
         like = model.abstract if has_codes else model.read_abstract
         like = like if has_adapters else lora.remove_adapters(like)
         wanted = {"params": master_weights.round_shapes(like, self.config)}
-        unread = ["step", "optimizer", "masters", "guard"]
+        unread = ["step", "optimizer", "masters", "guard", "rollout"]
         if averaged:
             wanted["average"] = average.select_averaged(master_weights.exact_shapes(like), self.config)
         else:

@@ -36,6 +36,7 @@ class TrainState(NamedTuple):
     average: Any = NO_ARRAYS
     masters: Any = NO_ARRAYS
     guard: Any = NO_ARRAYS
+    rollout: Any = NO_ARRAYS
 
 
 class Measured(NamedTuple):

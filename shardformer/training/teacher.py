@@ -25,14 +25,15 @@ def add_teacher(run: Run, trainer: Trainer, say: Callable[[str], None]) -> None:
         )
     step, params = teacher.restore_params(trainer.model.teacher)  # type: ignore[attr-defined]
     weights = digest_weights(params, trainer.model.sharding(P()))
-    processes.run_on_first_process(lambda: _check_weights(run, weights, step))
+    name = f"teacher={run.config.preferences.teacher}"
+    processes.run_on_first_process(lambda: check_weights(run, FILE, name, weights, step))
     trainer.constants["teacher"] = params
     say(f"teacher: step {step} of {teacher.out}, weights {weights[:12]}")
 
 
-def _check_weights(run: Run, weights: str, step: int) -> None:
-    """Compares the weights with those of the first start, or notes them."""
-    path = run.records / FILE
+def check_weights(run: Run, file: str, name: str, weights: str, step: int) -> None:
+    """Compares the weights with those of the first start, or notes them in a file of the run."""
+    path = run.records / file
     try:
         before = json.loads(read_text(path))["weights"]
     except FileNotFoundError:
@@ -41,10 +42,10 @@ def _check_weights(run: Run, weights: str, step: int) -> None:
             temporary.write_text(json.dumps({"weights": weights, "step": step}) + "\n")
         return
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise RunError(f"{path} is damaged ({error!s:.100}); remove it to go on with the teacher as it is") from None
+        raise RunError(f"{path} is damaged ({error!s:.100}); remove it to go on with {name} as it is") from None
     if before != weights:
         raise RunError(
-            f"teacher={run.config.preferences.teacher} has changed: the run started with weights of sha256 "
+            f"{name} has changed: the run started with weights of sha256 "
             f"{str(before)[:12]}, and its best are {weights[:12]} (step {step}) now; restore them, or remove {path} to "
             "go on with these"
         )

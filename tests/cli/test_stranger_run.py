@@ -37,7 +37,7 @@ KEYS = {
     ),
 }
 # Keys that run code, copy a file, or write elsewhere: each start must name them.
-LAUNCHED = {"program_cache", "tracker", "eval_tasks", "eval_prompts"}
+LAUNCHED = {"program_cache", "tracker", "eval_tasks", "eval_prompts", "reward"}
 
 FILES = {
     r"config\.json": "parsed; KEYS has what its values cause",
@@ -48,7 +48,7 @@ FILES = {
     r"(scores|texts)\.jsonl": "parsed and written again as a new file; a link is replaced",
     r"final\.json": "parsed for a step",
     r"curves\.png": "replaced",
-    r"teacher\.json": "parsed for a sha256",
+    r"(teacher|reference)\.json": "parsed for a sha256",
     r"references/.*": "numbers, compared with their sha256 and that of the data; a part of another run is not read",
     r"\.lock": "parsed for a host and a process; opened without following a link",
     r"tensorboard/events\..*": "never read; new files are written beside it",

@@ -16,6 +16,7 @@ from shardformer.config.model_keys import ModelKeys
 from shardformer.errors import RunError, UsageError
 
 CHOICES = {name: parsing.choices(field.type) for name, field in FIELDS.items() if parsing.choices(field.type)}
+GRPO = {"objective": "grpo", "batch": 16}
 LBFGS = {"optimizer": "lbfgs", "clip": 0.0, "weight_decay": 0.0}
 NUMBERS = [name for name, field in FIELDS.items() if parsing.plain_type(field.type) is float]
 
@@ -178,6 +179,16 @@ def test_malformed_mesh(text):
         ({"optimizer": "muon", "lora_rank": 2}, "lora_rank trains adapters; give optimizer=adamw"),
         ({"skip_steps": 3.0, "accum": 2, "accum_mode": "multisteps"}, "updates by microbatches; give accum_mode=scan"),
         ({"objective": "dpo", "beta": 0.0}, "beta must be above 0, got 0.0"),
+        ({"objective": "grpo", "beta": -1.0}, "beta must be at least 0, got -1.0"),
+        ({"clip_ratio": 1.0}, "clip_ratio is a distance from 1 in (0, 1), got 1.0"),
+        *(({"objective": "grpo", name: 0}, f"{name} must be at least {least}, got 0") for name, least in
+          {"group_size": 2, "answer_tokens": 1, "rollout_steps": 1}.items()),
+        ({"objective": "grpo", "batch": 12}, "batch=12 answers do not divide into groups of group_size=8"),
+        (GRPO | {"answer_tokens": 80, "seq": 64}, "answer_tokens=80 leave no room for a prompt"),
+        (GRPO | {"dropout": 0.1}, "objective=grpo compares with a sampler that drops nothing"),
+        (GRPO | {"documents": "masked"}, "objective=grpo has one prompt in a row, got documents=masked"),
+        (GRPO | {"mesh": "1x1x2", "accum": 2}, "objective=grpo samples without pipeline stages"),
+        ({"reward": "match"}, "reward does nothing with objective=lm; give objective=grpo"),
         ({"objective": "dpo", "label_smoothing": 0.5}, "label_smoothing is the probability of a wrong label, below"),
         ({"objective": "dpo", "accum": 2, "accum_mode": "manual"}, "objective=dpo finds the mean over all micro"),
         ({"objective": "dpo", "z_loss": 0.1}, "z_loss=0.1 is a term of objective=lm; with objective=dpo give z_loss=0"),
@@ -332,6 +343,11 @@ def test_other_keys_may_change_on_resume():
     assert config.override_on_resume(Config(), changes) == Config.of(**changes)
 
 
+def test_inference_needs_no_groups_and_no_reward():
+    inferred = Config.of(**GRPO, reward="match").for_inference("1x1")
+    assert (inferred.preferences.objective, inferred.start.reward) == ("lm", "")
+
+
 def test_model_batch_and_state_keys_are_fixed_on_resume():
     shapes = {"layers", "d_model", "heads", "kv_heads", "d_ff", "activation", "seq", "vocab", "vocab_multiple", "block",
               "norm", "norm_eps", "bias", "head_bias", "positions", "rotary_dims", "rotary_theta", "rotary_scaling",
@@ -339,7 +355,8 @@ def test_model_batch_and_state_keys_are_fixed_on_resume():
               "embed", "tied", "init_std", "head_dim", "qk_norm", "logits_cap", "embed_scale", "residual_scale",
               "logits_scale"}  # fmt: skip
     batches = {"tokenizer", "order", "documents", "mask_prompt", "special_tokens", "bos", "batch",
-               "seed", "chat_template", "objective", "teacher"}  # fmt: skip
+               "seed", "chat_template", "objective", "teacher", "group_size", "answer_tokens", "rollout_steps",
+               "token_mean"}  # fmt: skip
     arrays = {"optimizer", "lr_rules", "accum_mode", "base", "ema", "param_dtype",
               "moment_dtype", "lora_rank", "lora_targets", "lora_alpha", "weights",
               "rslora"}  # fmt: skip
@@ -397,7 +414,12 @@ def test_zero_means_none_in_old_files_only(name):
         ({"pipeline_rounds": 2, "mesh": "2x2"}, "pipeline_rounds does nothing without pipeline stages"),
         ({"special_tokens": True, "tokenizer": "bytes"}, "special_tokens does nothing with a tokenizer that has none"),
         ({"text": "body"}, "text does nothing without data from .jsonl records"),
-        ({"beta": 0.2}, "beta does nothing without pairs; give objective=dpo or another of pairs"),
+        ({"beta": 0.2}, "beta does nothing without pairs or rewards; give objective=dpo, grpo or another of them"),
+        *(
+            ({name: value}, f"{name} does nothing with another objective; give objective=grpo")
+            for name, value in {"group_size": 4, "answer_tokens": 5, "rollout_steps": 2, "clip_ratio": 0.1}.items()
+        ),
+        ({"token_mean": "answer"}, "token_mean does nothing with another objective; give objective=grpo"),
         ({"sft_weight": 0.2}, "sft_weight does nothing without pairs"),
         ({"sft_tokens": "all"}, "sft_tokens does nothing without pairs"),
         ({"teacher": "x"}, "teacher does nothing with another objective; give objective=distill"),

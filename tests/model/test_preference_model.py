@@ -12,7 +12,6 @@ from tests.model.record_preferences import CASES, PAIRS
 
 MOST = 1e-6
 SPLIT = (
-    {"mesh": "4x2"},
     {"mesh": "2x4", "documents": "masked"},
     {"mesh": "4x2", "zero": 3, "accum": 2},
     {"mesh": "1x1", "loss_chunk": 5, "accum": 4},

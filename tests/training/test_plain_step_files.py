@@ -54,6 +54,7 @@ FEATURES = (
     {"dropout": 0.1},
     {"lora_rank": 2},
     {"objective": "dpo"},
+    {"objective": "grpo", "answer_tokens": 4},
     {"window": 8},
     {"attention": "blocks"},
     {"loss_chunk": 32},

@@ -1,0 +1,88 @@
+"""The model under a policy gradient on sampled answers (GRPO): the loss, its gradient and its metrics.
+
+Every mean is over the tokens of the sampled answers in the global batch, as `weights` weighs them.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardformer.config.preference_keys import POLICY_METRICS
+from shardformer.model.model import Model
+from shardformer.shards.pair_transformer import PairTransformerShard
+
+
+class PolicyLoss(NamedTuple):
+    """Means over the tokens of the answers, or over the answers; the first three are those of `Loss`."""
+
+    loss: jax.Array  # the minimised loss
+    z_loss: jax.Array
+    accuracy: jax.Array  # share of the answers with a reward above 0
+    reward: jax.Array
+    kl: jax.Array  # the estimated divergence from the start of the run, in nats per token; 0 with beta=0
+    clip_share: jax.Array  # of the tokens whose ratio is clipped, and which have no gradient but that of the divergence
+    answer_length: jax.Array  # tokens
+    logp_gap: jax.Array  # mean distance of a token's log-probability from the sampler's
+
+
+class PolicyModel(Model):
+    """`Model` with `objective=grpo`."""
+
+    details = POLICY_METRICS
+    shard: PairTransformerShard
+
+    def __init__(self, layout, mesh):
+        super().__init__(layout, mesh)
+        self.shard = PairTransformerShard(self.layout)
+
+    def batch_shapes(self) -> dict:
+        """Returns the shapes of a rollout: rows of a prompt and its sampled answer.
+
+        `weights` are 0 outside of the answers. `advantages`, and log-probabilities under the sampler and the reference,
+        are of each target; `rewards` and `lengths` are of each answer.
+        """
+        rows, seq = self.config.training.batch, self.config.model.seq
+        ids, values = jax.ShapeDtypeStruct((rows, seq), jnp.int32), jax.ShapeDtypeStruct((rows, seq), jnp.float32)
+        shapes = {"tokens": ids, "targets": ids, "weights": values, "advantages": values, "sampled": values}
+        if self.config.preferences.beta:
+            shapes["references"] = values
+        return shapes | dict.fromkeys(("rewards", "lengths"), jax.ShapeDtypeStruct((rows,), jnp.float32))
+
+    # Shard view.
+
+    def local_objective(self, params, batch, dropout_key=None, counts=None):
+        """Returns (the minimised loss, `PolicyLoss`) of this shard's rows; weights are of the global batch."""
+        keys, local = self.config.preferences, self.layout.attention.take_batch(batch)
+        token, of_records = self.shard.token_losses(
+            params, local["tokens"], local["targets"], None, None, constants=counts
+        )
+        weights_BT, advantages_BT = local["weights"], local["advantages"]
+
+        def mean(x_BT):
+            return (x_BT * weights_BT).mean()
+
+        def subtract(x_BT, y_BT):  # 0 outside of the answers, where the exponential could overflow
+            return jnp.where(weights_BT > 0, x_BT - y_BT, 0)
+
+        gap_BT = subtract(-token.nats_BT, local["sampled"])
+        ratio_BT = jnp.exp(gap_BT)
+        clipped_BT = jnp.clip(ratio_BT, 1 - keys.clip_ratio, 1 + keys.clip_ratio)
+        gain_BT, limit_BT = ratio_BT * advantages_BT, clipped_BT * advantages_BT
+        kl_BT = jnp.zeros_like(gap_BT)
+        if keys.beta:
+            behind_BT = subtract(local["references"], -token.nats_BT)
+            # The ratio makes its gradient that of the divergence; as in TRL since DeepSeek-V3.2.
+            kl_BT = ratio_BT * (jnp.exp(behind_BT) - behind_BT - 1)
+        objective = mean(keys.beta * kl_BT - jnp.minimum(gain_BT, limit_BT)) + of_records
+        clipped = mean((limit_BT < gain_BT).astype(jnp.float32))
+        of_tokens = mean(kl_BT), clipped, self._mean_of_rows(local["lengths"]), mean(jnp.abs(gap_BT))
+        rewards_B = local["rewards"]
+        of_answers = self._mean_of_rows(rewards_B > 0), self._mean_of_rows(rewards_B)
+        result = PolicyLoss(objective, mean(jnp.square(token.log_z_BT)), *of_answers, *of_tokens)
+        return objective, lax.stop_gradient(result)
+
+    @staticmethod
+    def _mean_of_rows(x_B):
+        return x_B.astype(jnp.float32).mean()

@@ -1,0 +1,214 @@
+"""GRPO's rollouts: answers that the model samples, their rewards, and the arrays of a step. Host side.
+
+A rollout is a function of the weights at its first step, its number, the seed and the rewards. It is in the state, so
+that a resume in its middle has the same one.
+"""
+
+import functools
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from shardformer.data.order import scramble
+from shardformer.data.prompt_windows import PromptRow, read_prompts
+from shardformer.data.windows import Batch
+from shardformer.devices import processes, programs
+from shardformer.inference import Generator, Sampling, Stops
+from shardformer.inference.chat_codec import ChatCodec
+from shardformer.inference.generator import Continuation, place
+from shardformer.inference.text_codec import TextCodec
+from shardformer.logs import goodput
+from shardformer.model import Measures, Model, Sums, lora
+from shardformer.training.preference_references import digest_weights
+from shardformer.training.rewards import Reward, compute_reward, open_reward
+from shardformer.training.run_folder import Run
+from shardformer.training.step import TrainState
+from shardformer.training.teacher import check_weights
+from shardformer.training.trainer import Trainer
+
+FILE = "reference.json"
+SMALLEST_SPREAD = 1e-4  # added to the deviation of a group's rewards, as TRL adds it
+Say = Callable[[str], None]
+
+
+class Answers(NamedTuple):
+    """The codec of the sampled answers: the text of a prompt or an answer, and the condition that ends one."""
+
+    decode: Callable[[list[int]], str]
+    read: Callable[[list[int]], str]  # without the end
+    stops: Stops
+
+    @staticmethod
+    def of(run: Run) -> "Answers":
+        """Returns the codec of a run: a reply under its chat template, else a text up to the end of text."""
+        codec = TextCodec(run.vocabulary, run.special_tokens)
+        if run.vocabulary.chat:
+            chat = ChatCodec(run.vocabulary, run.vocabulary.chat, sorted(codec.ends))
+            return Answers(codec.decode, chat.read_reply, chat.make_stops())
+        stops = Stops(run.vocabulary, (), codec.ends)
+        return Answers(codec.decode, codec.decode_without_special_tokens, stops)
+
+
+class Reference:
+    """The log-probabilities of tokens under the weights that the run started from."""
+
+    def __init__(self, run: Run, trainer: Trainer, state: TrainState):
+        self._model, self._params = trainer.model, None
+        if run.config.lora.lora_rank:  # the frozen weights, which are in the state already
+            plain = run.config.without_rewards().replace(lora_rank=0)
+            self._model = Model.on(plain, trainer.model.mesh)  # type: ignore[arg-type]
+        else:
+            self._params = self._make_first(run, trainer, state)
+        measure = Measures(self._model).token_loss
+        self._measure = programs.jit(lambda *arrays: -measure(*arrays).nats_BT)
+
+    def _make_first(self, run: Run, trainer: Trainer, state: TrainState):
+        """Returns a second copy of the first weights; raises RunError if they are not those of the first start."""
+        if int(state.step):
+            origin = run
+            while origin.config.training.base_step:  # a branch continues a run with this reference
+                origin = Run.open(origin.config.training.base_run)
+            params = origin.make_first_state(trainer).params
+        else:
+            params = jax.tree.map(lambda leaf: leaf.copy(), state.params)
+        weights = digest_weights(params, trainer.model.sharding(jax.sharding.PartitionSpec()))
+        name = f"base={run.config.training.base}" if run.config.training.base else f"seed={run.config.training.seed}"
+        processes.run_on_first_process(lambda: check_weights(run, FILE, name, weights, 0))
+        return params
+
+    def measure(self, params, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+        """Returns log-probabilities [B, T] of the targets; `params` are those of the step."""
+        return self._measure(lora.remove_adapters(params) if self._params is None else self._params, tokens, targets)
+
+
+class Rollouts:
+    """The rollouts and the evaluations of one run."""
+
+    def __init__(self, run: Run, model: Model, reference: Reference | None, reward: Reward):
+        self._config, self._model, self._reference, self._reward = run.config, model, reference, reward
+        self._answers, self._size = Answers.of(run), len(run.vocabulary)
+        self._generator = Generator(model)
+        self._to_rows = functools.partial(place, sharding=model.sharding(model.row_spec))
+
+    def make(self, params, batch: Batch, number: int) -> dict[str, jax.Array]:
+        """Returns the arrays of rollout `number`: `group_size` answers to each prompt of a batch."""
+        keys, rows = self._config.preferences, read_prompts(batch)
+        seed = int(scramble(self._config.training.seed, number)[0] >> np.uint64(33))
+        sampling = Sampling(keys.answer_tokens, temperature=1.0, samples=keys.group_size, seed=seed)
+        answers = self._sample(params, rows, sampling)
+        repeated = [row for row in rows for _ in range(keys.group_size)]
+        rewards = self._compute_rewards(repeated, answers)
+        arrays = self._lay_out(repeated, answers, rewards)
+        placed = {name: self._to_rows(values) for name, values in arrays.items()}
+        if self._reference:
+            placed["references"] = self._reference.measure(params, placed["tokens"], placed["targets"])
+        return placed
+
+    def evaluate(self, params, batch: Batch) -> Sums:
+        """Returns sums over greedy answers: their number, minus their rewards, and those with a reward above 0."""
+        rows = [row for row in read_prompts(batch) if row.prompt]  # not padding
+        sampling = Sampling(self._config.preferences.answer_tokens, temperature=0.0)
+        rewards = self._compute_rewards(rows, self._sample(params, rows, sampling))
+        return Sums(len(rows), -rewards.sum(), (rewards > 0).sum(), 0)  # type: ignore[arg-type]
+
+    def _sample(self, params, rows: list[PromptRow], sampling: Sampling) -> list[Continuation]:
+        prompts = [row.prompt for row in rows]
+        return self._generator.continue_prompts(
+            params, prompts, sampling, self._size, self._answers.stops, batch=self._config.training.batch, apart=True
+        )
+
+    def _compute_rewards(self, rows: list[PromptRow], answers: list[Continuation]) -> np.ndarray:
+        """Returns the reward of every answer, which the first process computes."""
+
+        def compute() -> str:
+            if jax.process_index():
+                return ""
+            read = self._answers.read
+            texts = [(self._answers.decode(row.prompt), read(answer.ids), read(row.expected))
+                     for row, answer in zip(rows, answers, strict=True)]  # fmt: skip
+            return json.dumps([compute_reward(self._reward, *text) for text in texts])
+
+        text = processes.text_of_first_process(processes.succeed_or_fail_together(compute))
+        return np.array(json.loads(text), np.float64)
+
+    def _lay_out(self, rows: list[PromptRow], answers: list[Continuation], rewards: np.ndarray) -> Batch:
+        """Returns the arrays of a step: each row is a prompt and its answer."""
+        keys, shape = self._config.preferences, (len(rows), self._config.model.seq + 1)
+        ids = np.zeros(shape, np.int32)
+        weights, sampled = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+        for n, (row, answer) in enumerate(zip(rows, answers, strict=True)):
+            start, end = len(row.prompt), len(row.prompt) + len(answer.ids)
+            ids[n, :end] = [*row.prompt, *answer.ids]
+            weights[n, start:end] = 1 / len(answer.ids) if keys.token_mean == "answer" else 1
+            sampled[n, start:end] = answer.logprobs
+        advantages = np.repeat(compute_advantages(rewards, keys.group_size)[:, None], shape[1] - 1, 1)
+        lengths = np.array([len(answer.ids) for answer in answers], np.float32)
+        return {
+            "tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": weights[:, 1:], "sampled": sampled[:, 1:],
+            "advantages": advantages.astype(np.float32), "rewards": rewards.astype(np.float32), "lengths": lengths,
+        }  # fmt: skip
+
+
+def compute_advantages(rewards: np.ndarray, group_size: int) -> np.ndarray:
+    """Returns each reward's distance from the mean of its group, in the group's standard deviations."""
+    groups = rewards.reshape(-1, group_size)
+    centred = groups - groups.mean(1, keepdims=True)
+    return (centred / (groups.std(1, ddof=1, keepdims=True) + SMALLEST_SPREAD)).reshape(-1)
+
+
+class RolloutTrainer(Trainer):
+    """A trainer whose batches are prompts, from which it makes rollouts. Everything else is the wrapped trainer's."""
+
+    def __init__(self, trainer: Trainer, rollouts: Rollouts):
+        self._trainer, self._rollouts = trainer, rollouts
+        self._made: tuple[int, dict[str, jax.Array]] | None = None  # step and arrays, until the step consumes them
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+    @property
+    def local_rows(self) -> np.ndarray:
+        """All prompts: every process samples with the others."""
+        return np.arange(self.config.data_rows)
+
+    def step(self, state: TrainState, batch, step: int) -> tuple[TrainState, jax.Array]:
+        state = state._replace(rollout=self._find_rollout(state, batch, step))
+        self._made = None
+        return self._trainer.step(state, {}, step)
+
+    def expert_load(self, state: TrainState, batch) -> dict[str, float]:
+        return self._trainer._expert_load.read(state, self._find_rollout(state, batch, int(state.step)))
+
+    def sums(self, params, batch) -> Sums:
+        with goodput.CLOCK.spending("evaluation"):
+            return self._rollouts.evaluate(params, batch)
+
+    def _find_rollout(self, state: TrainState, batch, step: int) -> dict[str, jax.Array]:
+        """Returns the rollout of a step: a new one every `rollout_steps` steps."""
+        number, rest = divmod(step, self.config.preferences.rollout_steps)
+        if rest:
+            return state.rollout
+        if not self._made or self._made[0] != step:
+            with goodput.CLOCK.spending("data"):
+                self._made = step, self._rollouts.make(state.params, batch, number)
+        return self._made[1]
+
+
+def add_rollouts(run: Run, trainer: Trainer, state: TrainState, say: Say) -> RolloutTrainer:
+    """Returns the trainer of a run with objective=grpo, from the state that it starts with."""
+    reference = Reference(run, trainer, state) if run.config.preferences.beta else None
+    keys = run.config.preferences
+    say(
+        f"rollouts: {keys.group_size} answers of at most {keys.answer_tokens} tokens to each of "
+        f"{run.config.data_rows} prompts, for {keys.rollout_steps} steps; val_loss is minus the mean reward of greedy "
+        "answers"
+    )
+    return RolloutTrainer(trainer, Rollouts(run, trainer.model, reference, open_reward(run.config.start.reward)))
+
+
+def for_evaluation(run: Run, trainer: Trainer, reward: str) -> RolloutTrainer:
+    """Returns a trainer that only evaluates, by a reward."""
+    return RolloutTrainer(trainer, Rollouts(run, trainer.model, None, open_reward(reward)))

@@ -1,0 +1,125 @@
+"""Runs on answers that the model samples: the ratio is 1, a resume inside a rollout is bitwise, and rewards rise."""
+
+import csv
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from shardformer import checkpoint
+from shardformer.__main__ import main
+from shardformer.errors import RunError, UsageError
+from shardformer.training import rewards, rollouts
+from tests import runs
+from tests.data.chat.chats import write_lines
+
+KEYS = ["tiny", "mesh=2x1", "zero=3", "accum=2", "tokenizer=chars", "seq=8", "objective=grpo", "answer_tokens=3",
+        "batch=32", "group_size=4", "rollout_steps=2", "steps=24", "eval_every=24", "eval_batches=1", "log_every=1",
+        "lr=0.01", "save_every=23", "beta=0.1"]  # fmt: skip
+REWARD = "def score(prompt, answer, expected):\n    return answer[0] in '02468'\n"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Returns the folder of a run of 24 steps, and of its copy that resumes at step 23, inside its last rollout."""
+    folder = tmp_path_factory.mktemp("rollouts")
+    records = [{"prompt": f"{n % 10} {n // 10} ", "completion": f"{max(n % 10, n // 10)}"} for n in range(100)]
+    words = [*KEYS, f"data={write_lines(folder / 'digits.jsonl', records)}", f"reward={folder}/score.py:score"]
+    (folder / "score.py").write_text(REWARD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDFORMER_CACHE", str(folder / "cache"))
+        assert runs.train(*words, f"out={folder}/through") == 0
+        shutil.copytree(folder / "through", folder / "stopped")
+        shutil.rmtree(checkpoint.step_folder(folder / "stopped", 24))
+        assert runs.train("--resume", f"{folder}/stopped", words[-1]) == 0
+        yield folder
+
+
+def read_column(folder, name: str) -> list[float]:
+    with open(folder / "metrics.csv", newline="") as file:
+        return [float(row[name]) for row in csv.DictReader(file)]
+
+
+def test_resume_inside_a_rollout_is_bitwise(finished):
+    through, stopped = (runs.rows(finished / name) for name in ("through", "stopped"))
+    assert [row["loss"] for row in through] == [row["loss"] for row in stopped]
+    arrays = [
+        (checkpoint.step_folder(finished / name, 24) / "arrays.npy").read_bytes() for name in ("through", "stopped")
+    ]
+    assert arrays[0] == arrays[1]
+
+
+def test_sampler_agrees_with_the_step(finished):
+    """The first step of a rollout has the sampler's weights. The second has not, unlike one of a rollout made again."""
+    gaps, clipped = (read_column(finished / "through", name) for name in ("logp_gap", "clip_share"))
+    assert max(gaps[::2]) < 1e-6
+    assert gaps[1] > 1e-3
+    assert clipped[0] == 0
+    assert max(clipped[1::2]) > 0
+
+
+def test_digit_task_reaches_its_reward(finished):
+    """Answers that start with an even digit; the full task is scripts/reward_task.py."""
+    found = read_column(finished / "through", "reward")
+    assert found[0] < 0.7
+    assert np.mean(found[-4:]) > 0.85
+
+
+def test_reference_is_the_start(finished):
+    kl = read_column(finished / "through", "kl")
+    assert abs(kl[0]) < 1e-6
+    assert min(kl[1:]) > 1e-4
+
+
+def test_resume_needs_the_reward(finished, capsys):
+    """A stored run names no code."""
+    assert "reward" not in json.loads((finished / "through" / "config.json").read_text())
+    assert runs.train("--resume", f"{finished}/through", "steps=25") == runs.USAGE
+    assert "objective=grpo learns from rewards, which each start names" in capsys.readouterr().err
+
+
+def test_evaluation_is_the_mean_reward(finished, capsys):
+    command = ["eval", f"{finished}/through", "split=validation", "reward=length:3", "mesh=1x1"]
+    assert main(command) == 0
+    assert "mean reward" in capsys.readouterr().out
+
+
+def test_rewards_that_are_built_in():
+    assert rewards.open_reward("match")("1+1=", " 2\n", "2") == 1
+    assert rewards.open_reward("match")("1+1=", "22", "2") == 0
+    assert [rewards.open_reward("length:4")("", "x" * n, "") for n in (0, 2, 4, 5, 9)] == [0, 0.5, 1, 0.75, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("other", "reward takes FILE.py:FUNCTION, match or length:N; got reward=other"),
+        ("length:x", "reward=length:N takes a number of characters of at least 1, got 'x'"),
+        ("no.py:score", "reward=no.py:score: no.py is not a file"),
+        ("{}/bad.py:score", "bad.py:score cannot be imported: division by zero"),
+        ("{}/one.py:other", "cannot be imported: module 'one' has no attribute 'other'"),
+        ("{}/one.py:one", "one.py:one is a int; name a function"),
+    ],
+)
+def test_wrong_reward_is_rejected(tmp_path, name, message):
+    (tmp_path / "bad.py").write_text("1 / 0")
+    (tmp_path / "one.py").write_text("one = 1")
+    with pytest.raises(UsageError, match=message.replace("(", r"\(")):
+        rewards.open_reward(name.format(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (lambda *_: 1 / 0, "ZeroDivisionError: division by zero"),
+        (lambda *_: np.nan, "reward gave nan for the answer 'b'"),
+    ],
+)
+def test_reward_without_a_number_ends_the_run(reward, message):
+    with pytest.raises(RunError, match=message):
+        rewards.compute_reward(reward, "a", "b", "c")
+
+
+def test_group_without_a_difference_has_no_advantage():
+    assert not rollouts.compute_advantages(np.array([1.0, 1, 1, 1]), 4).any()
