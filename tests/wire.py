@@ -200,3 +200,28 @@ def _sent_of_result(operation: str, n: int) -> float:
     """
     sent = {"all-gather": (n - 1) / n, "reduce-scatter": n - 1, "all-reduce": 2 * (n - 1) / n, "collective-permute": 1}
     return sent[operation]
+
+
+def expected_expert_bytes(c: Config) -> dict[tuple[str, str], float]:
+    """Returns the same for a step with experts and without ZeRO, balance loss included.
+
+    Holds for gated experts and a shared expert, one block without biases, and layernorms.
+    """
+    keys, D, L, dp, mp = c.experts, c.model.d_model, c.model.layers, c.parallel.dp, c.parallel.mp
+    tokens, choices = c.training.batch // dp * c.model.seq, keys.experts_per_token
+    is_over_dp = keys.expert_axes == "dp"
+    experts = L * 3 * keys.experts * D * c.expert_size // mp
+    shared = 3 * D * keys.shared_width // mp
+    others = L * (4 * D * D // mp + D * keys.experts + shared + D) + 2 * c.model.padded_vocab * D // mp + D
+    found = {
+        # As in a dense layer, and the gradients of the gates, to which each shard adds those of its experts.
+        ("all-reduce", "mp"): tokens * (count_activation_sums(c) * D + LOSS_SUMS + L * choices),
+        ("all-reduce", "dp"): others + (0 if is_over_dp else experts),
+        ("all-reduce", "dp mp"): L * keys.experts,  # the counts of the balance loss
+    }
+    if is_over_dp:
+        # Forward: tokens, choices and gates are gathered, sums are scattered. Backward: the transposes, no choices.
+        found["all-gather", "dp"] = L * dp * tokens * (D + choices + choices + D)
+        found["reduce-scatter", "dp"] = L * tokens * (D + D + choices)
+    sizes = {"dp": dp, "mp": mp, "dp mp": dp * mp}
+    return {kind: FLOAT * size * _sent_of_result(kind[0], sizes[kind[1]]) for kind, size in found.items()}

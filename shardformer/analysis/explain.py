@@ -3,6 +3,9 @@
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
+
 from shardformer.analysis import memory, program_collectives, verify
 from shardformer.analysis.memory import DeviceBytes
 from shardformer.analysis.verify import Difference
@@ -44,7 +47,31 @@ STOPS: dict[str, tuple[dict[str, Any], str]] = {
         "image from the back, so that both have the same causal work. Keys and values visit the other device; their "
         "gradients come back. The gradients of the parameters are averaged over dp and cp.",
     ),
+    "experts": (
+        {"mesh": "2x2", "experts": 8, "expert_width": 32, "bias": "none", "expert_axes": "dp"},
+        "Another model: eight small feed-forwards in each layer, of which a router chooses two for each token. Every "
+        "device holds two of the eight. It gathers the tokens of both halves of the batch and computes those that "
+        "chose its experts; the sums are scattered back over dp and added up over mp. No token is dropped, so that a "
+        "device with popular experts has more work.",
+    ),
 }
+
+
+class Routes(NamedTuple):
+    """The routes of the tokens: the pairs of a token and an expert in each layer, and the devices of each expert."""
+
+    layers: tuple[int, ...]
+    count_LE: np.ndarray
+    devices_E: tuple[tuple[int, ...], ...]  # which have at least a part of the expert
+
+    @property
+    def share_LE(self) -> np.ndarray:
+        """Each expert's share of its layer's pairs."""
+        return self.count_LE / self.count_LE.sum(1, keepdims=True)
+
+    def share_of_device(self, device: int) -> np.ndarray:
+        """Returns, for each layer, the share of the pairs whose expert a device has."""
+        return self.share_LE[:, [device in devices for devices in self.devices_E]].sum(1)
 
 
 class Stop(NamedTuple):
@@ -56,6 +83,7 @@ class Stop(NamedTuple):
     held: DeviceBytes
     sent: dict[tuple[str, str], tuple[int, float]]  # by (operation, axis): tensors, bytes sent by one device
     differences: list[Difference]
+    routes: Routes | None = None  # of a model with experts
 
 
 def small_model() -> Config:
@@ -64,16 +92,40 @@ def small_model() -> Config:
 
 def tour(titles: Iterable[str] = tuple(STOPS)) -> Iterator[Stop]:
     """Compiles and runs the loss and its gradients on the mesh of each title."""
-    dense = Model.on(small_model(), mesh.make(small_model()))
-    parameters, batch = dense.init(0), verify.random_batch(small_model())
-    expected = verify.reference_loss_and_gradients(small_model(), parameters, batch)
+    batch = verify.random_batch(small_model())
+    of_models: dict[Config, tuple] = {}  # the parameters and the dense results of each architecture
     for title in titles:
-        changes, arguments = STOPS[title]
+        changes, words = STOPS[title]
         config = small_model().replace(**changes)
-        loss, gradients, program = verify.loss_and_gradients(Model.on(config, mesh.make(config)), parameters, batch)
+        dense = config.replace(mesh="1x1", zero=0, accum=small_model().training.accum)
+        if config.architecture not in of_models:
+            drawn = Model.on(dense, mesh.make(dense)).init(0)
+            of_models[config.architecture] = drawn, verify.reference_loss_and_gradients(dense, drawn, batch)
+        parameters, expected = of_models[config.architecture]
+        model = Model.on(config, mesh.make(config))
+        loss, gradients, program = verify.loss_and_gradients(model, parameters, batch)
 
         differences = verify.compare_loss_and_gradients(expected, (loss, gradients))
         sent = program_collectives.total_by_kind(
             program_collectives.parse_collectives(program), config.parallel.mesh_shape
         )
-        yield Stop(title, arguments, config, memory.predict_bytes(config), sent, differences)
+        routes = follow_tokens(model, parameters, batch) if config.experts.experts else None
+        yield Stop(title, words, config, memory.predict_bytes(config), sent, differences, routes)
+
+
+def follow_tokens(model: Model, parameters: dict, batch: dict) -> Routes:
+    """Returns the routes of a batch through a model with experts."""
+    from shardformer.model.route_counts import measure_routes  # not imported without experts
+
+    def count(parameters, batch):
+        return measure_routes(model, parameters, batch)
+
+    config = model.config
+    counts = jax.jit(count)(jax.device_put(parameters, model.shardings), batch)
+    splits = memory.split_of_layer(config)[0]["expert_up"]
+    devices = [
+        tuple(device for device, ((first, end), *_) in enumerate(splits) if first <= expert < end)
+        for expert in range(config.experts.experts)
+    ]
+    layers = tuple(layer for layer, sparse in enumerate(config.sparse_layers) if sparse)
+    return Routes(layers, np.asarray(counts), tuple(devices))

@@ -164,7 +164,8 @@ def cache_bytes(config: Config, samples: int = 1) -> int:
 def split_of_layer(config: Config) -> tuple[dict[str, list], dict[str, tuple[int, int, int]]]:
     """Returns each device's slices of the batch and of the matrices of a layer, and the global shapes.
 
-    A slice is the (start, stop) of layers, rows and columns. With pp > 1 the matrices are those of all layers.
+    A slice is the (start, stop) of layers, rows and columns. With pp > 1 the matrices are those of all layers. Matrices
+    of experts have experts instead of layers: those of one layer.
     """
     model = traced.make_trainer(config).model
     shapes = {"batch": (1, config.training.batch, config.model.seq)}
@@ -173,6 +174,9 @@ def split_of_layer(config: Config) -> tuple[dict[str, list], dict[str, tuple[int
         layers, *matrix = model.shapes["transformer/layers"][name].shape
         shapes[name] = (layers if config.parallel.pp > 1 else 1, *matrix)
         splits[name] = _slices(model.specs["transformer/layers"][name], shapes[name], config)
+    for name in filter(model.shapes["transformer/layers"].__contains__, EXPERT_MATRICES):
+        shapes[name] = model.shapes["transformer/layers"][name].shape[1:]
+        splits[name] = _slices(P(*model.specs["transformer/layers"][name][1:]), shapes[name], config)
     return splits, shapes
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardformer.analysis import memory
+from shardformer.analysis.explain import Routes
 from shardformer.analysis.live import Measured
 from shardformer.analysis.plan import Plan
 from shardformer.config import Config
@@ -140,7 +141,8 @@ def draw_split(config: Config, title: str, path: str | Path) -> None:
                 for side in ax.spines.values():
                     side.set_visible(False)
                 if device == 0:
-                    each = f"{layers} layers, each " if layers > 1 else ""
+                    of = "experts" if name.startswith("expert") else "layers"
+                    each = f"{layers} {of}, each " if layers > 1 else ""
                     ax.set_title(f"{name}\n{each}{rows} x {columns}", fontsize=9)
             axes[device][0].set_ylabel(f"device {device}", fontsize=9)
         zero = f", zero={config.parallel.zero}" if config.parallel.zero else ""
@@ -149,6 +151,33 @@ def draw_split(config: Config, title: str, path: str | Path) -> None:
             "scale"
         )
         drawn.suptitle(arguments, fontsize=11)
+
+
+def draw_routes(routes: Routes, path: str | Path) -> None:
+    """Draws each expert's share of the tokens' choices in each layer, coloured by the device that has the expert."""
+    from matplotlib.patches import Patch
+
+    layers, experts = routes.count_LE.shape
+    devices = sorted({device for held in routes.devices_E for device in held})
+    colours = {device: COLOURS[place % len(COLOURS)] for place, device in enumerate(devices)}
+    by_expert = [colours[held[0]] if len(held) == 1 else "#666666" for held in routes.devices_E]
+    with figure(path, 4.5 + 0.4 * experts, 1.2 + 1.5 * layers) as drawn:
+        for ax, layer, share_E in zip(
+            drawn.subplots(layers, sharex=True, sharey=True, squeeze=False)[:, 0],
+            routes.layers,
+            routes.share_LE,
+            strict=True,
+        ):
+            ax.bar(range(experts), 100 * share_E, color=by_expert, edgecolor="white")
+            ax.axhline(100 / experts, color="black", linestyle="--", linewidth=1)
+            ax.set_ylabel(f"layer {layer}: %")
+        ax.set_xlabel("expert")
+        ax.set_xticks(range(experts))
+        shares = {device: 100 * routes.share_of_device(device).mean() for device in devices}
+        handles = [Patch(color=colours[device], label=f"device {device}: {shares[device]:.0f}%") for device in devices]
+        if all(len(held) == 1 for held in routes.devices_E):
+            drawn.legend(handles=handles, loc="outside right upper", frameon=False)
+        drawn.suptitle("share of the tokens' choices; dashed: equal shares", fontsize=11)
 
 
 def _unit(size: float) -> tuple[float, str]:

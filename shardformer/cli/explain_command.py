@@ -6,7 +6,7 @@ import textwrap
 
 from shardformer import storage
 from shardformer.analysis import explain
-from shardformer.analysis.explain import Stop
+from shardformer.analysis.explain import Routes, Stop
 from shardformer.cli.arguments import say
 from shardformer.config import parsing
 from shardformer.config.keys import key
@@ -46,6 +46,9 @@ def run_explain(arguments: list[str]) -> int:
             if stop.config.parallel.cp > 1:
                 pictures.draw_ring_steps(stop.config.parallel.cp, path.with_stem(f"{path.stem}_turns"))
                 say(f"drawn in {path.with_stem(f'{path.stem}_turns')}\n")
+            if stop.routes:
+                pictures.draw_routes(stop.routes, path.with_stem(f"{path.stem}_routes"))
+                say(f"drawn in {path.with_stem(f'{path.stem}_routes')}\n")
     return 0 if sound else 1
 
 
@@ -64,6 +67,16 @@ def format_stop(stop: Stop) -> str:
         textwrap.fill(stop.words, 100, break_on_hyphens=False),
         format_table(stored, ["on one device", "bytes"]),
         format_table(sent, ["collective", "over", "tensors", "bytes sent by one device"]) if sent else "no collective",
+        *([format_routes(stop.routes, config.parallel.devices)] if stop.routes else []),
         f"equal to dense: the worst of the loss and {len(stop.differences) - 1} gradients is off by "
         f"{worst.relative:.0e} ({worst.name})\n",
     ])  # fmt: skip
+
+
+def format_routes(routes: Routes, devices: int) -> str:
+    """Formats each layer's most chosen expert, and the share of the tokens' choices that each device computes."""
+    rows = []
+    for i, (layer, share_E) in enumerate(zip(routes.layers, routes.share_LE, strict=True)):
+        of_devices = [f"{100 * routes.share_of_device(device)[i]:.1f}%" for device in range(devices)]
+        rows.append([layer, int(share_E.argmax()), f"{100 * share_E.max():.1f}%", *of_devices])
+    return format_table(rows, ["layer", "busiest expert", "its share", *(f"device {d}" for d in range(devices))])

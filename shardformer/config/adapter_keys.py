@@ -26,9 +26,9 @@ class AdapterKeys(KeyGroup):
     )
     lora_targets: str = key(
         "q,v",
-        "matrices that get adapters: any of q, k, v, o, up, gate (swiglu and geglu), down; with experts, expert_up, "
-        "expert_gate, expert_down, and shared_up, shared_gate, shared_down of a shared expert, instead of the last "
-        "three; with another rank or alpha: MATRIX:RANK or MATRIX:RANK:ALPHA, such as q,v:4,down:16:32",
+        "matrices that get adapters: any of q, k, v, o, up, gate (swiglu and geglu), down; layers with experts have "
+        "expert_up, expert_gate, expert_down, and shared_up, shared_gate, shared_down of a shared expert, instead of "
+        "the last three; with another rank or alpha: MATRIX:RANK or MATRIX:RANK:ALPHA, such as q,v:4,down:16:32",
         fixed=True,
         needs="lora_rank",
     )

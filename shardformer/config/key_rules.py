@@ -82,11 +82,6 @@ def check_trainable(c: "Config") -> None:
         "weights=float",
     )
     require(
-        not c.experts.experts,
-        f"weights={c.stored.weights} with experts is for generate, sample, score, eval and harness; train experts "
-        "with weights=float",
-    )
-    require(
         c.optimizer.param_dtype == "float32",
         f"weights={c.stored.weights} stores matrices as codes, got param_dtype={c.optimizer.param_dtype}; give "
         "param_dtype=float32",
@@ -153,9 +148,9 @@ def _check_adapters(c: "Config") -> None:
 
 def _list_adaptable(c: "Config") -> list[str]:
     """Returns the matrices of a layer that may have adapters."""
-    feed_forward = list(MATRICES[MATRICES.index("up") :])
+    feed_forward = [] if c.experts.experts and not c.mixes_layers else list(MATRICES[MATRICES.index("up") :])
     if c.experts.experts:
-        feed_forward = [*EXPERT_MATRICES, *(SHARED_MATRICES if c.experts.shared_width else ())]
+        feed_forward += [*EXPERT_MATRICES, *(SHARED_MATRICES if c.experts.shared_width else ())]
     return [*"qkvo", *(name for name in feed_forward if c.model.gated or not name.endswith("gate"))]
 
 

@@ -7,6 +7,7 @@ from shardformer.config import Config
 from shardformer.config.names import DP, MP
 
 BYTES = {"float32": 4, "bfloat16": 2}
+BYTES_OF_CODES = {"int8": 1.0, "int4": 0.5, "nf4": 0.5}  # which ZeRO gathers as they are stored
 
 
 class ExpertAxes(NamedTuple):
@@ -52,7 +53,8 @@ def _count_of_layer(config: Config) -> int:
 
 def _bytes_of_matrices(config: Config) -> float:
     """Returns the bytes of a layer's experts that a device sends in a step: ZeRO's gathers, and gradients."""
-    gathers = {0: 0, 1: 1, 3: 2}[config.parallel.zero] * BYTES[config.parallel.dtype]
+    stored = BYTES_OF_CODES.get(config.stored.weights, BYTES[config.parallel.dtype])
+    gathers = {0: 0, 1: 1, 3: 2}[config.parallel.zero] * stored
     gradients = 0 if config.lora.lora_rank else 4 if config.parallel.zero else 8  # an all-reduce sends each twice
     others = (config.parallel.dp - 1) / config.parallel.dp
     return _count_of_layer(config) * (gathers + gradients) * others

@@ -18,7 +18,7 @@ from shardformer.errors import UsageError
 from shardformer.kernels import vocabulary_loss
 from shardformer.kernels.divergences import measure_divergence
 from shardformer.layout.mesh import resolve_on
-from shardformer.model.model import Model, normalise_weights
+from shardformer.model.model import Model, average_tokens, normalise_weights
 from shardformer.shards.pair_transformer import PairTransformerShard
 
 
@@ -81,7 +81,7 @@ class DistillationModel(Model):
         weights_BT = batch.get("weights")
 
         def mean(x_BT):
-            return (x_BT if weights_BT is None else x_BT * weights_BT).mean()
+            return average_tokens(x_BT if weights_BT is None else x_BT * weights_BT)
 
         loss, kl = mean(token.nats_BT), mean(kl_BT)
         objective = keys.distill_weight * keys.distill_temperature**2 * kl + (1 - keys.distill_weight) * loss

@@ -16,6 +16,8 @@ from shardformer.kernels.linear import split_columns
 from shardformer.parallel.collectives import Axes
 
 GATHERED_AT_ONCE = 32  # devices; libtpu 0.0.52 gathers over three dimensions at once on v4:2x4x4, not on v4:4x4x4
+# Of an array whose parts libtpu all-reduces over two dimensions: on v5e:8x8 those of 17 MB, and not those of 34 MB.
+ALL_REDUCED_BYTES = 1 << 25
 
 
 class Scattering(NamedTuple):
@@ -73,18 +75,27 @@ def _scatter_in_stages(x: Array, dimension: int, stages: tuple[int, ...], axes: 
 
 
 def gather_parts(
-    x: Array, dimension: int, stages: tuple[int, ...], axes: Axes, at_once: int = GATHERED_AT_ONCE
+    x: Array,
+    dimension: int,
+    stages: tuple[int, ...],
+    axes: Axes,
+    at_once: int = GATHERED_AT_ONCE,
+    all_reduced: int = ALL_REDUCED_BYTES,
 ) -> Array:
     """Returns the parts of all devices, joined along `dimension` in the order of one all-gather.
 
     `stages` are factors of the number of devices, the slowest first; () for one stage. Over 64 chips in three
     dimensions at once, a TPU's compiler would all-reduce full arrays that are zero outside of each device's part: twice
-    the bytes, for which products wait. On v4:4x4x4, stages expose 12 ms of gptj_6b, not 163.
+    the bytes, for which products wait. On v4:4x4x4, stages expose 12 ms of gptj_6b, not 163. Over two dimensions it
+    does so with small arrays. Larger ones are gathered at once, over the links of both dimensions.
     """
-    if len(stages) < 3 or math.prod(stages) <= at_once:
+    devices = math.prod(stages)
+    is_large = x.size * x.dtype.itemsize * devices > all_reduced
+    if len(stages) < 2 or devices <= at_once or (len(stages) == 2 and is_large):
         return lax.all_gather(x, axes, axis=dimension, tiled=True)
-    # The two slowest come last and together: most bytes cross then, over the links of both.
-    for groups in reversed(find_groups((stages[0] * stages[1], *stages[2:]))):
+    # Of three or more, the two slowest come last and together: most bytes cross then, over the links of both.
+    together = stages if len(stages) == 2 else (stages[0] * stages[1], *stages[2:])
+    for groups in reversed(find_groups(together)):
         x = lax.all_gather(x, axes, axis=dimension, tiled=True, axis_index_groups=groups)
     return x
 

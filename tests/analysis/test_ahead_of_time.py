@@ -28,7 +28,7 @@ LAYERS = 12 * L * D * D  # q, k, v, o, up and down
 MATRICES = LAYERS + 2 * V * D  # and the head and the token table
 VECTORS = L * (4 * D + D + 2 * D) + V + 2 * D  # biases and norms
 STAGES = {"v5e:4x4": (4, 4), "v4:2x2x2": (2, 2, 2), "v5e:4x8": (4, 8)}
-LARGE = {"v4:4x4x4": (16, 4)}  # stages of gathers; XLA all-reduces the smallest gradients there
+LARGE = {"v4:4x4x4": (16, 4), "v5e:8x8": (8, 8)}  # stages of gathers; XLA all-reduces the smallest gradients there
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardformer.analysis import explain
+from shardformer.analysis import explain, pictures
 from shardformer.analysis.verify import Difference
 from shardformer.cli.explain_command import format_stop
 
@@ -53,6 +53,8 @@ def test_each_split_sends_its_collectives(stops):
     assert kinds["ZeRO"] >= {("all-gather", "dp"), ("reduce-scatter", "dp")}
     assert kinds["context parallel"] == {("all-reduce", "dp cp"), ("collective-permute", "cp")}
     assert kinds["both"] == {("all-reduce", "dp"), ("all-reduce", "mp")}
+    assert kinds["experts"] == {("all-gather", "dp"), ("reduce-scatter", "dp"), ("all-reduce", "dp"),
+                                ("all-reduce", "mp")}  # fmt: skip
     over_all_rows = ("all-reduce", "dp pp")  # the losses, and the gradients outside the layers
     assert kinds["pipeline"] == {("all-reduce", "dp"), over_all_rows, ("collective-permute", "pp")}
 
@@ -63,3 +65,17 @@ def test_each_split_divides_its_arrays(stops):
     assert stops["data parallel"].held == whole
     assert stops["ZeRO"].held.total * explain.DEVICES == pytest.approx(whole.total, rel=1e-3)
     assert whole.total / 4 < stops["tensor parallel"].held.total < whole.total / 3.5  # norms stay whole
+
+
+@pytest.mark.slow
+def test_each_device_has_the_tokens_of_its_experts(stops, tmp_path):
+    stop = stops["experts"]
+    routes, config = stop.routes, stop.config
+    assert [len(devices) for devices in routes.devices_E] == [1] * 8
+    assert (routes.count_LE.sum(1) == 2 * config.training.batch * config.model.seq).all()
+    shares = [routes.share_of_device(device) for device in range(explain.DEVICES)]
+    assert sum(shares) == pytest.approx(1)
+    assert "busiest expert" in format_stop(stop)
+    pictures.draw_routes(routes, tmp_path / "routes.png")
+    assert (tmp_path / "routes.png").stat().st_size > 10_000
+    assert stops["dense"].routes is None

@@ -93,3 +93,21 @@ def test_traced_pipeline_sends_only_in_exchange_ticks(rounds, exchanging):
     dealt = own // pp if rounds > 1 else 0  # of two parts of its layers, a stage works on one itself
     expected = 2 * ((onward + backward) * activations + dealt)  # forward, and as much of gradients
     assert total(traced.find_collectives(resolve(config)), config)["collective-permute", "pp"] == expected
+
+
+EXPERTS = {
+    "mesh": "2x2", "experts": 4, "bias": "none", "activation": "swiglu", "d_ff": 32, "layers": 2, "shared_width": 8,
+    "balance_loss": 0.1, "batch": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("axes", ["mp", "dp"])
+def test_traced_experts_send_what_the_formulas_say(axes):
+    config = shared.tiny(**EXPERTS, expert_axes=axes)
+    assert total(traced.find_collectives(resolve(config)), config) == wire.expected_expert_bytes(config)
+
+
+def test_compiled_experts_send_what_the_formulas_say():
+    config = shared.tiny(**EXPERTS, expert_axes="dp")
+    step = compiling.compile_step(config, mesh.make(config), "cpu")
+    assert total(step.collectives, config) == wire.expected_expert_bytes(config)

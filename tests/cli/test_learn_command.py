@@ -40,7 +40,7 @@ def test_work_is_not_overwritten(folder, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["99"], "the lessons are 1 to 13"),
+        (["99"], "the lessons are 1 to 14"),
         (["check", "missing.py"], "missing.py is not a file"),
         (["chek", "x"], "learn chek x is not understood"),
         (["solution", "two"], "two is not the number of a lesson"),
@@ -66,4 +66,4 @@ def test_solution_and_notebooks_are_written(folder, capsys):
     assert main(["learn", "solution", "3"]) == 0
     assert capsys.readouterr().out == read_lesson(3).solution
     assert main(["learn", "notebooks", "course"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == len(list((folder / "course").glob("*.ipynb"))) == 13
+    assert len(capsys.readouterr().out.splitlines()) == len(list((folder / "course").glob("*.ipynb"))) == 14

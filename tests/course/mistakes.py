@@ -387,6 +387,29 @@ MISTAKES: dict[int, list[tuple[tuple[str, ...], str]]] = {
             "`loss` has shape [6] on each device; expected the block [] of []: there is one axis too many",
         ),
     ],
+    14: [
+        (("{own}\ny = mix(x, own, up, down)\n{balance}",), "a psum over mp is missing"),
+        (('y = lax.psum(mix(x, gates[:, : len(up)], up, down), "mp")\n{balance}',), "gates of the first experts"),
+        (
+            ('n = len(up)\nown = choose(jax.nn.softmax(x @ router)[:, n * lax.axis_index("mp") + jnp.arange(n)])\n'
+             'y = lax.psum(mix(x, own, up, down), "mp")\n{balance}',),
+            "Choose among all",
+        ),
+        (
+            ('{own}\ny = lax.psum(mix(x, own, up, down), "mp")\n'
+             'balance = lax.psum(8 * (share * mean_score).sum(), "dp") / lax.axis_size("dp")',),
+            "average the shares and the scores over dp first, then multiply",
+        ),
+        (
+            ('{own}\ny = lax.psum(mix(x, own, up, down), "mp")\nbalance = 8 * share @ mean_score',),
+            "is that of this device's tokens",
+        ),
+        (
+            ('{own}\ny = lax.psum(mix(x, own, up, down), "mp")\n'
+             'balance = 8 * lax.psum(share, "dp") @ lax.psum(mean_score, "dp")',),
+            "they are means: use pmean",
+        ),
+    ],
 }  # fmt: skip
 
 _MERGE = """\
@@ -407,5 +430,7 @@ PARTS = {
         'squares, mean = lax.psum(jnp.square(w).sum(), "mp"), lax.pmean((x @ w).mean(), "mp")\n'
         'return {"norm": jnp.sqrt(squares), "mean": mean}'
     ),
+    "{own}": 'own = lax.dynamic_slice_in_dim(gates, len(up) * lax.axis_index("mp"), len(up), 1)',
+    "{balance}": 'balance = gates.shape[1] * lax.pmean(share, "dp") @ lax.pmean(mean_score, "dp")',
     "{apply}": 'means, centred = jax.vmap(of_one_row, axis_name="rows")(x, y)\nloss = means[0]',
 }

@@ -40,8 +40,8 @@ def test_exercise_holds_neither_solution_nor_mistakes(lesson):
 
 
 def test_unknown_lesson_is_rejected():
-    with pytest.raises(UsageError, match="the lessons are 1 to 13"):
-        read_lesson(14)
+    with pytest.raises(UsageError, match="the lessons are 1 to 14"):
+        read_lesson(15)
 
 
 @pytest.mark.parametrize("lesson", read_lessons(), ids=lambda lesson: lesson.title)

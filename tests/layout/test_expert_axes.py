@@ -21,6 +21,7 @@ def test_few_tokens_are_sent_instead_of_matrices():
     [
         ({"batch": 4096}, "50.33 MB of tokens a layer"),
         ({"accum": 1, "batch": 512, "zero": 3, "experts_per_token": 8}, "room for"),
+        ({"zero": 3, "weights": "nf4", "lora_rank": 2, "batch": 256}, "0.1966 MB of matrices and gradients"),
         ({"mesh": "1x8"}, "one shard of dp"),
         ({"expert_axes": "mp"}, "expert_axes=mp"),
         ({"experts": 6}, "experts=6 do not divide over 8"),

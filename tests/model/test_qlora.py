@@ -16,6 +16,10 @@ from tests import shared
 from tests.model.test_quantized_weights import dequantize
 
 KEYS = {"lora_rank": 2, "lora_targets": "q,o,up,down", "batch": 8, "accum": 1}
+EXPERTS = (
+    ("experts", 4), ("bias", "none"), ("layers", 1), ("shared_width", 8),
+    ("lora_targets", "q,expert_up:3,expert_down:2:4,shared_up"),
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -28,29 +32,30 @@ def small_tiles(monkeypatch):
 
 
 @functools.cache
-def float_parameters():
-    params = shared.drawn(shared.tiny(mesh="1x1", **KEYS), 3)
+def float_parameters(options=()):
+    params = shared.drawn(shared.tiny(mesh="1x1", **KEYS | dict(options)), 3)
     return jax.tree.map(lambda p: p + np.random.RandomState(p.size).normal(0, 0.2, p.shape).astype(p.dtype), params)
 
 
-def make(form, shape="1x1", **keys):
-    """Returns the model on a mesh and its stored parameters."""
-    config = shared.tiny(mesh=shape, weights=form, **KEYS | keys)
+def make(form, shape="1x1", options=(), **keys):
+    """Returns the model on a mesh and its stored parameters; `options` are keys of the architecture."""
+    config = shared.tiny(mesh=shape, weights=form, **KEYS | dict(options) | keys)
     model = Model.on(config, mesh.make(config))
-    return model, jax.device_put(stored(form), model.shardings)
+    return model, jax.device_put(stored(form, options), model.shardings)
 
 
 @functools.cache
-def stored(form):
+def stored(form, options=()):
     """Returns the parameters with codes; test_quantized_weights compares those of other meshes."""
-    model = Model.on(config := shared.tiny(mesh="1x1", weights=form, **KEYS), mesh.make(config))
-    return shared.on_host(jax.jit(model.store)(float_parameters()))
+    config = shared.tiny(mesh="1x1", weights=form, **KEYS | dict(options))
+    model = Model.on(config, mesh.make(config))
+    return shared.on_host(jax.jit(model.store)(float_parameters(options)))
 
 
 @functools.cache
-def expected(form):
+def expected(form, options=()):
     """Returns the dense gradients of the adapters on the dequantised weights."""
-    model, params = make(form)
+    model, params = make(form, options=options)
     dense = dequantize(params)
 
     def loss(adapters):
@@ -82,6 +87,16 @@ def relative_error(got, expected):
 )
 def test_gradients_equal_dequantised_weights(form, shape, keys):
     assert relative_error(gradients(*make(form, shape, **keys)), expected(form)) < 1e-5
+
+
+def test_gradients_of_adapters_of_experts():
+    """The experts are split over dp, where each has the tokens of all shards; codes of another expert are noticed."""
+    model, params = make("nf4", "2x2", EXPERTS, expert_axes="dp", zero=3)
+    compute = jax.jit(lambda params: model.loss_and_grad(params, shared.batch(), np.zeros(2, np.uint32))[1])
+    assert relative_error(shared.on_host(compute(params)), expected("nf4", EXPERTS)) < 1e-5
+    codes = params[LAYERS][f"expert_up{CODES}"]
+    params[LAYERS][f"expert_up{CODES}"] = jax.device_put(np.roll(np.asarray(codes), 1, axis=1), codes.sharding)
+    assert relative_error(shared.on_host(compute(params)), expected("nf4", EXPERTS)) > 1e-2
 
 
 def test_codes_of_another_layer_are_noticed():

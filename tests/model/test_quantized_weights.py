@@ -19,6 +19,7 @@ MODELS = {
     "tied, sequential, shared heads": {"tied": True, "block": "sequential", "kv_heads": 2, "positions": "learned"},
     "adapters, gated": {"activation": "swiglu", "lora_rank": 2, "lora_targets": "q,down"},
     "experts": {"experts": 4, "bias": "none", "activation": "swiglu", "shared_width": 8, "shared_gate": True},
+    "experts over dp": {"experts": 4, "bias": "none", "activation": "swiglu", "expert_axes": "dp"},
     "parts of groups": {"d_model": 24, "head_dim": 6, "d_ff": 56},  # 8 inputs share a scale, and mp=4 splits them
     "experts, widths split": {"experts": 6, "expert_width": 8, "bias": "none"},  # mp=4 does not divide the experts
 }
@@ -124,7 +125,7 @@ def logits(model, params):
         ("tied, sequential, shared heads", "2x4", 0, "int8"),
         ("adapters, gated", "4x2", 3, "int8"),
         ("experts", "2x4", 0, "int8"),
-        ("experts", "4x2", 3, "int8"),
+        ("experts over dp", "2x2", 3, "int8"),
         ("experts, widths split", "2x4", 0, "int8"),
         ("parallel", "4x2", 3, "int4"),
         ("tied, sequential, shared heads", "2x4", 0, "nf4"),

@@ -120,11 +120,11 @@ def test_one_exchange_sends_the_dtype():
 PARTS = sharded.normal(0, 8, 6, 16)
 
 
-def gathered(stages, dimension=0, at_once=4):
+def gathered(stages, dimension=0, at_once=4, all_reduced=PARTS.nbytes):
     """Returns the function that gathers parts of rows or columns; every device returns the full array."""
 
     def body(x):
-        return scattering.gather_parts(x, dimension, stages, "dp", at_once)[None]
+        return scattering.gather_parts(x, dimension, stages, "dp", at_once, all_reduced)[None]
 
     spec = P("dp") if dimension == 0 else P(None, None, "dp")
     return sharded.on_mesh(body, (8, 1), (spec,), P("dp"))
@@ -137,9 +137,19 @@ def test_every_device_has_all_parts_in_order(stages, dimension):
         np.testing.assert_array_equal(got, PARTS)
 
 
-@pytest.mark.parametrize(("stages", "most", "found"), [((2, 4), 4, 1), ((2, 2, 2), 8, 1), ((2, 2, 2), 4, 2)])
-def test_three_dimensions_of_many_devices_are_two_stages(stages, most, found):
-    assert len(re.findall("stablehlo.all_gather", gathered(stages, at_once=most).lower(PARTS).as_text())) == found
+@pytest.mark.parametrize(
+    ("stages", "most", "all_reduced", "found"),
+    [
+        ((2, 4), 8, PARTS.nbytes, 1),
+        ((2, 4), 4, PARTS.nbytes, 2),
+        ((2, 4), 4, PARTS.nbytes - 1, 1),  # a large array uses the links of both dimensions
+        ((2, 2, 2), 8, PARTS.nbytes, 1),
+        ((2, 2, 2), 4, PARTS.nbytes - 1, 2),
+    ],
+)
+def test_parts_of_many_devices_are_gathered_in_stages(stages, most, all_reduced, found):
+    lowered = gathered(stages, at_once=most, all_reduced=all_reduced).lower(PARTS)
+    assert len(re.findall("stablehlo.all_gather", lowered.as_text())) == found
 
 
 def test_stages_in_another_order_swap_parts(broken):

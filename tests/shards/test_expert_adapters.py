@@ -20,16 +20,24 @@ KEYS = {
 MESHES = (
     ("1x1", {}),
     ("4x2", {"zero": 1, "accum": 2}),
-    ("2x4", {"zero": 3, "sequence_parallel": True}),
+    ("2x2", {"expert_axes": "dp", "zero": 3, "sequence_parallel": True}),
     ("1x8", {}),  # mp does not divide the experts: their widths are split
 )
 CLOSE = 2e-6
+MIXED = {
+    "experts": 4, "bias": "none", "activation": "swiglu", "d_ff": 24, "expert_width": 16, "layers": 2,
+    "expert_pattern": "de", "lora_rank": 2, "lora_targets": "up,gate:3,down:2:4,expert_up,expert_down",
+}  # fmt: skip
+
+
+def parameters():
+    """Returns parameters with adapters that are not zero."""
+    return draw_adapters(**KEYS)
 
 
 @functools.cache
-def parameters():
-    """Returns parameters with adapters that are not zero."""
-    params = shared.drawn(shared.tiny(mesh="1x1", **KEYS), 0)
+def draw_adapters(**keys):
+    params = shared.drawn(shared.tiny(mesh="1x1", **keys), 0)
     draw = np.random.default_rng(0)
     adapted = {name: 0.3 * draw.normal(size=leaf.shape).astype(np.float32) for name, leaf in params[LAYERS].items()
                if lora.is_adapter(name)}  # fmt: skip
@@ -37,20 +45,21 @@ def parameters():
 
 
 @functools.cache
-def expected():
-    config = shared.tiny(mesh="1x1", **KEYS)
+def expected(**keys):
+    config = shared.tiny(mesh="1x1", **keys)
     compute = jax.jit(functools.partial(dense_reference.losses_and_gradients, config))
-    (nats, _), gradients = compute(parameters(), shared.batch())
+    (nats, _), gradients = compute(draw_adapters(**keys), shared.batch())
     return float(nats), lora.select_trainable(shared.on_host(gradients), config)
 
 
-def measure(model):
+def measure(model, **keys):
     """Returns the relative error of the loss, and of the worst gradient."""
-    params = jax.device_put(parameters(), model.shardings)
+    keys = keys or KEYS
+    params = jax.device_put(draw_adapters(**keys), model.shardings)
     losses, gradients = jax.jit(lambda *args: model.loss_and_grad(*args))(
         params, shared.batch(), np.zeros(2, np.uint32)
     )
-    nats, want = expected()
+    nats, want = expected(**keys)
     return abs(float(losses.loss) / nats - 1), asserts.worst_relative(shared.on_host(gradients), want)
 
 
@@ -59,6 +68,19 @@ def test_adapters_of_experts_equal_the_dense_model(mesh, options):
     loss, gradient = measure(shared.trainer(mesh=mesh, **KEYS, **options).model)
     assert loss < CLOSE
     assert gradient < CLOSE
+
+
+def test_adapters_of_dense_layers_equal_the_dense_model():
+    """Each layer has the adapters of its own feed-forward; the reference is in float32 too, and less exact."""
+    loss, gradient = measure(shared.trainer(mesh="4x2", zero=1, **MIXED).model, **MIXED)
+    assert loss < CLOSE
+    assert gradient < 1e-5
+
+
+def test_adapters_of_dense_and_expert_layers_are_stacked_apart():
+    layers = draw_adapters(**MIXED)[LAYERS]
+    assert layers["gate_lora_in"].shape == (1, 32, 3)
+    assert layers["expert_up_lora_in"].shape == (1, 4, 32, 2)
 
 
 def test_adapter_of_another_expert_is_noticed(broken):
