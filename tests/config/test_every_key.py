@@ -112,7 +112,6 @@ def rules_with_rows() -> set[tuple[str, int]]:
     made = [lambda: check_zero(Config.of(zero=1, mesh="1x1"))]  # a rule of training only
     frozen = {"weights": "int8", "mesh": "1x1"}
     made += [lambda: check_zero(Config.of(**frozen))]
-    made += [lambda: check_zero(Config.of(**frozen, lora_rank=2, experts=4, bias="none"))]
     made += [lambda: check_zero(Config.of(**frozen, lora_rank=2, param_dtype="bfloat16", dtype="bfloat16"))]
     made += [functools.partial(Config.of, **changes) for changes, _ in rejections(rows.test_every_rule)]
     made += [functools.partial(Config.of, **changes) for changes, _ in rejections(rows.test_invalid_window_is_rejected)]

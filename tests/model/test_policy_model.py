@@ -16,7 +16,8 @@ from tests.model.record_policy import CASES, REWARDS
 from tests.model.record_preferences import FOLDER
 
 RECORDED = json.loads((FOLDER / "policy.json").read_text())
-MOST = 1e-6
+# The results are recorded in float64. In float32, TRL itself is 8.2e-7 from them, and meshes sum in different orders.
+MOST = 1.5e-6
 SPLIT = (
     {"mesh": "4x2", "zero": 3, "accum": 2},
     {"mesh": "dp2.cp2.mp2", "loss_chunk": 5},
