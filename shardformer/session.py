@@ -220,7 +220,7 @@ class Session:
 
     def _say_evaluated_share(self, evaluator: Evaluator) -> None:
         """Prints a line if the evaluations during training use a part of validation only."""
-        if evaluator.own or not evaluator.validates:
+        if evaluator.local_loss or not evaluator.validates:
             return
         used = evaluator.count_batches("validation", evaluator.trainer.config.run.eval_batches or 0)
         total = evaluator.count_batches("validation")

@@ -74,7 +74,7 @@ def _bound_by(before: Plan | None, config: Config) -> float:
     """Returns the bytes at least, by a plan that differs in accum only: each microbatch has a share of the rows."""
     if before is None:
         return 0.0
-    return before.held.total + before.temporaries * before.config.training.accum / config.training.accum
+    return before.stored.total + before.temporaries * before.config.training.accum / config.training.accum
 
 
 def list_candidates(config: Config, chips: Slice, free: tuple[str, ...]) -> Iterator[Candidate]:

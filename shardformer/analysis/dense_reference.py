@@ -385,9 +385,9 @@ def _frequencies(c, dims: int, tokens: int) -> np.ndarray:
     if not kind:
         return frequencies
     if kind == "longrope":
-        old_seq, _, *numbers = map(float, values.split(","))
-        half = len(numbers) // 2
-        return frequencies / np.array(numbers[:half] if tokens <= old_seq else numbers[half:])
+        old_seq, _, *factors = map(float, values.split(","))
+        half = len(factors) // 2
+        return frequencies / np.array(factors[:half] if tokens <= old_seq else factors[half:])
     factor, *bounds = map(float, values.split(","))
     if kind == "linear":
         return frequencies / factor

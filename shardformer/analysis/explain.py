@@ -80,7 +80,7 @@ class Stop(NamedTuple):
     title: str
     words: str
     config: Config
-    held: DeviceBytes
+    stored: DeviceBytes
     sent: dict[tuple[str, str], tuple[int, float]]  # by (operation, axis): tensors, bytes sent by one device
     differences: list[Difference]
     routes: Routes | None = None  # of a model with experts

@@ -65,17 +65,17 @@ def draw_memory(m: Measured, path: str | Path) -> None:
 
 def draw_sweep(plans: list[Plan], path: str | Path) -> None:
     """Draws the memory of each setting next to a chip's, and the time of its step; of a long list only the first."""
-    shown = plans[:MOST_BARS]
-    memory_of_one, largest = plans[0].chips.chip.memory, max(p.held.total + p.temporaries for p in shown)
+    fastest = plans[:MOST_BARS]
+    memory_of_one, largest = plans[0].chips.chip.memory, max(p.stored.total + p.temporaries for p in fastest)
     is_small = largest < memory_of_one / 20  # next to the chip's memory the bars would be invisible
     unit, name = _unit(largest if is_small else memory_of_one)
     limit = memory_of_one / unit
-    with figure(path, 12, 1.8 + 0.3 * len(shown)) as drawn:
+    with figure(path, 12, 1.8 + 0.3 * len(fastest)) as drawn:
         by_memory, by_time = drawn.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-        labels = [label_setting(p.config) for p in shown]
-        left = [0.0] * len(shown)
+        labels = [label_setting(p.config) for p in fastest]
+        left = [0.0] * len(fastest)
         for kind, colour in KINDS.items():
-            sizes = [(p.held._asdict() | {"activations": p.temporaries})[kind] / unit for p in shown]
+            sizes = [(p.stored._asdict() | {"activations": p.temporaries})[kind] / unit for p in fastest]
             if any(sizes):
                 by_memory.barh(labels, sizes, left=left, color=colour, label=kind, edgecolor="white")
                 left = [a + b for a, b in zip(left, sizes, strict=True)]
@@ -92,17 +92,17 @@ def draw_sweep(plans: list[Plan], path: str | Path) -> None:
         by_memory.margins(y=0.01)
         by_memory.invert_yaxis()
         drawn.legend(*by_memory.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
-        longest = max(p.times.seconds for p in shown)
+        longest = max(p.times.seconds for p in fastest)
         scale, part = (1e3, "ms") if longest >= 1e-4 else (1e6, "µs")
         for binding, colour in BINDING.items():
-            rows = [(label, scale * p.times.seconds) for label, p in zip(labels, shown, strict=True)
+            rows = [(label, scale * p.times.seconds) for label, p in zip(labels, fastest, strict=True)
                     if p.times.binding == binding]  # fmt: skip
             if rows:
                 by_time.barh(*zip(*rows, strict=True), color=colour, edgecolor="white", label=f"{binding} binds")
         by_time.set_xlabel(f"{part} a step at best")
         by_time.locator_params(axis="x", nbins=5)
         by_time.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-        rest = f" (the first {len(shown)} of {len(plans)} settings)" if len(shown) < len(plans) else ""
+        rest = f" (the first {len(fastest)} of {len(plans)} settings)" if len(fastest) < len(plans) else ""
         drawn.suptitle(f"{plans[0].chips}, batch {plans[0].config.training.batch}: what fits, the fastest first{rest}")
 
 
@@ -158,9 +158,9 @@ def draw_routes(routes: Routes, path: str | Path) -> None:
     from matplotlib.patches import Patch
 
     layers, experts = routes.count_LE.shape
-    devices = sorted({device for held in routes.devices_E for device in held})
+    devices = sorted({device for owners in routes.devices_E for device in owners})
     colours = {device: COLOURS[place % len(COLOURS)] for place, device in enumerate(devices)}
-    by_expert = [colours[held[0]] if len(held) == 1 else "#666666" for held in routes.devices_E]
+    by_expert = [colours[owners[0]] if len(owners) == 1 else "#666666" for owners in routes.devices_E]
     with figure(path, 4.5 + 0.4 * experts, 1.2 + 1.5 * layers) as drawn:
         for ax, layer, share_E in zip(
             drawn.subplots(layers, sharex=True, sharey=True, squeeze=False)[:, 0],
@@ -175,7 +175,7 @@ def draw_routes(routes: Routes, path: str | Path) -> None:
         ax.set_xticks(range(experts))
         shares = {device: 100 * routes.share_of_device(device).mean() for device in devices}
         handles = [Patch(color=colours[device], label=f"device {device}: {shares[device]:.0f}%") for device in devices]
-        if all(len(held) == 1 for held in routes.devices_E):
+        if all(len(owners) == 1 for owners in routes.devices_E):
             drawn.legend(handles=handles, loc="outside right upper", frameon=False)
         drawn.suptitle("share of the tokens' choices; dashed: equal shares", fontsize=11)
 

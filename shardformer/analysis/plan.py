@@ -32,7 +32,7 @@ class Plan(NamedTuple):
 
     config: Config
     chips: Slice
-    held: DeviceBytes
+    stored: DeviceBytes
     temporaries: int  # estimated
     sent: list[Collective]  # found in the trace
     times: Roofline
@@ -47,7 +47,7 @@ class Plan(NamedTuple):
 
     @property
     def estimate(self) -> int:
-        return self.held.total + self.temporaries
+        return self.stored.total + self.temporaries
 
     @property
     def fits(self) -> bool:
@@ -247,12 +247,12 @@ def _describe_kernels(config: Config) -> str:
 
 
 def _byte_rows(plan: Plan) -> Iterator[list[str]]:
-    for kind, count in plan.held.list_kinds():
+    for kind, count in plan.stored.list_kinds():
         yield [kind, format_bytes(count), "exact"]
     yield ["activations, temporaries", _format_temporaries(plan), "estimated"]
     yield ["together", format_bytes(plan.estimate), "estimated"]
-    if plan.held.host:
-        yield ["optimizer, in the host's memory", format_bytes(plan.held.host), "exact"]
+    if plan.stored.host:
+        yield ["optimizer, in the host's memory", format_bytes(plan.stored.host), "exact"]
     yield ["cache of one sample", format_bytes(memory.cache_bytes(plan.config)), "exact"]
 
 
@@ -328,7 +328,7 @@ def format_sweep(plans: list[Plan]) -> str:
 
 def _sweep_row(plan: Plan) -> list[str]:
     over = plan.bytes - plan.chips.chip.memory
-    sizes = format_bytes(plan.held.total), _format_temporaries(plan), format_bytes(plan.bytes)
+    sizes = format_bytes(plan.stored.total), _format_temporaries(plan), format_bytes(plan.bytes)
     times = plan.times.compute, plan.times.memory, plan.times.exposed_wire, plan.times.seconds
     speed = *map(_short_milliseconds, times), f"{plan.utilization:.0%}"
     missing = "" if plan.fits else format_bytes(over)

@@ -77,7 +77,7 @@ def find_collectives(layout: Layout) -> list[Collective]:
     walk = _Walk(layout)
     for body in trace(in_one_stage(layout)).bodies:
         walk.follow(body, [0] * len(body.invars), (1,))
-    return walk.found
+    return walk.collectives
 
 
 class _Walk:
@@ -89,7 +89,7 @@ class _Walk:
 
     def __init__(self, layout: Layout):
         self.mesh_shape, self.pipeline = layout.config.parallel.mesh_shape, layout.pipeline
-        self.found: list[Collective] = []
+        self.collectives: list[Collective] = []
 
     def follow(self, jaxpr, depths: list[int], trips: tuple[int, ...]) -> list[int]:
         """Returns the depths of a jaxpr's results from those of its inputs."""
@@ -130,4 +130,4 @@ class _Walk:
         if len(groups[0]) > 1:
             for value in equation.outvars:
                 operation, dtype = jaxprs.COLLECTIVES[equation.primitive.name], DTYPES[value.aval.dtype.name]
-                self.found.append(Collective(operation, dtype, value.aval.shape, groups, count > 1, count))
+                self.collectives.append(Collective(operation, dtype, value.aval.shape, groups, count > 1, count))

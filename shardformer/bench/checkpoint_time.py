@@ -58,9 +58,9 @@ class Contender:
     save: Callable[[Path], float]
     restore: Callable[[Path], Any] | None = None
     clean_up: Callable[[Path], None] = lambda _: None
-    turns: list[Times] = dataclasses.field(default_factory=list)
+    times: list[Times] = dataclasses.field(default_factory=list)
 
-    def turn(self, state: State) -> Times:
+    def measure(self, state: State) -> Times:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "saved"
             waits, save = timed(lambda: self.save(path), state)
@@ -68,16 +68,16 @@ class Contender:
                 return Times(save, waits, np.nan)
             restored, restore = timed(functools.partial(_restore_and_wait, self.restore, path), state)
             self.clean_up(path)
-            if not self.turns and not same(restored, state.host):
+            if not self.times and not same(restored, state.host):
                 raise RunError(f"{self.name} restored other values than it saved")
             return Times(save, waits, restore)
 
     def median(self, field: str) -> float:
-        return float(np.median([getattr(round, field) for round in self.turns]))
+        return float(np.median([getattr(round, field) for round in self.times]))
 
     def ratio(self, base: "Contender", field: str) -> float:
         """Returns the median over rounds of the time relative to `base`."""
-        pairs = zip(self.turns, base.turns, strict=True)
+        pairs = zip(self.times, base.times, strict=True)
         return float(np.median([getattr(local, field) / getattr(other, field) for local, other in pairs]))
 
 
@@ -136,9 +136,9 @@ def report(c: Config, rounds: int, out: str = "") -> str:
         missing = "\nwithout Orbax: it is not installed; pip install orbax-checkpoint"
     for number in range(rounds + 1):
         for contender in contenders:
-            times = contender.turn(state)
+            times = contender.measure(state)
             if number:  # the first also starts threads and compiles
-                contender.turns.append(times)
+                contender.times.append(times)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state.host)) / 1e6
     rows = [[it.name, f"{size:.0f}", *cells(it, raw, placed, copy)] for it in contenders]
     # np.load fills memory once, and with dp most leaves are on two or more devices.

@@ -64,7 +64,7 @@ class Contender:
     select: Callable[[Any], Any] | None = None  # the parameters of a state, with a module for each layer
     done: int = 0
     cpu_seconds: float = 0.0  # of all steps, on all cores
-    turns: list[float] = dataclasses.field(default_factory=list)
+    times: list[float] = dataclasses.field(default_factory=list)
 
     def run(self, steps: int) -> float:
         """Runs some steps, waits for the last one and returns its loss."""
@@ -88,17 +88,17 @@ class Contender:
 
     @property
     def milliseconds(self) -> float:
-        return float(np.median(self.turns))
+        return float(np.median(self.times))
 
     @property
     def spread(self) -> float:
         """Half the distance between the quartiles, as a share of the median."""
-        low, high = np.percentile(self.turns, [25, 75])
+        low, high = np.percentile(self.times, [25, 75])
         return float(high - low) / 2 / self.milliseconds
 
     def speed(self, base: "Contender") -> float:
         """Returns the median over rounds of the base's time over this one's."""
-        return float(np.median(np.divide(base.turns, self.turns)))
+        return float(np.median(np.divide(base.times, self.times)))
 
     @property
     def bytes(self) -> int | None:
@@ -176,7 +176,7 @@ def measure(contenders: list[Contender], options: Measuring) -> None:
             contender.run(1)
             start = time.perf_counter()
             contender.run(options.turn)
-            contender.turns.append((time.perf_counter() - start) / options.turn * 1e3)
+            contender.times.append((time.perf_counter() - start) / options.turn * 1e3)
 
 
 def peak_bytes(compiled) -> int | None:

@@ -33,7 +33,7 @@ def bench_accumulation(options: Measuring, base: Config) -> None:
             rows.append([name, str(parts), f"{it.temporary_bytes / 1e6:.1f}", f"{seconds:.1f}"])
     measure(contenders, options)
     for row, contender in zip(rows, contenders, strict=True):
-        row += [f"{np.median(contender.turns):.1f}", f"{contender.speed(contenders[0]):.2f}"]
+        row += [f"{np.median(contender.times):.1f}", f"{contender.speed(contenders[0]):.2f}"]
     print(
         f"{title(options, settings, base)}, mesh {settings.parallel.mesh}, on "
         f"{jax.devices()[0].device_kind}; medians of {options.rounds} turns of {options.turn} steps\n"

@@ -43,14 +43,14 @@ class Contender:
 
     name: str
     continue_ids: Callable[[np.ndarray, int], np.ndarray]
-    turns: list[float] = dataclasses.field(default_factory=list)
-    cpu_turns: list[float] = dataclasses.field(default_factory=list)  # of all threads; less sensitive to other load
+    times: list[float] = dataclasses.field(default_factory=list)
+    cpu_times: list[float] = dataclasses.field(default_factory=list)  # of all threads; less sensitive to other load
 
     def run(self, prompts: np.ndarray, tokens: int) -> np.ndarray:
         start, cpu_start = time.perf_counter(), time.process_time()
         ids = self.continue_ids(prompts, tokens)
-        self.turns.append(time.perf_counter() - start)
-        self.cpu_turns.append(time.process_time() - cpu_start)
+        self.times.append(time.perf_counter() - start)
+        self.cpu_times.append(time.process_time() - cpu_start)
         return ids
 
 
@@ -91,8 +91,8 @@ def bench_generate(options: Measuring, settings: Config) -> None:
         first, *rest = (contender.run(prompts, options.tokens) for contender in contenders)  # compiles
         same = "".join(f"; {(first == other).mean():.1%} of the tokens are equal" for other in rest)
         for contender in contenders:
-            contender.turns.clear()
-            contender.cpu_turns.clear()
+            contender.times.clear()
+            contender.cpu_times.clear()
         slopes = []
         for _ in range(options.rounds):
             for contender in contenders:
@@ -138,7 +138,7 @@ def _last_against_first(arrivals: list[tuple[float, int]]) -> float:
 def _describe_bandwidth(params, contender: Contender, tokens: int) -> str:
     """Formats the rate at which the weights are read: once for each token of a row."""
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    rate = size * tokens / float(np.median(contender.turns))
+    rate = size * tokens / float(np.median(contender.times))
     fastest = read_bandwidth()
     read = f"weights of {size / 1e6:,.1f} MB, read once a token: {rate / 1e9:,.2f} GB/s"
     return f"{read}; a product of a vector and a float32 matrix reads {fastest / 1e9:,.2f} GB/s on one device"
@@ -159,8 +159,8 @@ def read_bandwidth(rows: int = 1 << 13) -> float:
 def _format(contenders: list[Contender], tokens: int) -> str:
     base, rows = contenders[-1], []
     for it in contenders:
-        seconds = float(np.median(it.turns))
-        speed = float(np.median(np.divide(base.turns, it.turns)))
-        times = f"{seconds:.2f}", f"{min(it.turns):.2f}", f"{np.median(it.cpu_turns):.2f}"
+        seconds = float(np.median(it.times))
+        speed = float(np.median(np.divide(base.times, it.times)))
+        times = f"{seconds:.2f}", f"{min(it.times):.2f}", f"{np.median(it.cpu_times):.2f}"
         rows.append([it.name, *times, f"{tokens / seconds:,.1f}", f"{speed:.2f}"])
     return format_table(rows, ["generate", "s", "fastest", "CPU s", "tokens/s", "speed"])

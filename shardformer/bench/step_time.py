@@ -159,7 +159,7 @@ def report(contenders: list[Contender], options: Measuring, c: Config) -> str:
                 "step": it.name,
                 "ms": it.milliseconds,
                 "spread": it.spread,
-                "fastest ms": min(it.turns),
+                "fastest ms": min(it.times),
                 "tokens/s": None if only_products else tokens / it.milliseconds * 1e3,
                 "TFLOP/s": rate / 1e12,
                 "MFU": rate / peak if peak else None,
@@ -167,7 +167,7 @@ def report(contenders: list[Contender], options: Measuring, c: Config) -> str:
                 "speed": it.speed(contenders[0]),
             }
         )
-        times = f"{it.milliseconds:.2f}", f"{it.spread:.0%}", f"{min(it.turns):.2f}"
+        times = f"{it.milliseconds:.2f}", f"{it.spread:.0%}", f"{min(it.times):.2f}"
         speed = "-" if only_products else f"{tokens / it.milliseconds * 1e3:,.0f}"
         share, megabytes = f"{rate / peak:.1%}" if peak else "-", f"{it.bytes / 1e6:.1f}" if it.bytes else "-"
         rows.append([it.name, *times, speed, f"{rate / 1e12:.3f}", share, megabytes, f"{it.speed(contenders[0]):.2f}"])
@@ -193,7 +193,7 @@ def draw(contenders: list[Contender], title: str, path: str) -> None:
     with figure(path, 9, 1.3 + 0.4 * len(contenders)) as drawn:
         axes = drawn.add_subplot()
         for it in contenders:
-            low, high = np.percentile(it.turns, [25, 75])
+            low, high = np.percentile(it.times, [25, 75])
             around = [[it.milliseconds - low], [high - it.milliseconds]]
             axes.barh(it.name, it.milliseconds, xerr=around, color=BLUE if it.name.startswith("shard") else SKY)
             axes.annotate(f"{it.milliseconds:.1f}", (high, it.name), (5, 0), textcoords="offset points", va="center")

@@ -44,8 +44,8 @@ def run_explain(arguments: list[str]) -> int:
             pictures.draw_split(stop.config, stop.title, path)
             say(f"drawn in {path}\n")
             if stop.config.parallel.cp > 1:
-                pictures.draw_ring_steps(stop.config.parallel.cp, path.with_stem(f"{path.stem}_turns"))
-                say(f"drawn in {path.with_stem(f'{path.stem}_turns')}\n")
+                pictures.draw_ring_steps(stop.config.parallel.cp, path.with_stem(f"{path.stem}_ring"))
+                say(f"drawn in {path.with_stem(f'{path.stem}_ring')}\n")
             if stop.routes:
                 pictures.draw_routes(stop.routes, path.with_stem(f"{path.stem}_routes"))
                 say(f"drawn in {path.with_stem(f'{path.stem}_routes')}\n")
@@ -56,7 +56,7 @@ def format_stop(stop: Stop) -> str:
     """Formats the memory, the collectives and the worst difference of one method to split a model."""
     config = stop.config
     zero = f", zero={config.parallel.zero}" if config.parallel.zero else ""
-    stored = [[kind, format_bytes(count)] for kind, count in stop.held.list_kinds()]
+    stored = [[kind, format_bytes(count)] for kind, count in stop.stored.list_kinds()]
     sent = [
         [operation, axis, tensors, format_bytes(count)] for (operation, axis), (tensors, count) in stop.sent.items()
     ]

@@ -103,9 +103,9 @@ def share_equal_arrays(weights: Weights, others: Weights) -> Weights:
     """Returns the weights with the other's arrays wherever both are equal, so that these exist once."""
     known = dict(jax.tree.leaves_with_path(others.unstacked))
 
-    def choose(path, own):
+    def choose(path, leaf):
         other = known.get(path)
-        same = other is not None and (own.dtype, own.shape) == (other.dtype, other.shape)
-        return other if same and np.array_equal(np.asarray(own), np.asarray(other)) else own
+        same = other is not None and (leaf.dtype, leaf.shape) == (other.dtype, other.shape)
+        return other if same and np.array_equal(np.asarray(leaf), np.asarray(other)) else leaf
 
     return dataclasses.replace(weights, unstacked=jax.tree.map_with_path(choose, weights.unstacked))

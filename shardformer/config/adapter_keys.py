@@ -69,8 +69,8 @@ def parse_targets(text: str, common: Adapter) -> dict[str, Adapter]:
     """Returns the adapters of 'q,v:4,down:16:32'; what a matrix does not name is as in `common`."""
     adapters: dict[str, Adapter] = {}
     for word in text.split(","):
-        matrix, *numbers = word.split(":")
-        rank, alpha = _parse_numbers(numbers, common)
+        matrix, *values = word.split(":")
+        rank, alpha = _parse_numbers(values, common)
         if not (0 < rank < 2**31 and 0 < alpha < 2**31 and rank == int(rank)):
             raise UsageError(
                 "lora_targets takes MATRIX, MATRIX:RANK or MATRIX:RANK:ALPHA with numbers above 0, separated by "
@@ -82,22 +82,22 @@ def parse_targets(text: str, common: Adapter) -> dict[str, Adapter]:
     return adapters
 
 
-def _parse_numbers(numbers: list[str], common: Adapter) -> tuple[float, float]:
-    """Returns the rank and the alpha that at most two numbers give; NaN if they give none."""
+def _parse_numbers(values: list[str], common: Adapter) -> tuple[float, float]:
+    """Returns the rank and the alpha that at most two values give; NaN if they give none."""
     try:
-        rank = float(numbers[0]) if numbers else common.rank
-        alpha = float(numbers[1]) if len(numbers) > 1 else common.alpha
+        rank = float(values[0]) if values else common.rank
+        alpha = float(values[1]) if len(values) > 1 else common.alpha
     except ValueError:
         return math.nan, math.nan
-    return (rank, alpha) if len(numbers) <= 2 else (math.nan, math.nan)
+    return (rank, alpha) if len(values) <= 2 else (math.nan, math.nan)
 
 
 def format_targets(adapters: dict[str, Adapter], common: Adapter) -> str:
     """Returns the text that `parse_targets` reads; digits are kept."""
-    words = []
+    targets = []
     for matrix, (rank, alpha) in adapters.items():
         if alpha != common.alpha:
-            words.append(f"{matrix}:{rank}:{repr(float(alpha)).removesuffix('.0')}")
+            targets.append(f"{matrix}:{rank}:{repr(float(alpha)).removesuffix('.0')}")
         else:
-            words.append(matrix if rank == common.rank else f"{matrix}:{rank}")
-    return ",".join(words)
+            targets.append(matrix if rank == common.rank else f"{matrix}:{rank}")
+    return ",".join(targets)

@@ -97,11 +97,11 @@ def _join_adapters(keys: dict) -> None:
     ranks, alphas = (_parse_pattern(keys.get(f"lora_{name}_pattern", "")) for name in ("rank", "alpha"))
     if not ranks and not alphas:
         return
-    words = []
+    targets = []
     for matrix in keys["lora_targets"].split(","):
         rank = ranks.get(matrix, keys["lora_rank"])
-        words.append(f"{matrix}:{rank}:{alphas[matrix]}" if matrix in alphas else f"{matrix}:{rank}")
-    keys["lora_targets"] = ",".join(words)
+        targets.append(f"{matrix}:{rank}:{alphas[matrix]}" if matrix in alphas else f"{matrix}:{rank}")
+    keys["lora_targets"] = ",".join(targets)
 
 
 def _parse_pattern(text: str) -> dict[str, str]:

@@ -90,7 +90,7 @@ class Target(NamedTuple):
         return self.module.rpartition(f".{self.stored.layer}.")[2]
 
     @property
-    def places(self) -> list[tuple[int, ...]]:
+    def indices(self) -> list[tuple[int, ...]]:
         """The indices of its matrices in our stacked factors: of the layer's row, and of the expert."""
         row = self.stored.row or 0
         return [(row, expert) for expert in range(self.experts)] or [(row,)]
@@ -193,7 +193,7 @@ def join_factors(family: str, config: Config, factors: dict[str, np.ndarray]) ->
         if not names:
             continue
         same = have_same_first(*names)
-        pairs = [_join_matrix(target, names, config, factors, place, same) for place in target.places]
+        pairs = [_join_matrix(target, names, config, factors, index, same) for index in target.indices]
         rank, module = len(pairs[0][0]), target.module
         a, b = peft_experts.stack(pairs) if target.experts else pairs[0]
         if target.experts:
@@ -204,16 +204,16 @@ def join_factors(family: str, config: Config, factors: dict[str, np.ndarray]) ->
 
 
 def _join_matrix(
-    target: Target, names: list[str], config: Config, factors: dict[str, np.ndarray], place: tuple[int, ...], same: bool
+    target: Target, names: list[str], config: Config, factors: dict[str, np.ndarray], index: tuple[int, ...], same: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns (A, B) of one matrix, which may hold two or more of ours; `same`: with equal first factors."""
     firsts = [factors[f"{LAYERS}{name}{lora.IN}"] for name in names[: 1 if same else None]]
     starts = np.cumsum([0, *(first.shape[-1] for first in firsts)]).tolist()
     rank, scale = starts[-1], config.lora.adapter_scale(names[0])
-    a_RI = np.concatenate([first[place].T for first in firsts])
+    a_RI = np.concatenate([first[index].T for first in firsts])
     seen = np.zeros(target.outputs_shape(rank), np.float32)
     for start, name in zip([0] * len(names) if same else starts, names, strict=False):
-        second = factors[f"{LAYERS}{name}{lora.OUT}"][place]
+        second = factors[f"{LAYERS}{name}{lora.OUT}"][index]
         if (factor := config.lora.adapter_scale(name) / scale) != 1:
             second = second * np.float32(factor)
         default = np.zeros((rank, second.shape[-1]), np.float32)
@@ -340,19 +340,19 @@ def split_factors(source: Path, family: str, base: Config, settings: dict) -> tu
         if (factor := scale / config.lora.adapter_scale(target.names[0])) != 1:
             b_OR = b_OR * np.float32(factor)
         matrices = peft_experts.unstack(a_RI, b_OR, target.experts) if target.experts else [(a_RI, b_OR)]
-        for place, pair in zip(target.places, matrices, strict=True):
-            _split_matrix(target, factors, place, *pair)
+        for index, pair in zip(target.indices, matrices, strict=True):
+            _split_matrix(target, factors, index, *pair)
     return config, factors
 
 
-def _split_matrix(target: Target, factors: dict[str, np.ndarray], place: tuple, a_RI: np.ndarray, b_OR: np.ndarray):
+def _split_matrix(target: Target, factors: dict[str, np.ndarray], index: tuple, a_RI: np.ndarray, b_OR: np.ndarray):
     """Writes the factors of our matrices that one matrix holds."""
     rank = len(a_RI)
     seen = (b_OR.T if target.is_conv1d else b_OR).reshape(target.outputs_shape(rank))
     for name in target.names:
-        factors[f"{LAYERS}{name}{lora.IN}"][place][:, :rank] = a_RI.T
+        factors[f"{LAYERS}{name}{lora.IN}"][index][:, :rank] = a_RI.T
         for part in target.parts_of(name):
-            part.view(factors[f"{LAYERS}{name}{lora.OUT}"][place][:rank])[...] = seen[part.cut]
+            part.view(factors[f"{LAYERS}{name}{lora.OUT}"][index][:rank])[...] = seen[part.cut]
 
 
 def _choose_config(base: Config, settings: dict, by_matrix: dict[str, list[Adapter]]) -> Config:

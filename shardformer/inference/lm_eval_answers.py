@@ -99,9 +99,9 @@ class Answers:
         if not context:
             before, targets = [], self._codec.encode_bare(continuation)
         else:
-            words = context.rstrip()
-            before = self._encode(words)
-            targets = self._encode(words + context[len(words) :] + continuation)[len(before) :]
+            text = context.rstrip()
+            before = self._encode(text)
+            targets = self._encode(text + context[len(text) :] + continuation)[len(before) :]
         if not before and targets[:1] == [prefix]:
             return Request(targets[:1], targets[1:])
         return Request(before or [prefix], targets)

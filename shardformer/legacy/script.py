@@ -23,20 +23,20 @@ VERBOSE = "--verbose"
 USAGE = f"[{'] ['.join([VERBOSE, *OPTIONS])}] SCRIPT.py ..., --check PATH ..., or --migrate PATH ..."
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """`[--verbose] [--strict] [--legacy-random] SCRIPT.py ...`, `--check PATH ...` or `--migrate PATH ...`.
 
     What follows SCRIPT.py is the script's own.
     """
-    flags = list(itertools.takewhile(lambda word: word.startswith("-"), words))
-    rest = words[len(flags) :]
+    flags = list(itertools.takewhile(lambda word: word.startswith("-"), arguments))
+    rest = arguments[len(flags) :]
     if flags == ["--check"] and rest:
         return check(map(Path, rest))
     if flags == ["--migrate"] and rest:
         return migrate(map(Path, rest))
     wrong = [flag for flag in flags if flag not in OPTIONS and flag != VERBOSE]
     if wrong or not rest:
-        got = f"got {' '.join(words)}" if words else "got nothing"
+        got = f"got {' '.join(arguments)}" if arguments else "got nothing"
         raise UsageError(f"legacy takes {USAGE}; {got}")
     options = {option: flag in flags for flag, option in OPTIONS.items()}
     run(rest[0], rest[1:], verbose=VERBOSE in flags, **options)

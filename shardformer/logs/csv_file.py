@@ -110,8 +110,8 @@ def _thin(lines: list[tuple[int, str]], most: int, cell: int) -> list[tuple[int,
         return math.inf if math.isnan(value) else value
 
     size = -(-len(lines) // most)
-    kept = [min(lines[start : start + size], key=rank) for start in range(0, len(lines), size)]
-    return kept if kept[-1] is lines[-1] else [*kept, lines[-1]]
+    selected = [min(lines[start : start + size], key=rank) for start in range(0, len(lines), size)]
+    return selected if selected[-1] is lines[-1] else [*selected, lines[-1]]
 
 
 def _parse(columns: list[str], line: str) -> Row:

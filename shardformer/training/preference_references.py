@@ -39,37 +39,37 @@ def add_references(run: Run, trainer: Trainer, corpus: Corpus, state: Any, say: 
     At step 0, `state` has the weights of the reference. A later start makes them again only if the file is missing.
     """
     stored = References(run, corpus)
-    if (found := stored.read(say)) is not None:
-        return corpus.with_references(found)
+    if (references := stored.read(say)) is not None:
+        return corpus.with_references(references)
     if run.config.training.base_step:  # a branch: it has the reference of the run that it continues
-        weights, found = _read_of_base(run, corpus, say)
+        weights, references = _read_of_base(run, corpus, say)
     else:
         params = state.params if int(state.step) == 0 else run.make_first_state(trainer).params
         weights = digest_weights(params, trainer.model.sharding(P()))
         _check_weights(run, stored, weights)
-        found = {
+        references = {
             name: _ReferencePass(trainer, params, f"{weights} {corpus.fingerprint}").compute(
                 split, stored.part_folder(name), say, name
             )
             for name, split in corpus.preference_splits().items()
         }
-    processes.run_on_first_process(lambda: stored.write(found, weights))
-    return corpus.with_references(found)
+    processes.run_on_first_process(lambda: stored.write(references, weights))
+    return corpus.with_references(references)
 
 
 def read_references(run: Run, corpus: Corpus, say: Say) -> Corpus:
     """Returns the corpus with the references that a run has stored."""
-    found = References(run, corpus).read(say)
-    if found is None:
+    references = References(run, corpus).read(say)
+    if references is None:
         raise RunError(f"{run.out} has no references of this data; `train --resume` computes them again")
-    return corpus.with_references(found)
+    return corpus.with_references(references)
 
 
 def _read_of_base(run: Run, corpus: Corpus, say: Say) -> tuple[str, dict[str, np.ndarray]]:
     stored = References(Run.open(run.config.training.base_run), corpus)
-    if (found := stored.read(say)) is None:
+    if (references := stored.read(say)) is None:
         raise RunError(f"base={run.config.training.base} has no references of this data; resume that run once")
-    return stored.weights, found
+    return stored.weights, references
 
 
 def _check_weights(run: Run, stored: "References", weights: str) -> None:
@@ -102,7 +102,7 @@ class References:
         if index["data"] != self._corpus.fingerprint:
             say("references: the data has changed, so that they are computed again")
             return None
-        found = {}
+        references = {}
         for name, split in self._corpus.preference_splits().items():
             try:
                 entry = index["splits"][_shorten(name)]
@@ -112,9 +112,9 @@ class References:
                 is_sound = False
             if not is_sound:
                 raise RunError(f"{self.folder / INDEX} is damaged; remove it, and the references are computed again")
-            found[name] = values
+            references[name] = values
         say(f"references: read from {self.folder}, of weights {self.weights[:12]} and data {index['data'][:12]}")
-        return found
+        return references
 
     def _read_index(self) -> str:
         try:
@@ -130,20 +130,20 @@ class References:
             ) from None
         return text
 
-    def write(self, found: dict[str, np.ndarray], weights: str) -> None:
+    def write(self, references: dict[str, np.ndarray], weights: str) -> None:
         """Writes the index, and removes the parts that it replaces."""
         splits = {
             _shorten(name): {
                 "split": name.rpartition("/")[2], "sha256": _digest(values),
                 "logp": [float(value) for value in values.reshape(-1)],
             }
-            for name, values in found.items()
+            for name, values in references.items()
         }  # fmt: skip
         make_folder(self.folder)
         with replacing(self.folder / INDEX) as temporary:
             content = {"weights": weights, "data": self._corpus.fingerprint, "splits": splits}
             temporary.write_text(json.dumps(content) + "\n")
-        for name in found:
+        for name in references:
             folder = self.part_folder(name)
             for part in folder.glob("*.npy"):
                 part.unlink()

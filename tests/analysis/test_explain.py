@@ -38,7 +38,7 @@ def test_the_worst_may_be_the_loss(zero, gradient, loss, worst):
 
 def test_scatter_bytes_are_those_that_a_device_sends(zero):
     """A device sends three quarters of the model: it keeps one quarter."""
-    own = zero.held.gradients
+    own = zero.stored.gradients
     _, sent = zero.sent["reduce-scatter", "dp"]
     assert sent == pytest.approx((explain.DEVICES - 1) * own, rel=0.02)
     assert "bytes sent by one device" in format_stop(zero)
@@ -61,10 +61,10 @@ def test_each_split_sends_its_collectives(stops):
 
 @pytest.mark.slow
 def test_each_split_divides_its_arrays(stops):
-    whole = stops["dense"].held
-    assert stops["data parallel"].held == whole
-    assert stops["ZeRO"].held.total * explain.DEVICES == pytest.approx(whole.total, rel=1e-3)
-    assert whole.total / 4 < stops["tensor parallel"].held.total < whole.total / 3.5  # norms stay whole
+    whole = stops["dense"].stored
+    assert stops["data parallel"].stored == whole
+    assert stops["ZeRO"].stored.total * explain.DEVICES == pytest.approx(whole.total, rel=1e-3)
+    assert whole.total / 4 < stops["tensor parallel"].stored.total < whole.total / 3.5  # norms stay whole
 
 
 @pytest.mark.slow

@@ -110,7 +110,7 @@ def test_mesh_auto_of_a_tpu_needs_what_its_plan_estimates(monkeypatch):
     planned = plan.estimate(config, chips.parse_slice("v5e:2x4"))
     on_cpu = memory.predict_needed(config)
     simulate_devices(monkeypatch, devices)
-    assert memory.predict_needed(config) == planned.estimate > planned.held.total
+    assert memory.predict_needed(config) == planned.estimate > planned.stored.total
     assert planned.estimate != on_cpu
 
 

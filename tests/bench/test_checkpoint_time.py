@@ -103,14 +103,14 @@ def test_wrong_restored_values_raise():
     state = checkpoint_time.make_state(Trainer(c, mesh.make(c)).abstract)
     wrong = jax.tree.map(lambda leaf: leaf + leaf.dtype.type(1), state.host)
     honest = checkpoint_time.shardformer(state)
-    assert honest.turn(state).restore > 0
+    assert honest.measure(state).restore > 0
     with pytest.raises(RunError, match="shardformer restored other values"):
-        dataclasses.replace(honest, restore=lambda path: wrong).turn(state)
+        dataclasses.replace(honest, restore=lambda path: wrong).measure(state)
 
 
 def test_the_verdict_at_its_bars():
     def contender(name, waits, restore):
-        return Contender(name, None, turns=[Times(1.0, waits, restore)])
+        return Contender(name, None, times=[Times(1.0, waits, restore)])
 
     def verdict(ours):
         return checkpoint_time.verdict(ours, contender("raw", 1.0, 1.0), contender("copy", 1.0, np.nan))

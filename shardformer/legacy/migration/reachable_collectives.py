@@ -139,14 +139,14 @@ class _Module:
 
     def facts(self, node: ast.AST) -> CollectiveUses:
         inside = {id(result) for result in ast.walk(node)}
-        return CollectiveUses(*([fact for origin, fact in part if id(origin) in inside] for part in self._finder.found))
+        return CollectiveUses(*([fact for origin, fact in part if id(origin) in inside] for part in self._finder.uses))
 
 
 class _FactFinder(ScopedVisitor):
     def __init__(self, path: Path, tree: ast.Module):
         super().__init__()
         self.path = path
-        self.found: tuple[list, list, list, list] = ([], [], [], [])
+        self.uses: tuple[list, list, list, list] = ([], [], [], [])
         self._parts_of_rules = _parts_of_own_transposes(tree)
         self._in_rule = 0
 
@@ -155,18 +155,18 @@ class _FactFinder(ScopedVisitor):
         operator = name.removeprefix("jax.lax.")
         location = f"{self.path.name}:{node.lineno}"
         if name != operator and operator in TRANSPOSES and not self._in_rule:
-            self.found[0].append((node, Collective(location, operator, _axis_of(node, operator))))
+            self.uses[0].append((node, Collective(location, operator, _axis_of(node, operator))))
         elif name in GRADIENTS:
-            self.found[1].append((node, location))
+            self.uses[1].append((node, location))
         elif name in XMAP:
-            self.found[3].append((node, location))
+            self.uses[3].append((node, location))
         self.generic_visit(node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef):
         decorators = [inner for decorator in node.decorator_list for inner in ast.walk(decorator)]
         defined = any(self.resolve(inner) == "jax.custom_vjp" for inner in decorators if isinstance(inner, ast.expr))
         if defined:
-            self.found[2].append((node, f"{node.name} ({self.path.name}:{node.lineno})"))
+            self.uses[2].append((node, f"{node.name} ({self.path.name}:{node.lineno})"))
         part_of_rule = defined or node.name in self._parts_of_rules
         self._in_rule += part_of_rule
         super().visit_FunctionDef(node)
