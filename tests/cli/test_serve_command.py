@@ -106,7 +106,10 @@ def test_adapters_are_served_beside_a_hugging_face_folder(adapted, monkeypatch):
     for folder, expected in ((base, plain), (run, tuned)):
         alone, (only,) = build_service(Run.open(folder), ServeOptions(batch=2, mesh="1x1"))
         assert answer(alone, only) == expected
-    assert read_back == tuned != plain
+    assert tuned != plain
+    # PEFT's folder has one adapter of q, k and v, of a larger rank: its products are rounded differently.
+    assert read_back[0] == tuned[0]
+    np.testing.assert_allclose(read_back[1], tuned[1], rtol=1e-6)
     arrays = [jax.tree.leaves(one.served.weights.unstacked) for one in served]
     assert {id(array) for array in arrays[0]} <= {id(array) for array in arrays[1]} & {id(array) for array in arrays[2]}
     jobs = [Job(i, [1, 2, 3], 0, sampling=Sampling(tokens=5, seed=1), weights=one.served.weights)
