@@ -13,10 +13,7 @@ LLAMA = {
     "activation": "swiglu", "norm": "rmsnorm", "positions": "rotary", "bias": "none", "tied": False, "dropout": 0.0,
     "vocab": 32_000, "seq": 8192, "dtype": "bfloat16", "mesh": "auto",
 }  # fmt: skip
-SIZES = {
-    "7B": ({"layers": 32, "d_model": 4096, "heads": 32, "d_ff": 11_008, "batch": 64}, "v5e:4x8"),
-    "1.3B": ({"layers": 24, "d_model": 2048, "heads": 16, "d_ff": 5504, "batch": 128}, "h100:8"),
-}
+OF_7B = {"layers": 32, "d_model": 4096, "heads": 32, "d_ff": 11_008, "batch": 64}
 
 
 def with_memory(count: int) -> chips.Slice:
@@ -64,10 +61,8 @@ def test_bounds_are_below_the_estimate(mesh, remat):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", SIZES)
-def test_large_models_get_settings_that_fit(size):
-    changes, chip = SIZES[size]
-    slice_, config = chips.parse_slice(chip), preset("gpt1").replace(**LLAMA | changes)
+def test_large_model_gets_settings_that_fit():
+    slice_, config = chips.parse_slice("v5e:4x8"), preset("gpt1").replace(**LLAMA | OF_7B)
     result = best_settings.choose(config, slice_, best_settings.CHOSEN, silent)
     assert len(result) == best_settings.BEST
     assert all(each.fits and each.config.parallel.devices == slice_.count for each in result)

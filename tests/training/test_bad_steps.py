@@ -88,21 +88,10 @@ def final_loss(out) -> float:
     return json.loads((out / "final.json").read_text())["validation"]["loss"]
 
 
-def train_twenty(words) -> None:
-    with bad_batches(TWENTY):
-        assert runs.train(*words) == 0
-
-
-@pytest.mark.parametrize(
-    "train",
-    [
-        pytest.param(train_twenty, id="one", marks=pytest.mark.slow),
-        pytest.param(lambda words: train_by_two(TWENTY, *words), id="two", marks=pytest.mark.multiprocess),
-    ],
-)
-def test_twenty_bad_steps_hardly_change_the_loss(tmp_path, clean_loss, train):
+@pytest.mark.multiprocess
+def test_twenty_bad_steps_hardly_change_the_loss(tmp_path, clean_loss):
     words, expected = clean_loss
-    train([*words, f"out={tmp_path / 'run'}"])
+    train_by_two(TWENTY, *words, f"out={tmp_path / 'run'}")
     assert len(TWENTY) == 20
     assert {*TWENTY} <= {int(row["step"]) for row in skipped(tmp_path / "run")}
     assert final_loss(tmp_path / "run") == pytest.approx(expected, rel=0.005)

@@ -127,10 +127,9 @@ def test_bits_do_not_depend_on_other_requests(chunked):
     assert not differing(*chunked, seeds=range(8))
 
 
-@pytest.mark.parametrize("name", ["1x1", "2x4"])
-def test_bits_of_experts_do_not_depend_on_other_requests(name):
+def test_bits_of_experts_do_not_depend_on_other_requests():
     """Experts compute the tokens of all rows in the same blocks."""
-    own, weights = engine(name, **test_generator.ROWS["experts"][0] | {"seq": 32})
+    own, weights = engine("2x4", **test_generator.ROWS["experts"][0] | {"seq": 32})
     assert not differing(own, [weights], seeds=[0])
 
 
