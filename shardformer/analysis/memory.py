@@ -127,11 +127,13 @@ def predict_needed(config: Config) -> int:
 def predict_unless_small(config: Config) -> int:
     """Returns predict_needed, or a coarse upper bound if all devices' bounds fit into a quarter of one's memory.
 
-    The bound needs no trace of the step, which is a sixth of the CPU time of a small run's start.
+    The bound needs no trace of the step, which is a sixth of the CPU time of a small run's start. It does not count
+    experts, a teacher, or the history of L-BFGS.
     """
+    if config.experts.experts or config.preferences.teacher or config.optimizer.name == "lbfgs":
+        return predict_needed(config)
     bound = _bound_needed(config)
-    is_small = not config.experts.experts and bound * len(jax.devices()) <= device_memory() / 4
-    return bound if is_small else predict_needed(config)
+    return bound if bound * len(jax.devices()) <= device_memory() / 4 else predict_needed(config)
 
 
 def _bound_needed(config: Config) -> int:

@@ -122,6 +122,19 @@ def test_small_run_is_bounded_without_a_trace(monkeypatch):
     assert memory.predict_unless_small(large) == -1
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"experts": 2, "bias": "none"},
+        {"objective": "distill", "teacher": "large"},
+        {"optimizer": "lbfgs", "clip": 0.0, "weight_decay": 0.0},
+    ],
+)
+def test_model_that_the_bound_does_not_count_is_traced(changes, monkeypatch):
+    monkeypatch.setattr(memory, "predict_needed", lambda config: -1)
+    assert memory.predict_unless_small(shared.tiny(mesh="2x1", vocab=64, **changes)) == -1
+
+
 @pytest.mark.parametrize("mode", ["manual", "multisteps"])
 def test_a_step_of_several_programs_is_not_measured_as_one(mode, capsys):
     refusal = f"accum_mode={mode} is several programs a step.* give accum_mode=scan"
