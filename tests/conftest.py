@@ -64,10 +64,10 @@ LONG_FILES = (
 
 
 # In these folders each case of a test compiles a program: the short tier runs a test's first case.
-COMPILING = tuple(
-    f"tests/{name}/"
-    for name in ("integration", "shards", "kernels", "optim", "model", "inference", "training", "analysis")
-)
+COMPILING_FOLDERS = (
+    "integration", "shards", "kernels", "parallel", "optim", "model", "inference", "training", "analysis",
+)  # fmt: skip
+COMPILING = tuple(f"tests/{name}/" for name in COMPILING_FOLDERS)
 LEGACY = "tests/legacy/"
 LEGACY_IN_SHORT_TIER = tuple(
     f"tests/legacy/test_{name}.py" for name in ("xmap", "xmap_messages", "check", "gradient_programs")

@@ -180,6 +180,7 @@ def test_train_imports_no_tensorflow_or_matplotlib_before_it_compiles():
     assert not expensive_imports("import shardformer.cli.train_command") & {"tensorflow", "matplotlib"}
 
 
+@pytest.mark.slow
 def test_expensive_import_is_noticed():
     assert expensive_imports("import shardformer.logs.curves") >= {"matplotlib"}
     assert {"jax", "haiku"} <= expensive_imports("import shardformer.model")

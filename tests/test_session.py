@@ -47,6 +47,7 @@ def test_run_of_a_preset_takes_three_lines(tmp_path, text, capsys):
     assert (tmp_path / "run/final.json").exists()
 
 
+@pytest.mark.slow
 def test_own_batches_train_and_resume_bitwise(tmp_path):
     create(tmp_path / "one", own_batches(validation=[make_batch(99)])).train()
     create(tmp_path / "two", own_batches(validation=[make_batch(99)]), steps=2).train()
@@ -58,6 +59,7 @@ def test_own_batches_train_and_resume_bitwise(tmp_path):
     assert runs.rows(tmp_path / "one/run")[-1] == runs.rows(tmp_path / "two/run")[-1]
 
 
+@pytest.mark.slow
 def test_other_batches_change_the_losses(tmp_path):
     create(tmp_path / "one", own_batches(), steps=1).train()
     shifted = OwnBatches(lambda first: map(make_batch, itertools.count(first + 7)), VOCAB)
@@ -66,6 +68,7 @@ def test_other_batches_change_the_losses(tmp_path):
     assert one != two
 
 
+@pytest.mark.slow
 def test_sink_receives_the_logged_rows(tmp_path):
     sink = Sink()
     create(tmp_path, own_batches(), steps=3).train(sink=sink)
@@ -91,6 +94,7 @@ def test_ended_iterator_of_batches_is_reported(tmp_path):
         create(tmp_path, batches).train()
 
 
+@pytest.mark.slow
 def test_resume_with_other_batches_is_rejected(tmp_path):
     create(tmp_path, own_batches(), steps=2).train()
     with pytest.raises(UsageError, match="is not what"):

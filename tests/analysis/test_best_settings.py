@@ -30,6 +30,7 @@ def best():
     return best_settings.choose(shared.tiny(mesh="auto", batch=64), with_memory(400_000), best_settings.CHOSEN, silent)
 
 
+@pytest.mark.slow
 def test_best_settings_fit_and_are_sorted_by_time(best):
     assert 1 <= len(best) <= best_settings.BEST
     assert all(each.estimate <= 400_000 for each in best)

@@ -26,6 +26,7 @@ def test_every_way_equals_the_dense_model(stops):
         assert "equal to dense" in format_stop(stop)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gradient", "loss", "worst"),
     [(2e-7, 3e-7, "3e-07 (loss)"), (float("nan"), 3e-7, "nan (q)"), (4e-7, float("nan"), "nan (loss)")],

@@ -107,6 +107,7 @@ def test_traced_experts_send_what_the_formulas_say(axes):
     assert total(traced.find_collectives(resolve(config)), config) == wire.expected_expert_bytes(config)
 
 
+@pytest.mark.slow
 def test_compiled_experts_send_what_the_formulas_say():
     config = shared.tiny(**EXPERTS, expert_axes="dp")
     step = compiling.compile_step(config, mesh.make(config), "cpu")

@@ -288,6 +288,7 @@ def test_rounding_noise_of_zero_gradients_passes():
     assert all(row.passes for row in verify.compare_loss_and_gradients(expected, got))
 
 
+@pytest.mark.slow
 def test_verify_compares_float32_gradients_of_any_grad_dtype():
     """Rounded gradients differ from the dense ones by 4e-3, in right code."""
     rows = verify.verify_config(shared.tiny(mesh="2x1", grad_dtype="bfloat16", zero=3, batch=4))

@@ -35,6 +35,7 @@ def find_failed(expected) -> list[str]:
     return [row.name for row in verify.compare_loss_and_gradients(dense, got) if not row.passes]
 
 
+@pytest.mark.slow
 def test_verify_passes_experts(expected):
     assert find_failed(expected) == []
     gradients = expected[2][1][LAYERS]

@@ -46,6 +46,7 @@ def test_a_folder_that_cannot_be_written_is_shown(folder, monkeypatch, capsys):
     assert "tokens (lengths.png was not drawn: Permission denied)" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_exported_records_are_the_tokens(folder, tmp_path, capsys):
     assert main(["data", "export", "tokens", "out=x_9.tfrecords", "ids=101"]) == 0
     assert "records of 101 ids" in capsys.readouterr().out

@@ -48,12 +48,14 @@ def test_texts_do_not_depend_on_batch_or_mesh(run, tmp_path, capsys):
     assert [row["text"] for row in others] == [row["text"] for row in rows]
 
 
+@pytest.mark.slow
 def test_bits_of_one_text_are_those_of_more_rows(run, tmp_path, capsys):
     (tmp_path / "prompts").write_text("The\n")
     rows = [generate(capsys, run, f"prompts={tmp_path / 'prompts'}", "logprobs=true", f"batch={n}") for n in (0, 16)]
     assert rows[0] == rows[1]
 
 
+@pytest.mark.slow
 def test_a_text_ends_before_its_stop_string(run, tmp_path, capsys):
     (tmp_path / "prompts").write_text("The\n")
     (free,) = generate(capsys, run, f"prompts={tmp_path / 'prompts'}")
@@ -64,6 +66,7 @@ def test_a_text_ends_before_its_stop_string(run, tmp_path, capsys):
     assert row["tokens"] == free["text"].find(stop) + 2
 
 
+@pytest.mark.slow
 def test_file_of_texts_is_continued(run, tmp_path, capsys, monkeypatch):
     prompts, out = tmp_path / "prompts", tmp_path / "texts.jsonl"
     prompts.write_text("The\nFrom\nthe\n")

@@ -68,6 +68,7 @@ def score(run, text, capsys, *words) -> float:
     return json.loads(capsys.readouterr().out)["nats_per_token"]
 
 
+@pytest.mark.slow
 def test_stored_codes_give_the_scores_of_codes_made_when_reading(base, codes, text, capsys):
     assert Run.open(codes).config.stored.weights == "nf4"
     expected = score(base, text, capsys, "weights=nf4")
@@ -101,6 +102,7 @@ def test_codes_made_when_a_base_is_read_are_the_stored_ones(direct, adapted):
     assert same(arrays(direct), arrays(adapted))
 
 
+@pytest.mark.slow
 def test_resume_is_bitwise(adapted, tmp_path):
     shutil.copytree(adapted, tmp_path / "run", ignore=shutil.ignore_patterns("step_*4"))
     (tmp_path / "run" / "final.json").unlink(missing_ok=True)

@@ -47,6 +47,7 @@ def score(run, document, capsys):
     return measure
 
 
+@pytest.mark.slow
 def test_loss_changes_by_at_most_half_a_percent(score, monkeypatch):
     exact, small = score(), score("weights=int8")
     assert 1 < exact < 3.5  # it has learned
@@ -62,6 +63,7 @@ def test_loss_changes_by_at_most_half_a_percent(score, monkeypatch):
     assert abs(score("weights=int8") / exact - 1) > MOST - 1  # this young model even gains from larger logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["int4", "nf4"])
 def test_loss_changes_little_with_4_bits(score, form, monkeypatch):
     exact, small = score(), score(f"weights={form}")

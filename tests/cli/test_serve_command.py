@@ -38,6 +38,7 @@ def answer(service, served, prompt=(1, 2, 3)):
     return job.ids, job.logprobs
 
 
+@pytest.mark.slow
 def test_newer_checkpoint_reaches_new_requests_only(run, capsys):
     opened = Run.open(run)
     service, (older,) = build_service(opened, ServeOptions(batch=2, step=2, mesh="1x1"))
@@ -95,6 +96,7 @@ def adapted(tmp_path_factory):
     return source, base, out, folder / "peft"
 
 
+@pytest.mark.slow
 def test_adapters_are_served_beside_a_hugging_face_folder(adapted, monkeypatch):
     """Each model has the bits that it has alone, and the weights of the base exist once."""
     source, base, run, published = adapted

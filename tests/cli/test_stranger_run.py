@@ -130,6 +130,7 @@ def test_given_tasks_import_the_harness(run, harness, capsys):
     assert harness.exists()
 
 
+@pytest.mark.slow
 def test_given_prompts_are_written(run, tmp_path, capsys):
     (tmp_path / "prompts").write_text("to be")
     assert runs.train("--resume", run, "steps=5", f"eval_prompts={tmp_path / 'prompts'}") == 0
@@ -179,6 +180,7 @@ def test_branch_asks_for_data_without_a_fingerprint(run, tmp_path, capsys, branc
     assert not (tmp_path / "branch").exists()
 
 
+@pytest.mark.slow
 def test_branch_accepts_named_data_without_a_fingerprint(run, tmp_path, text, branch_words):
     """The negative twin."""
     name_secret_data(run, tmp_path, fingerprint="")

@@ -143,6 +143,7 @@ def test_wrong_order_of_columns_shows_in_the_logits(checkpoints, name):
     assert np.abs(logits - np.load(GOLDENS / "grok_1x8.npz")["logits"]).max() > 100 * SAME
 
 
+@pytest.mark.slow
 def test_generate_writes_the_best_tokens_of_grok(checkpoints):
     """The first is recorded; the others, from the cache, are the best of the logits without a cache."""
     model, params = open_model(checkpoints / "1x8")

@@ -96,6 +96,7 @@ def test_asking_for_the_data_set_makes_nothing(cache):
     assert not cache.exists()
 
 
+@pytest.mark.slow
 def test_prepared_as_a_whole(cache, use_fake):
     use_fake()
     shakespeare._prepare()

@@ -58,6 +58,7 @@ def test_a_known_checksum():
     assert (tfrecords.crc32c(long) == tfrecords.crc32c(changed)).tolist() == [False, True]
 
 
+@pytest.mark.slow
 def test_tensorflow_reads_what_we_write_byte_for_byte(tmp_path):
     rows = np.vstack([records(5), [[0, 127, 128, 16383, 16384, 50_399, 2**21, *range(10)]]])
     tfrecords.write_records(tmp_path / "ours.tfrecords", rows)

@@ -306,6 +306,7 @@ def test_silence_ends_a_process_and_a_sign_of_life_prevents_it(watched):
     silent.connection.close()
 
 
+@pytest.mark.slow
 def test_nothing_is_printed_after_the_last_line():
     code = (
         "import os, threading, time; from shardformer.devices import rendezvous\n"

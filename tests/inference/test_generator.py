@@ -272,6 +272,7 @@ def test_batch_bounds_the_rows_of_one_pass(monkeypatch):
     assert [row.ids for row in found] == [row.ids for row in together]
 
 
+@pytest.mark.slow
 def test_a_stream_computes_only_the_rows_that_are_taken(monkeypatch):
     own, passes = Generator(model()), []
     before_call(monkeypatch, own, "_read", lambda *_, **__: passes.append(1))

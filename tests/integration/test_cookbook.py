@@ -157,6 +157,7 @@ def dense(recipes):
     return reference_update.train(shared.tiny(mesh="1x1", **overrides), recipe_of(recipes), parameters, batches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "accumulated", "zero", "recipes"), MATRIX)
 def test_is_the_plain_dense_update(mesh, accumulated, zero, recipes):
     overrides = overrides_of(accumulated, zero, recipes)

@@ -71,6 +71,7 @@ def worst(got, want) -> tuple[float, str]:
     return max((float(error), str(path)) for path, error in jax.tree.leaves_with_path(errors))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "options"), [("1x1", {}), *MESHES], ids=str)
 def test_mesh_equals_the_dense_reference(mesh, options):
     loss, gradients, counts = run(mesh, tuple(options.items()))
@@ -93,6 +94,7 @@ def test_expert_without_tokens_has_zero_gradients():
         assert (layers[name][1, 3] != 0).any()
 
 
+@pytest.mark.slow
 def test_every_token_has_all_of_its_experts():
     counts = run("2x4", tuple(MESHES[2][1].items()))[2]
     assert (counts.sum(1) == 2 * shared.batch(0)["tokens"].size).all()
@@ -108,6 +110,7 @@ def test_gradient_scaled_by_the_mesh_is_noticed():
     assert worst(scale_experts(gradients), expected()[1])[0] > 0.5
 
 
+@pytest.mark.slow
 def test_expert_gradient_scaled_by_its_group_is_noticed(broken):
     """Each expert has the gradients of the tokens of all shards of dp; their mean is over all tokens."""
     model = shared.trainer(mesh="2x1", expert_axes="dp", **KEYS).model

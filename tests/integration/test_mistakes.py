@@ -262,6 +262,7 @@ def test_seed_adds_a_mean_z_loss_to_every_token():
     np.testing.assert_allclose(our_loss(logits + np.float32(5), targets).log_z_BT, token.log_z_BT + 5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_loss_and_z_loss_are_means_and_reported_apart():
     plain, with_z = (shared.trainer(mesh="2x4", z_loss=z).model for z in (0.0, 1e-2))
     params, batch = model_gradients("2x4")[0].params, shared.batch()

@@ -100,6 +100,7 @@ def test_every_mesh_gives_the_numbers_of_one_device(mesh, words):
     compare_with_one_device(mesh, words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "words", "options"), TOKENS_SPLIT)
 def test_tokens_split_over_mp_give_the_numbers_of_one_device(mesh, words, options):
     compare_with_one_device(mesh, words, sequence_parallel=True, **options)

@@ -28,6 +28,7 @@ def mix_densely(x, w, gate, first, experts):
     return jnp.einsum("ncE,nc,nd,Edf->nf", chosen, gate, x, w)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("product", PRODUCTS, ids=str)
 @pytest.mark.parametrize(("first", "experts"), [(0, EXPERTS), (2, 2)])
 def test_values_and_gradients_of_a_grouped_product(product, first, experts):

@@ -168,6 +168,7 @@ def test_a_time_that_is_impossible_counts_as_none(tmp_path, seconds):
     assert begin(tmp_path, first_step=1)[1] == 0.0
 
 
+@pytest.mark.slow
 def test_reading_and_drawing_do_not_load_tensorflow():
     modules = "shardformer.logs.metrics_file, shardformer.logs.curves, shardformer.logs.progress"
     check = f"import sys, {modules}; sys.exit('tensorflow' in sys.modules)"

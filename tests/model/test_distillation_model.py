@@ -99,6 +99,7 @@ def test_divergence_is_that_of_full_logits(teacher, keys, changes):
     assert gradient <= 1e-5
 
 
+@pytest.mark.slow
 def test_teacher_normalised_on_each_shard_is_noticed(teacher, broken):
     broken(divergences, "_log_probabilities", lambda logits, axis: jax.nn.log_softmax(logits, axis=-1))
     kl, _ = distance(make_config(teacher, {"divergence": "forward"}, mesh="4x2"))

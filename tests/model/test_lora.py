@@ -46,6 +46,7 @@ def params(out, step=0):
         return {name: leaf[...] for name, leaf in state.params.items()}
 
 
+@pytest.mark.slow
 def test_run_with_a_base_starts_from_its_best_checkpoint(base, adapted):
     before, after = params(base), params(adapted, step=6)
     assert set(before) < set(after)
@@ -89,6 +90,7 @@ def test_adapters_are_rejected_as_a_base_and_required_to_merge(tmp_path, text, b
     assert "it has no adapters to merge" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_average_is_used_on_request(base, adapted, capsys):
     outputs = []
     for ema in ("false", "true"):
@@ -174,6 +176,7 @@ def test_dropout_of_adapters_is_that_of_the_reference():
     assert not all(row.passes for row in compare(lora_dropout=0.41))
 
 
+@pytest.mark.slow
 def test_merging_changes_no_weight_of_the_run(tmp_path, base, adapted):
     """To take the adapters out again, use the run: subtracting them does not restore float32 weights."""
     before = params(adapted, step=6)

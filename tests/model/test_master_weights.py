@@ -73,6 +73,7 @@ def test_the_masters_are_the_parameters_of_a_float32_run(overrides, allowed):
     assert split == master_weights.select_masters(t.model.grad_specs, t.config)
 
 
+@pytest.mark.slow
 def test_updates_below_the_last_digit_vanish_without_masters():
     tiny = BOTH | ROUNDED | {"mesh": "1x1", "lr": 1e-6, "lr_min": 1e-6, "warmup": 0, "weight_decay": 0.0}
     start = initial(**tiny).params["transformer/layers"]["q"].astype(np.float32)
@@ -103,6 +104,7 @@ def test_a_restored_state_goes_on_bitwise(tmp_path):
     assert {leaf.dtype.name for leaf in jax.tree.leaves(ends[0].optimizer)} == {"bfloat16", "int32"}
 
 
+@pytest.mark.slow
 def test_a_type_that_products_do_not_have_is_refused():
     with pytest.raises(UsageError, match=r"param_dtype=bfloat16 .* give dtype=bfloat16; got dtype=float32"):
         shared.tiny(param_dtype="bfloat16")

@@ -49,6 +49,7 @@ def test_split_pairs_give_the_results_of_trl(changes):
     assert_same("dpo_sft", pairs.loss_and_grads("dpo_sft", **changes))
 
 
+@pytest.mark.slow
 def test_kl_is_of_the_global_batch():
     result = pairs.loss_and_grads("kto", mesh="4x2", accum=2)
     assert_same("kto", result)

@@ -74,6 +74,7 @@ def relative_error(got, expected):
     return max(jax.tree.leaves(errors))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "shape", "keys"),
     [
@@ -88,6 +89,7 @@ def test_gradients_equal_dequantised_weights(form, shape, keys):
     assert relative_error(gradients(*make(form, shape, **keys)), expected(form)) < 1e-5
 
 
+@pytest.mark.slow
 def test_gradients_of_adapters_of_experts():
     """The experts are split over dp, where each has the tokens of all shards; codes of another expert are noticed."""
     model, params = make("nf4", "2x2", EXPERTS, expert_axes="dp", zero=3)
@@ -98,6 +100,7 @@ def test_gradients_of_adapters_of_experts():
     assert relative_error(shared.on_host(compute(params)), expected("nf4", EXPERTS)) > 1e-2
 
 
+@pytest.mark.slow
 def test_codes_of_another_layer_are_noticed():
     model, params = make("nf4")
     codes = params[LAYERS][f"up{CODES}"]

@@ -149,6 +149,7 @@ def test_scales_of_another_shard_are_noticed():
     assert np.abs(logits(model, params) - expected).max() > 1e-3 * np.abs(expected).max()
 
 
+@pytest.mark.slow
 def test_scales_of_another_expert_are_noticed():
     model, params = stored("experts", "2x4")
     scales = params[LAYERS][f"expert_up{SCALES}"]
@@ -157,6 +158,7 @@ def test_scales_of_another_expert_are_noticed():
     assert np.abs(logits(model, params) - expected).max() > 1e-3 * np.abs(expected).max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_codes_are_bitwise_the_same_on_every_mesh(form):
     expected = shared.on_host(stored("parallel", form=form)[1])

@@ -88,6 +88,7 @@ def expected():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", shared.MESHES)
 def test_five_steps_equal_plain_adamw_at_each_rate(mesh, expected):
     settings = trees.config(mesh=mesh, lr_rules=RULES)

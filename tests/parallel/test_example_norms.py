@@ -104,6 +104,7 @@ def worst(got, expected, scale):
     return max(error.max() for error in errors.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [*((name, {}) for name in shared.MESHES), ("4x2", EVERYTHING), ("1x8", EVERYTHING)],

@@ -64,6 +64,7 @@ def test_bfloat16_scatters_change_gradients_by_half_a_percent(stages):
     np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "stages"), [("8x1", (2, 2, 2)), ("4x2", (2, 2))])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_staged_step_has_the_gradients_of_a_plain_step(shape, stages, stage):
@@ -73,6 +74,7 @@ def test_staged_step_has_the_gradients_of_a_plain_step(shape, stages, stage):
     assert max(jax.tree.leaves(worst)) < 1e-6
 
 
+@pytest.mark.slow
 def test_exchanging_step_has_the_gradients_of_a_plain_step(monkeypatch):
     """Gradients in pieces of 8 columns, as a TPU exchanges larger ones."""
     plain = loss_and_grads(new_trainer(mesh="8x1"))

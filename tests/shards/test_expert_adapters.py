@@ -63,6 +63,7 @@ def measure(model, **keys):
     return abs(float(losses.loss) / nats - 1), asserts.worst_relative(shared.on_host(gradients), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "options"), MESHES, ids=str)
 def test_adapters_of_experts_equal_the_dense_model(mesh, options):
     loss, gradient = measure(shared.trainer(mesh=mesh, **KEYS, **options).model)
@@ -70,6 +71,7 @@ def test_adapters_of_experts_equal_the_dense_model(mesh, options):
     assert gradient < CLOSE
 
 
+@pytest.mark.slow
 def test_adapters_of_dense_layers_equal_the_dense_model():
     """Each layer has the adapters of its own feed-forward; the reference is in float32 too, and less exact."""
     loss, gradient = measure(shared.trainer(mesh="4x2", zero=1, **MIXED).model, **MIXED)
@@ -83,6 +85,7 @@ def test_adapters_of_dense_and_expert_layers_are_stacked_apart():
     assert layers["expert_up_lora_in"].shape == (1, 4, 32, 2)
 
 
+@pytest.mark.slow
 def test_adapter_of_another_expert_is_noticed(broken):
     weight = expert_adapters.weight
     broken(expert_adapters, "weight", lambda *args, **keys: jax.numpy.roll(weight(*args, **keys), 1, axis=0))
@@ -92,6 +95,7 @@ def test_adapter_of_another_expert_is_noticed(broken):
     assert gradient > 0.1
 
 
+@pytest.mark.slow
 def test_merged_adapters_give_the_same_loss():
     adapted, config = parameters(), shared.tiny(mesh="1x1", **KEYS)
     merged = adapted | {LAYERS: lora.merge_adapters(adapted[LAYERS], config)}

@@ -40,6 +40,7 @@ def full_batch():
     return take_step(shared.trainer(**OPTIONS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_accumulation_gives_the_update_of_the_full_batch(mode):
     momentum, bias, routes = take_step(shared.trainer(**OPTIONS, accum=4, accum_mode=mode))
@@ -49,6 +50,7 @@ def test_accumulation_gives_the_update_of_the_full_batch(mode):
     assert set(np.unique(np.abs(bias))) <= {0, np.float32(0.01)}
 
 
+@pytest.mark.slow
 def test_balance_of_each_microbatch_is_noticed(broken):
     broken(model_module, "choose_counts", lambda config: model_module.count_nothing)
     config = shared.tiny(**OPTIONS, accum=4)
@@ -56,6 +58,7 @@ def test_balance_of_each_microbatch_is_noticed(broken):
     assert asserts.worst_relative(momentum, full_batch()[0]) > 1000 * SUM
 
 
+@pytest.mark.slow
 def test_resume_is_bitwise(tmp_path, text):
     words = ("tiny", "steps=4", "save_every=3", "log_every=1", "eval_every=4", "ema=0.9", "accum=2", f"data={text}")
     words += tuple(f"{name}={value}" for name, value in OPTIONS.items())
@@ -84,6 +87,7 @@ def test_average_has_the_experts_and_the_biases():
         assert asserts.relative(second, want) > 1e-5  # the last weights are not the average
 
 
+@pytest.mark.slow
 def test_adapters_of_attention_have_the_gradients_of_the_reference():
     options = OPTIONS | {"balance_rate": 0.0, "lora_rank": 2, "lora_targets": "q,o"}
     trainer = shared.trainer(**options)
@@ -128,6 +132,7 @@ def test_training_that_experts_lack_is_rejected(changes):
         Config.of(**EXPERTS, **changes)
 
 
+@pytest.mark.slow
 def test_frozen_layers_have_frozen_biases():
     trainer = shared.trainer(**OPTIONS, lr_rules="layers=frozen")
     before = shared.on_host(trainer.init().params)

@@ -238,6 +238,7 @@ def test_record_waits_for_a_full_disk(tmp_path):
     assert [record["step"] for record in read(path)] == [1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["continue", "stop"])
 def test_full_disk_obeys_on_save_error(tmp_path, text, prompts, monkeypatch, capsys, policy):
     let_fail(monkeypatch, JsonLines, "append", RunError("cannot write texts.jsonl: No space left on device"))

@@ -47,6 +47,7 @@ def test_broken_embedding_is_named(model, params):
     assert non_finite.find_output(model, broken, batch(model)).endswith("that of the embedding")
 
 
+@pytest.mark.slow
 def test_first_gradient_of_the_backward_pass_is_named(model, params):
     key = jax.random.key_data(jax.random.key(0))
     assert non_finite.find_gradient(model, params, batch(model), key) == ""

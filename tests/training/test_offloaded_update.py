@@ -40,6 +40,7 @@ def differing(a, b) -> list[str]:
     return [jax.tree_util.keystr(path) for (path, x), y in pairs if not np.array_equal(np.asarray(x), np.asarray(y))]
 
 
+@pytest.mark.slow
 def test_state_is_that_without_offload(both):
     """Bitwise with the compiler's default options (by hand); those of tests contract other products and sums."""
     (_, plain, plain_rows), (_, offloaded, rows) = both
@@ -68,6 +69,7 @@ def test_checkpoint_restores_with_and_without_offload(both, tmp_path):
     assert differing(state, checkpoint.restore(path, plain.abstract)) == []
 
 
+@pytest.mark.slow
 def test_bad_step_that_is_applied_is_noticed(broken):
     """The negative twin: without the choice, the state is that of another run."""
     broken(offloaded_update, "_choose", lambda applied, new, old: new)

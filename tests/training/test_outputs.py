@@ -11,6 +11,7 @@ from tests import runs
 from tests.surroundings import let_fail, note_documents
 
 
+@pytest.mark.slow
 def test_unreadable_records_are_reported_to_all_processes(tmp_path, text, monkeypatch, capsys):
     """A process that continued would wait for this one for ever."""
     out = tmp_path / "run"

@@ -32,6 +32,7 @@ def read_index(folder) -> dict:
     return json.loads((folder / "references" / "index.json").read_text())
 
 
+@pytest.mark.slow
 def test_resumed_run_is_that_of_one_start(finished):
     stopped, through = (runs.rows(finished / name) for name in ("stopped", "through"))
     assert [row["loss"] for row in stopped] == [row["loss"] for row in through]

@@ -65,6 +65,7 @@ def list_times(folder) -> dict:
     return {path.relative_to(folder): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", FIELDS)
 def test_changed_key_is_rejected_or_taken(finished_copy, trained, capsys, key):
     before = list_times(finished_copy)

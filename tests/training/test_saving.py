@@ -170,6 +170,7 @@ def test_the_last_save_must_not_fail(tmp_path, monkeypatch):
         train()
 
 
+@pytest.mark.slow
 def test_a_full_disk_in_a_run(tmp_path, text, monkeypatch, capsys):
     """From the command: a run that may continue does, and saves when space is available."""
     broken = []

@@ -128,6 +128,7 @@ def test_second_ctrl_c_ends_a_slow_step_at_once(tmp_path, text):
     assert checkpoint.list_steps(tmp_path / "run") == []
 
 
+@pytest.mark.slow
 def test_no_step_is_dispatched_after_a_signal(tmp_path, text, monkeypatch, capsys):
     """Steps this slow are not dispatched ahead: the signal comes while step 5 is in flight."""
     monkeypatch.setattr(trainer, "VERY_SLOW_STEP", 0.0)

@@ -22,6 +22,7 @@ def student(tmp_path_factory):
     return folder / "student"
 
 
+@pytest.mark.slow
 def test_student_approaches_its_teacher(student):
     with open(student / "metrics.csv", newline="") as file:
         found = [float(row["kl"]) for row in csv.DictReader(file)]

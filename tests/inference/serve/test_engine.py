@@ -43,6 +43,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_texts_are_those_of_the_generator(case):
     """The texts outgrow the context; the two round differently, as the generator's rows have other slots."""
