@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardformer.data import table_files, text_files
+from shardformer.data.packed_files import find_suffix
 from shardformer.data.source import Say
 from shardformer.data.vocabulary import FILE as VOCABULARY
 from shardformer.errors import UsageError
@@ -63,7 +64,7 @@ def check_suffix(path: Path) -> None:
 
 def is_code(path: Path) -> bool:
     """Returns whether a file's suffix is that of code or of settings."""
-    suffix = (path.with_suffix("") if path.suffix in text_files.PACKED else path).suffix.lower()
+    suffix = find_suffix(path)
     return suffix in TEXT_FILES and suffix not in PROSE
 
 
@@ -101,7 +102,7 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _has_text_suffix(path: Path) -> bool:
-    return (path.with_suffix("") if path.suffix in text_files.PACKED else path).suffix.lower() in TEXT_FILES
+    return find_suffix(path) in TEXT_FILES
 
 
 def _is_in_a_run(file: Path, base: Path, out: Path | None) -> bool:

@@ -1,20 +1,19 @@
-"""Files of text as streams of documents in pieces: plain text, .jsonl, .json and all of them packed."""
+"""Files of text as streams of documents in pieces: plain text, .jsonl and .json, packed or not."""
 
 import codecs
-import contextlib
 import dataclasses
 import functools
 import gzip
-import io
 import itertools
 import json
 import re
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from shardformer.data import json_records
+from shardformer.data.packed_files import PACKED, find_suffix, open_unpacked
 from shardformer.data.row_report import RowError, RowReport
 from shardformer.data.table_files import is_table, read_rows
 from shardformer.errors import UsageError
@@ -33,14 +32,11 @@ class Limits(NamedTuple):
     uncut: int = 64 << 20  # characters of a document that is encoded in one piece: Rust needs 100 bytes a token
     line: int = 256 << 20  # bytes of a .jsonl file's line
     empty_lines: int = 1 << 20
-    expansion: int = 200  # times that a packed file may grow, beyond its first `free_expansion` bytes
-    free_expansion: int = 16 << 20
 
 
 LIMITS = Limits()
 JSON_LINES = (".jsonl", ".ndjson")
 JSON = ".json"
-PACKED = (".gz", ".zst")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,11 +103,11 @@ def contains_records(path: Path) -> bool:
 
 
 def is_json_lines(path: Path) -> bool:
-    return _suffix(path) in JSON_LINES
+    return find_suffix(path) in JSON_LINES
 
 
 def is_json(path: Path) -> bool:
-    return _suffix(path) == JSON
+    return find_suffix(path) == JSON
 
 
 def check_not_records(path: Path) -> None:
@@ -131,10 +127,6 @@ def check_not_records(path: Path) -> None:
         )
 
 
-def _suffix(path: Path) -> str:
-    return (path.with_suffix("") if path.suffix in PACKED else path).suffix.lower()
-
-
 def _stamp(path: Path) -> tuple[int, int]:
     try:
         result = path.stat()
@@ -152,7 +144,7 @@ def _starts_with_records(path: Path, size: int, time: int) -> bool:
 def _read_beginning(path: Path) -> str:
     """Returns the first characters of a file; an unreadable one is an error where it is read."""
     try:
-        with _open(path, lambda _: None) as file:
+        with open_unpacked(path, lambda _: None) as file:
             return file.read(json_records.SNIFFED).decode("utf-8", "replace")
     except (EOFError, OSError, zlib.error):
         return ""
@@ -283,7 +275,7 @@ def _decode(path: Path, content: bytes, start: int = 0) -> str:
 
 def _read_packed_text(path: Path, breaks: Breaks, advance: Callable[[int], object]) -> Iterator[Piece]:
     decoder, waiting = codecs.getincrementaldecoder("utf-8")(), ""
-    with _open(path, advance) as file:
+    with open_unpacked(path, advance) as file:
         for content in itertools.chain(iter(lambda: file.read(LIMITS.look_ahead), b""), [b""]):
             try:
                 waiting += decoder.decode(content, final=not content)
@@ -311,7 +303,7 @@ def read_lines(path: Path, advance: Callable[[int], object] = lambda _: None) ->
         return
     is_array = is_json(path) and json_records.contains_array(_read_beginning(path))
     try:
-        with _open(path, advance) as file:
+        with open_unpacked(path, advance) as file:
             if is_array:
                 yield from json_records.read_array(file, str(path), LIMITS.line)
                 return
@@ -388,89 +380,3 @@ def note_fault(error: RowError, report: RowReport | None) -> None:
     if report is None:
         raise error
     report.add_fault(error)
-
-
-@contextlib.contextmanager
-def _open(path: Path, advance: Callable[[int], object]) -> Iterator[BinaryIO]:
-    """Opens a file, unpacked as it is read; a file that grows more than text does raises UsageError."""
-    with io.BufferedReader(_Counted(path, advance), LIMITS.look_ahead) as stored:
-        if path.suffix == ".gz":
-            with gzip.open(stored, "rb") as file:
-                yield io.BufferedReader(_Bounded(file, path), LIMITS.look_ahead)
-        elif path.suffix == ".zst":
-            yield io.BufferedReader(_Bounded(_ZstdReader(stored, path), path), LIMITS.look_ahead)
-        else:
-            yield stored
-
-
-class _Counted(io.FileIO):
-    """A file that reports how many of its bytes have been read."""
-
-    def __init__(self, path: Path, advance: Callable[[int], object]):
-        super().__init__(path, "rb")
-        self._advance = advance
-
-    def readinto(self, buffer) -> int | None:
-        count = super().readinto(buffer)
-        self._advance(count or 0)
-        return count
-
-
-def check_expansion(path: Path, unpacked: int) -> None:
-    """Raises UsageError if a packed file grows more than text does: a decompression bomb would fill the disk."""
-    if unpacked > LIMITS.free_expansion + LIMITS.expansion * path.stat().st_size:
-        raise UsageError(
-            f"{path} grows more than {LIMITS.expansion} times when it is unpacked, which no text does; "
-            "unpack it yourself if this is meant"
-        )
-
-
-class _Bounded(io.RawIOBase):
-    """The unpacked bytes of a packed file, rejected as soon as it has grown too much."""
-
-    def __init__(self, file: "gzip.GzipFile | _ZstdReader", path: Path):
-        self._file, self._path, self._unpacked = file, path, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        content = self._file.read(len(buffer))
-        self._unpacked += len(content)
-        check_expansion(self._path, self._unpacked)
-        buffer[: len(content)] = content
-        return len(content)
-
-
-class _ZstdReader:
-    """The unpacked bytes of a .zst file; raises UsageError if the file is truncated."""
-
-    CHUNK = 4096  # packed bytes at once: unpacked they are 128 MB at the very most
-
-    def __init__(self, file, path: Path):
-        try:
-            import zstandard
-        except ModuleNotFoundError:
-            raise UsageError(
-                f"{path} needs the package zstandard to be unpacked: pip install zstandard, or unpack it: unzstd {path}"
-            ) from None
-        self._package, self._file, self._path = zstandard, file, path
-        self._frame: Any = None
-        self._unread, self._waiting = b"", memoryview(b"")
-
-    def read(self, size: int):
-        while not self._waiting:
-            packed = self._unread or self._file.read(self.CHUNK)
-            if not packed:
-                if self._frame and not self._frame.eof:
-                    raise UsageError(f"{self._path} is truncated: its last zstd frame is incomplete")
-                return b""
-            if not self._frame or self._frame.eof:
-                self._frame = self._package.ZstdDecompressor().decompressobj()
-            try:
-                self._waiting = memoryview(self._frame.decompress(packed))
-            except self._package.ZstdError as error:
-                raise UsageError(f"{self._path} is damaged or not packed by zstd: {error}") from None
-            self._unread = self._frame.unused_data
-        result, self._waiting = self._waiting[:size], self._waiting[size:]
-        return result

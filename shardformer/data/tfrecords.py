@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
+from shardformer.data.packed_files import check_expansion
 from shardformer.data.tensorflow import import_tensorflow
-from shardformer.data.text_files import check_expansion
 from shardformer.data.tokens import MappedFile, fingerprint_file, name_spans
 from shardformer.data.vocabulary import MAX_IDS
 from shardformer.data.windows import Batch, RowLayout, Windows

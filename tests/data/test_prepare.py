@@ -21,7 +21,7 @@ from shardformer.data.token_folder import TokenFolder
 from shardformer.data.tokens import SPLITS
 from shardformer.data.vocabulary import Bytes, Characters, TokenIds
 from shardformer.errors import RunError, UsageError
-from tests.surroundings import change_text_limits, let_fail
+from tests.surroundings import change_expansion, change_text_limits, let_fail
 
 DOCUMENTS = [f"document {n}: {'word ' * (n % 7)}é\n" for n in range(300)]
 
@@ -282,7 +282,8 @@ def test_a_source_that_changes_under_the_cache(tmp_path, monkeypatch):
     ],
 )  # fmt: skip
 def test_wrong_texts_are_named_and_leave_nothing(tmp_path, monkeypatch, name, content, message):
-    change_text_limits(monkeypatch, line=1_000_000, expansion=20)
+    change_text_limits(monkeypatch, line=1_000_000)
+    change_expansion(monkeypatch, most=20)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UsageError, match=message):
         make([tmp_path / name], tmp_path / "out")
