@@ -108,12 +108,12 @@ def test_teacher_normalised_on_each_shard_is_noticed(teacher, broken):
 def test_teacher_in_the_format_of_hugging_face_is_rejected(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     config = make_config(tmp_path, {}, mesh="4x2")
-    with pytest.raises(UsageError, match="make a run of it first: convert"):
+    with pytest.raises(UsageError, match="which only `train` converts; convert it first: convert"):
         Trainer(config, mesh.make(config))
 
 
 def test_teacher_of_another_vocabulary_is_rejected(tmp_path):
     (tmp_path / "config.json").write_text(shared.tiny(vocab=99, mesh="1x1").to_json())
     config = make_config(tmp_path, {}, mesh="4x2")
-    with pytest.raises(UsageError, match=r"has vocab=99, and the student vocab=61"):
+    with pytest.raises(UsageError, match=r"has vocab=99 vocab_multiple=8, and the student vocab=61"):
         Trainer(config, mesh.make(config))
