@@ -11,6 +11,7 @@ from shardformer.analysis import dense_reference as reference
 from shardformer.errors import UsageError
 from shardformer.kernels import divergences
 from shardformer.layout import mesh
+from shardformer.model.distillation_model import read_teacher
 from shardformer.training.trainer import Trainer
 from tests import asserts, shared
 
@@ -116,3 +117,15 @@ def test_teacher_of_another_vocabulary_is_rejected(tmp_path):
     config = make_config(tmp_path, {}, mesh="4x2")
     with pytest.raises(UsageError, match=r"has vocab=99 vocab_multiple=8, and the student vocab=61"):
         Trainer(config, mesh.make(config))
+
+
+@pytest.mark.parametrize("forms", [("float", "nf4"), ("nf4", "float")])
+def test_teacher_and_student_store_their_own_weights(tmp_path, forms):
+    (tmp_path / "config.json").write_text(shared.tiny(weights=forms[0], mesh="1x1").to_json())
+    assert read_teacher(make_config(tmp_path, {}, weights=forms[1], lora_rank=2)).stored.weights == forms[0]
+
+
+def test_teacher_with_adapters_is_rejected(tmp_path):
+    (tmp_path / "config.json").write_text(shared.tiny(lora_rank=2, mesh="1x1").to_json())
+    with pytest.raises(UsageError, match="has adapters, expected full weights; merge them first: convert"):
+        read_teacher(make_config(tmp_path, {}))
