@@ -340,7 +340,7 @@ def open_vocabulary_of_base(settings: Config) -> Vocabulary:
     if wanted not in ("auto", base.config.data.tokenizer):
         made_from_text = wanted == Characters.name or wanted.startswith("bpe:")
         named = None if made_from_text else data.open_vocabulary(wanted, base.config.model.vocab)
-        same = named is not None and _without_options(named) == _without_options(vocabulary)
+        same = named is not None and named.without_options() == vocabulary.without_options()
         if named is None or not (same or isinstance(vocabulary, TokenIds)):
             raise UsageError(
                 f"tokenizer={wanted} contradicts base={settings.training.base}, which was trained on tokens of "
@@ -350,11 +350,6 @@ def open_vocabulary_of_base(settings: Config) -> Vocabulary:
     if settings.data.bos != "auto":
         vocabulary = vocabulary.with_beginning(settings.data.bos, base.special_tokens.first)
     return vocabulary.with_special_tokens() if settings.data.special_tokens else vocabulary
-
-
-def _without_options(vocabulary: Vocabulary) -> Vocabulary:
-    """Returns the vocabulary that special_tokens=true bos=false gives, to compare tokenizers only."""
-    return vocabulary.with_special_tokens().with_beginning("false")
 
 
 def describe(run: Run, model: Model) -> str:

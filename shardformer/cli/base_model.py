@@ -58,7 +58,8 @@ def parse_base(arguments: list[str]) -> Config:
         target = storage.local_folder(storage.location(f"{preset.run.out}.base"))
         _check_before_converting(preset, target, overrides, options)
         source = str(storage.local_path(preset.training.base, say))
-        preset = preset.replace(base=_convert(source, target, overrides.get("seq", 0), options.ignore_config))
+        settings = {"seq": overrides.get("seq", 0), "ignore_config": options.ignore_config}
+        preset = preset.replace(base=convert_once("base", source, target, settings))
     elif options.ignored:
         raise UsageError(
             f"ignore_config={options.ignore_config} is for a base in Hugging Face's format, and "
@@ -92,8 +93,11 @@ def _choose_settings(model: Config, preset: Config, overrides: dict) -> Config:
     return preset.replace(**fixed).override(overrides | {"out": preset.run.out, "base": preset.training.base})
 
 
-def _convert(source: str, target: Path, seq: int = 0, ignore_config: str = "") -> str:
-    """Converts in a separate process: a conversion uses only the CPU, and training uses the accelerator."""
+def convert_once(name: str, source: str, target: Path, settings: dict | None = None) -> str:
+    """Returns the run `target` that the folder of the key `name` is converted to, now or by an earlier start.
+
+    Converts in a separate process: a conversion uses only the CPU, and training uses the accelerator.
+    """
     make_folder(target.parent)
     origin, path = target.with_name(f".{target.name}.source"), os.fsencode(Path(source).resolve())
     with locked(target.with_name(f".{target.name}.lock")):  # processes of one machine that start together convert once
@@ -103,12 +107,12 @@ def _convert(source: str, target: Path, seq: int = 0, ignore_config: str = "") -
                     f"{target} was converted from {os.fsdecode(before)}, not from {source}; remove it, or give "
                     "another out="
                 )
-            say(f"base={source}: taken from {target}, into which it was converted before")
+            say(f"{name}={source}: taken from {target}, into which it was converted before")
             return str(target)
         with replacing(origin) as temporary:
             temporary.write_bytes(path)
-        settings = {"seq": seq, "ignore_config": ignore_config}
-        say(convert_in_process(source, target, *(f"{name}={value}" for name, value in settings.items() if value)))
+        given = [f"{key}={value}" for key, value in (settings or {}).items() if value]
+        say(convert_in_process(source, target, *given))
     return str(target)
 
 

@@ -50,6 +50,10 @@ def open_session(arguments: list[str]) -> Session:
             names_data = any(word.startswith("data=") for word in arguments)
             return Session.branch(*parse_branch(arguments), say, progress.show, names_data=names_data)
         config = parse_base(arguments) if names_base(arguments) else parse_preset(arguments)
+        if config.preferences.teacher:
+            from shardformer.cli.teacher_folder import convert_teacher  # not imported without a teacher
+
+            config = convert_teacher(config)
         return Session.create(config, say=say, progress=progress.show)
 
 

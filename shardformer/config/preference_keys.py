@@ -55,8 +55,9 @@ class PreferenceKeys(KeyGroup):
     )
 
     teacher: str = key(
-        "", "run folder whose best weights are the teacher of objective=distill", fixed=True, used_if=WITH_TEACHER
-    )
+        "", "run whose best weights are the teacher of objective=distill, or a Hugging Face folder, which `train` "
+        "converts to the run OUT.teacher", fixed=True, used_if=WITH_TEACHER,
+    )  # fmt: skip
     divergence: Literal["forward", "reverse"] = key(
         "forward", "KL divergence of each token; forward: of the student from the teacher, which covers all that the "
         "teacher does; reverse: of the teacher from the student", used_if=WITH_TEACHER,
@@ -143,7 +144,7 @@ class PreferenceKeys(KeyGroup):
         )
         require(
             self.teacher or self.objective != "distill",
-            "objective=distill learns from a teacher; give the folder of its run: teacher=RUN",
+            "objective=distill learns from a teacher; give the folder of its run or of Hugging Face: teacher=FOLDER",
         )
         require(self.distill_weight <= 1, f"distill_weight is a share, at most 1, got {self.distill_weight}")
         require(self.distill_temperature > 0, f"distill_temperature must be above 0, got {self.distill_temperature}")

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardformer import storage
+from shardformer.checkpoint import read_config
 from shardformer.config import ARCHITECTURE, Config, parsing
 from shardformer.config.keys import key
 from shardformer.convert import hf_settings, hf_special_tokens, hf_state, runs
@@ -122,18 +123,28 @@ def run_to_hf(source: Path, target: Path, arguments: list[str], say: Callable[[s
 
 
 def copy_tokenizer(run: Run, target: Path | BucketPath) -> None:
-    """Copies the tokenizer files that came with the run or, if it has none, with its base."""
-    stored = [
-        run.stored,
-        *([storage.read_records(storage.location(run.config.training.base_run))] if run.config.training.base else []),
-    ]
+    """Copies the tokenizer files that came with the run or, if it has none, with the nearest of its bases."""
     # A link could name any file of this machine, and the copy may be published.
-    folders = [folder / TOKENIZER_FOLDER for folder in stored]
+    folders = [folder / TOKENIZER_FOLDER for folder in _list_records(run)]
     if result := next((folder for folder in folders if folder.is_dir() and not folder.is_symlink()), None):
         target.mkdir(exist_ok=True)
         for name in TOKENIZER_FILES:
             if (result / name).is_file() and not (result / name).is_symlink():
                 (target / name).write_bytes(read_bytes(result / name, hf_tokenizer.MAX_FILE))
+
+
+def _list_records(run: Run) -> list[Path]:
+    """Returns the folders of a run, its base, the base of that and so on, as far as they exist."""
+    result, config = [run.stored], run.config
+    while config.training.base:
+        stored = storage.read_records(storage.location(config.training.base_run))
+        if stored in result:  # a damaged config.json may name the run itself
+            break
+        result.append(stored)
+        if not (stored / hf_settings.NAME).is_file():
+            break
+        config = read_config(stored)
+    return result
 
 
 def _write_tokenizer(run: Run, target: Path) -> None:

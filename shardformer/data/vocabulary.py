@@ -102,6 +102,10 @@ class Vocabulary(abc.ABC):
             raise UsageError(f"bos=true: tokenizer={self.name} puts no token before a text; leave bos out")
         return self
 
+    def without_options(self) -> "Vocabulary":
+        """Returns the vocabulary that special_tokens=true bos=false gives, to compare tokenizers only."""
+        return self.with_special_tokens().with_beginning("false")
+
     def decode_without_special_tokens(self, ids) -> str:
         return self.decode(ids)
 

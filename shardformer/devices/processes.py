@@ -72,6 +72,14 @@ def text_of_first_process(text: str) -> str:
     return gather_documents(text)[0]
 
 
+def array_of_first_process(values: np.ndarray) -> np.ndarray:
+    """Returns the first process's array, bitwise; every process gives one of the same shape and dtype."""
+    if jax.process_count() == 1:
+        return values
+    row = np.frombuffer(np.ascontiguousarray(values).tobytes(), np.uint8)
+    return np.frombuffer(gather_rows(row)[0].tobytes(), values.dtype).reshape(values.shape)
+
+
 def gather_documents(text: str) -> list[str]:
     """Returns the strings of all processes in order; with two or more processes each is cut to 2 kB."""
     if jax.process_count() == 1:

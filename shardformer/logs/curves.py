@@ -30,6 +30,7 @@ _REWARD_PANELS = (
     ("kl", "KL divergence", "nats per token, from the start"),
     ("clip_share", "Clipped tokens", "share"),
 )
+_TEACHER_PANELS = (("kl", "KL divergence", "nats per token, of student and teacher"), *_SMALL_PANELS[:2])
 _THOUSANDS = FuncFormatter(lambda value, _: f"{value:,.0f}")
 _SMOOTHED_SHARE = 0.03  # of the run: the width of the running mean's window
 _LARGEST_DRAWN = 1e30  # matplotlib overflows on larger values
@@ -63,7 +64,9 @@ def draw_curves(out: Path) -> Path:
 def _choose_panels(series: dict) -> tuple:
     if "reward_margin" in series:
         return _PAIR_PANELS
-    return _REWARD_PANELS if "reward" in series else _SMALL_PANELS
+    if "reward" in series:
+        return _REWARD_PANELS
+    return _TEACHER_PANELS if "kl" in series else _SMALL_PANELS
 
 
 def compute_running_mean(values: np.ndarray, half: int) -> np.ndarray:

@@ -5,6 +5,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Self, TextIO
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
@@ -47,7 +48,12 @@ class NoProgress:
 
 
 class Progress(NoProgress):
-    """The progress of a run that continues from `first_step`; `best` is (step, loss) of the lowest validation loss."""
+    """The progress of a run that continues from `first_step`.
+
+    Arguments:
+      best: (step, loss) of the lowest validation loss.
+      metrics: names of the metrics that only the run's objective has.
+    """
 
     def __init__(
         self,
@@ -58,10 +64,11 @@ class Progress(NoProgress):
         stream: TextIO | None = None,
         best: tuple[int, float] | None = None,
         with_mfu: bool = False,
-        with_pairs: bool = False,
+        metrics: tuple[str, ...] = (),
     ):
-        columns = (*(_PAIR_COLUMNS if with_pairs else _COLUMNS), *((_MFU,) if with_mfu else ()))
-        self._run = _RunState(steps, first_step, tokens_per_step, elapsed_before, best, columns)
+        own = next((columns for name, columns in _OWN_COLUMNS.items() if name in metrics), ())
+        columns = (*_place_own(own), *((_MFU,) if with_mfu else ()))
+        self._run = _RunState(steps, first_step, tokens_per_step, elapsed_before, best, columns, own)
         stream = sys.stdout if stream is None else stream
         on_terminal = stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         self._display = (_Terminal if on_terminal else _Lines)(self._run, stream)
@@ -100,8 +107,9 @@ class _RunState:
         elapsed_before: float,
         best: tuple[int, float] | None,
         columns: tuple,
+        own: tuple,
     ):
-        self.columns = columns
+        self.columns, self.own = columns, own
         self.steps = steps
         self.step = first_step
         self.best = best
@@ -159,21 +167,22 @@ _COLUMNS = (
     ("elapsed", 9, lambda run: _format_duration(run.elapsed())),
     ("left", 9, lambda run: _format_duration(run.seconds_left())),
 )
-# Preference pairs show their margin and the share of right orders where other runs show the rate and the speed.
-_PAIR_COLUMNS = (
-    *_COLUMNS[:3],
-    ("margin", 9, lambda run: format_number(run.row.get("reward_margin"))),
-    ("right", 7, lambda run: _format_share(run.row.get("accuracy"))),
-    ("val right", 10, lambda run: _format_share(run.row.get("val_accuracy"))),
-    _COLUMNS[3],
-    *_COLUMNS[-2:],
-)
 _MFU = (
     "MFU",
     6,
     lambda run: _format_share(run.row.get("mfu")),
 )  # only if the peak of the chip is known; the line is wider then
 _LINE_WIDTH = 86
+
+
+def _place_own(own: tuple) -> tuple:
+    """Returns the columns of a run with those of its objective."""
+
+    def make_cell(name: str, form: Callable) -> Callable:
+        return lambda run: form(run.row.get(name))
+
+    cells = [(heading, width, make_cell(name, form)) for heading, width, name, form in own]
+    return (*_COLUMNS[:3], *cells, _COLUMNS[3], *_COLUMNS[-2:]) if own else _COLUMNS
 
 
 def _format_header(run: _RunState, width: int = _LINE_WIDTH) -> str:
@@ -314,7 +323,7 @@ class _Terminal:
             ("loss", format_number(latest.get("loss")), "bold"),
             ("val", format_number(latest.get("val_loss")), "bold"),
             ("best", f"{format_number(best[1])} @{best[0]}" if best else "", "green"),
-            ("margin", format_number(latest.get("reward_margin")), ""),
+            *((heading, form(latest.get(name)), "") for heading, _, name, form in self._run.own),
             ("grad", format_number(latest.get("grad_norm")), ""),
             ("lr", _format_rate(latest.get("lr")), ""),
         ]
@@ -357,3 +366,19 @@ def _format_duration(seconds: float | None) -> str:
     if hours >= 24:
         return f"{hours // 24}d {hours % 24}h"
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+# Heading, width, metric and format of the columns that replace the rate and the speed, by a metric of the objective.
+_OWN_COLUMNS: dict[str, tuple] = {
+    "reward_margin": (
+        ("margin", 9, "reward_margin", format_number),
+        ("right", 7, "accuracy", _format_share),
+        ("val right", 10, "val_accuracy", _format_share),
+    ),
+    "reward": (
+        ("reward", 9, "reward", format_number),
+        ("kl", 9, "kl", format_number),
+        ("tokens", 8, "answer_length", format_number),
+    ),
+    "kl": (("kl", 9, "kl", format_number),),
+}

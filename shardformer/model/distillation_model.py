@@ -115,26 +115,44 @@ def _stop(leaf):
 
 def read_teacher(config: Config) -> Config:
     """Returns the teacher's configuration on the student's mesh; raises UsageError for another vocabulary."""
-    location = storage.location(config.preferences.teacher)
+    name = config.preferences.teacher
+    location = storage.location(name)
     if not (location / "config.json").exists():
-        raise UsageError(f"teacher={config.preferences.teacher} is not a run: it has no config.json")
+        raise UsageError(f"teacher={name} is not a run: it has no config.json")
     if is_hugging_face((location / "config.json").read_bytes()):
-        name = config.preferences.teacher
-        raise UsageError(f"teacher={name} is in Hugging Face's format; make a run of it first: convert {name} TEACHER")
+        raise UsageError(
+            f"teacher={name} is in Hugging Face's format, which only `train` converts; convert it first: "
+            f"convert {name} TEACHER"
+        )
     teacher = read_config(storage.reading_folder(location))
-    sizes = [(c.model.vocab, c.model.padded_vocab) for c in (config, teacher)]
-    if sizes[0] != sizes[1] or teacher.lora.lora_rank:
-        what = "adapters; merge them: `convert`" if teacher.lora.lora_rank else f"vocab={sizes[1][0]}"
-        raise UsageError(
-            f"teacher={config.preferences.teacher} has {what}, and the student vocab={sizes[0][0]}; expected full "
-            "weights and the vocabulary of the student, with the same vocab_multiple"
-        )
-    if teacher.model.seq < config.model.seq and teacher.model.positions == "learned":
-        raise UsageError(
-            f"teacher={config.preferences.teacher} has seq={teacher.model.seq}, and the student "
-            f"seq={config.model.seq}; give a seq of at most that"
-        )
-    architecture = {name: teacher.get(name) for name in ARCHITECTURE}
+    check_teacher(config, teacher, name)
+    architecture = {key: teacher.get(key) for key in ARCHITECTURE}
     plain = {"objective": "lm", "teacher": "", "lora_rank": 0, "dropout": 0.0, "divergence": "forward",
-             "distill_weight": 1.0, "distill_temperature": 1.0, "param_dtype": "float32"}  # fmt: skip
+             "distill_weight": 1.0, "distill_temperature": 1.0, "param_dtype": "float32",
+             "weights": teacher.stored.weights}  # fmt: skip
     return config.replace(**plain).replace(**architecture | {"seq": config.model.seq})
+
+
+def check_teacher(config: Config, teacher: Config, name: str) -> None:
+    """Raises UsageError unless a teacher has the tokens and the positions of the student, and full weights.
+
+    A student whose vocabulary is not known yet (vocab=auto) has that of any teacher.
+    """
+    sizes = [(c.model.vocab, c.model.padded_vocab) for c in (config, teacher)]
+    if teacher.lora.lora_rank:
+        raise UsageError(
+            f"teacher={name} has adapters, expected full weights; merge them first: convert {name} MERGED "
+            "merge_lora=true"
+        )
+    if config.model.vocab and sizes[0] != sizes[1]:
+        mine, others = (f"vocab={c.model.vocab} vocab_multiple={c.model.vocab_multiple}" for c in (config, teacher))
+        raise UsageError(
+            f"teacher={name} has {others}, and the student {mine}: distributions over different tokens; a new student "
+            f"takes {others}"
+        )
+    has_table = teacher.model.positions == "learned"
+    if has_table and teacher.model.seq != config.model.seq:
+        raise UsageError(
+            f"teacher={name} has learned positions for seq={teacher.model.seq}, and the student "
+            f"seq={config.model.seq}; give seq={teacher.model.seq}"
+        )

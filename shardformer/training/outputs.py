@@ -139,7 +139,7 @@ def _make_progress(c: Config, first_step: int, elapsed_before: float, best: Best
         elapsed_before,
         best=known_best,
         with_mfu=bool(chip),
-        with_pairs=c.preferences.learns_pairs,
+        metrics=c.preferences.metrics,
     )
 
 

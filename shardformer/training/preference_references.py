@@ -4,6 +4,7 @@ They are stored beside the run with sha256 digests of that model's weights and o
 survive a kill; a resume reads the file, and no step computes a reference.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -210,16 +211,14 @@ def digest_weights(params, replicated: NamedSharding) -> str:
 
 def _read_part(path: Path, shape: tuple[int, int]) -> np.ndarray | None:
     """Returns a part that is complete on the first process's disk; every process decides alike."""
-
-    def read() -> str:
-        try:
-            values = np.load(path, allow_pickle=False)
-        except (OSError, ValueError, EOFError):
-            return ""
-        return json.dumps(values.tolist()) if values.shape == shape else ""
-
-    text = processes.text_of_first_process(read() if jax.process_index() == 0 else "")
-    return np.array(json.loads(text), np.float32).reshape(shape) if text else None
+    values = None
+    if jax.process_index() == 0:
+        with contextlib.suppress(OSError, ValueError, EOFError):
+            values = np.asarray(np.load(path, allow_pickle=False), np.float32)
+    is_complete = values is not None and values.shape == shape
+    if not processes.text_of_first_process("complete" if is_complete else ""):
+        return None
+    return processes.array_of_first_process(np.zeros(shape, np.float32) if values is None else values)
 
 
 def _write_part(path: Path, values: np.ndarray) -> None:

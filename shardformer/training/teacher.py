@@ -18,7 +18,7 @@ FILE = "teacher.json"
 def add_teacher(run: Run, trainer: Trainer, say: Callable[[str], None]) -> None:
     """Loads the teacher's best weights; raises RunError if they are not those of the run's first start."""
     teacher = Run.open(run.config.preferences.teacher)
-    if teacher.vocabulary.sha256 != run.vocabulary.sha256:
+    if teacher.vocabulary.without_options().sha256 != run.vocabulary.without_options().sha256:
         raise UsageError(
             f"teacher={teacher.out} has tokenizer={teacher.vocabulary.name}, and this run "
             f"tokenizer={run.vocabulary.name}: distributions over different tokens; give tokenizer= of the teacher"

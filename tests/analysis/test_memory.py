@@ -135,6 +135,32 @@ def test_model_that_the_bound_does_not_count_is_traced(changes, monkeypatch):
     assert memory.predict_unless_small(shared.tiny(mesh="2x1", vocab=64, **changes)) == -1
 
 
+WIDE = {"d_model": 64, "seq": 128, "dropout": 0.0}
+
+
+def compiled_bytes(config) -> int:
+    return compiling.compile_step(config, mesh.make(config), "cpu").bytes
+
+
+def test_pairs_take_the_memory_of_twice_the_rows():
+    """The references are numbers of the batch: no second model is on the devices."""
+    pairs = compiled_bytes(shared.tiny(objective="dpo", batch=8, **WIDE))
+    assert pairs == pytest.approx(compiled_bytes(shared.tiny(batch=16, **WIDE)), rel=0.03)
+
+
+@pytest.mark.parametrize("keys", [{"mesh": "4x2"}, {"mesh": "2x4", "zero": 1, "vocab": 512}], ids=str)
+def test_distillation_is_near_the_compilers(keys, tmp_path):
+    """Parameters of the teacher, its activations, and the logits of both."""
+    teacher = shared.tiny(d_model=96, layers=3, seq=128, **keys)
+    (tmp_path / "config.json").write_text(teacher.replace(mesh="1x1", zero=0).to_json())
+    config = shared.tiny(objective="distill", teacher=str(tmp_path), batch=32, **WIDE, **keys)
+    predicted = memory.predict_bytes(config)
+    plain = memory.predict_bytes(config.replace(objective="lm", teacher=""))
+    assert predicted.parameters - plain.parameters == memory.predict_bytes(teacher).parameters
+    estimate = predicted.total + memory.estimate_temporaries(resolve(config))
+    assert estimate == pytest.approx(compiled_bytes(config), rel=0.10)
+
+
 @pytest.mark.parametrize("mode", ["manual", "multisteps"])
 def test_a_step_of_several_programs_is_not_measured_as_one(mode, capsys):
     refusal = f"accum_mode={mode} is several programs a step.* give accum_mode=scan"

@@ -144,10 +144,10 @@ def test_a_preset_tunes_a_hugging_face_folder(tmp_path):
 @pytest.mark.multiprocess
 def test_another_base_is_not_what_was_converted_before(tmp_path):
     one, other = (shutil.copytree(FOLDER / "gpt2", tmp_path / name) for name in ("one", "other"))
-    base_model._convert(str(one), tmp_path / "run.base")
-    assert base_model._convert(str(one), tmp_path / "run.base")
+    base_model.convert_once("base", str(one), tmp_path / "run.base")
+    assert base_model.convert_once("base", str(one), tmp_path / "run.base")
     with pytest.raises(UsageError, match=r"was converted from .*one, not from .*other"):
-        base_model._convert(str(other), tmp_path / "run.base")
+        base_model.convert_once("base", str(other), tmp_path / "run.base")
 
 
 @pytest.mark.parametrize(

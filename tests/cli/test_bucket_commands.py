@@ -87,7 +87,7 @@ def test_bucket_shards_of_gptj_are_found(capsys, tmp_path):
 
 def test_foreign_base_is_converted_from_a_copy(monkeypatch):
     called = []
-    monkeypatch.setattr(base_model, "_convert", lambda source, target, *_: called.append((source, target)) or RUN)
+    monkeypatch.setattr(base_model, "convert_once", lambda _, *folders: called.append(folders[:2]) or RUN)
     config = base_model.parse_base([f"base={HF}", "out=gs://bucket/runs/tuned"])
     ((source, target),) = called
     assert source.endswith("bucket/hf")

@@ -194,7 +194,7 @@ def test_malformed_mesh(text):
         ({"objective": "dpo", "z_loss": 0.1}, "z_loss=0.1 is a term of objective=lm; with objective=dpo give z_loss=0"),
         ({"objective": "kto", "documents": "masked"}, "objective=kto compares each pair with the answers of"),
         ({"objective": "kto", "experts": 4, "bias": "none", "balance_loss": 0.1}, "objective=kto counts no routes of"),
-        ({"objective": "distill"}, "objective=distill learns from a teacher; give the folder of its run: teacher=RUN"),
+        ({"objective": "distill"}, "objective=distill learns from a teacher; give the folder of its run or of Hugging"),
         ({"distill_weight": 1.5}, "distill_weight is a share, at most 1, got 1.5"),
         ({"distill_weight": -1.0}, "distill_weight must not be negative, got -1.0"),
         ({"distill_temperature": 0.0}, "distill_temperature must be above 0, got 0.0"),

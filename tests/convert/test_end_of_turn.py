@@ -6,6 +6,7 @@ import json
 import pytest
 
 from shardformer.__main__ import main
+from shardformer.convert.hf import copy_tokenizer
 from shardformer.convert.hf_special_tokens import find_end_of_turn, write_generation_config
 from shardformer.data import SpecialTokens
 from shardformer.data.chat.chat_format import make_builtin
@@ -34,6 +35,20 @@ def test_tuned_folder_names_the_end_of_turn(run, tmp_path):
     assert settings["eos_token_id"] == [2, IM_END]
     tokens = json.loads((tmp_path / "back" / "tokenizer.json").read_text())["added_tokens"]
     assert (tokens[1]["id"], tokens[1]["content"]) == (IM_END, "<|im_end|>")
+
+
+def test_tokenizer_files_come_from_the_nearest_base(run, tmp_path):
+    """After conversations and then preferences: the base of the base has them."""
+    settings = run.config
+    for name in ("tuned", "preferred"):
+        (tmp_path / name).mkdir()
+        settings = settings.replace(base=settings.run.out, out=str(tmp_path / name))
+        (tmp_path / name / "config.json").write_text(settings.to_json())
+    copy_tokenizer(dataclasses.replace(run, config=settings), tmp_path / "copied")
+    assert (tmp_path / "copied" / "tokenizer_config.json").is_file()
+    (tmp_path / "tuned" / "config.json").unlink()  # the chain ends here
+    copy_tokenizer(dataclasses.replace(run, config=settings), tmp_path / "none")
+    assert not (tmp_path / "none").exists()
 
 
 def test_converted_model_keeps_its_published_ends(run):

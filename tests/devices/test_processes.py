@@ -132,6 +132,13 @@ def test_a_long_text_is_cut_between_characters(other, start):
     assert processes.gather_documents("x" * 5000)[0] == "x" * 2048
 
 
+def test_long_array_of_the_first_process_is_exact(other):
+    values = np.random.RandomState(0).rand(700, 2)
+    np.testing.assert_array_equal(processes.array_of_first_process(values), values)
+    other[0] = np.invert  # that of the other process is not read
+    np.testing.assert_array_equal(processes.array_of_first_process(values), values)
+
+
 @pytest.mark.parametrize("dies", [True, False])
 def test_death_is_noticed_while_jax_joins_the_processes(monkeypatch, dies):
     """JAX waits for the dead one until start_timeout, and ends in a stack trace. The twin: all live."""

@@ -15,6 +15,7 @@ import pytest
 from shardformer import checkpoint
 from shardformer.devices import programs
 from tests import runs
+from tests.data.chat.chats import write_lines
 from tests.launch import POD_WORKER, QUICK, ROOT, SECONDS, WITHOUT_LUXURY, Forked, finished, free_port, pod
 
 
@@ -189,14 +190,44 @@ def test_two_workers_with_interleaved_devices_train_as_one(tmp_path, text, one, 
     assert len(set(kept.glob("jit_train_step-*")) - before) == 2
 
 
+# A command that trains twice: its words, "then", and the words of the second run.
+TWICE = (
+    "-c",
+    f"""{WITHOUT_LUXURY}
+words, keys = sys.argv[1:-4], sys.argv[-4:]
+at = words.index("then")
+sys.exit(main([*words[:at], *keys]) or main([*words[at + 1 :], *keys]))
+""",
+)
+SMALL = ("train", "tiny", "layers=1", "steps=2", "log_every=1", "decay_steps=8", "eval_batches=1")
+
+
 @pytest.mark.multiprocess
-def test_a_context_over_two_processes_trains_as_one(tmp_path, text, one):
-    """Each row's tokens are on devices of both processes, which both read it."""
-    words = [word.replace("mesh=4x2", "mesh=dp1.cp4.mp2") for word in TOGETHER]
-    command = ("train", *words, "context_parallel=ring", f"data={text}", f"out={tmp_path}/run")
-    results = processes(command, command)
+def test_pairs_and_rewards_train_as_one(tmp_path):
+    """The tokens of each pair are on devices of both processes, which both read it."""
+    pairs = [{"prompt": f"{n}? ", "chosen": f"yes {n}", "rejected": f"no, {n}"} for n in range(60)]
+    tasks = [{"prompt": f"{n} ", "completion": "1"} for n in range(10, 99)]
+    data = [write_lines(tmp_path / f"{name}.jsonl", found) for name, found in (("pairs", pairs), ("tasks", tasks))]
+    commands = (
+        (*SMALL, "mesh=dp1.cp4.mp2", "context_parallel=ring", f"data={data[0]}", "tokenizer=bytes", "seq=32",
+         "objective=dpo", "batch=8"),
+        (*SMALL, "mesh=4x2", "zero=1", f"data={data[1]}", "tokenizer=chars", "seq=8", "objective=grpo",
+         "reward=length:3", "answer_tokens=3", "batch=128", "group_size=4", "beta=0.1", "lr=0.01"),
+    )  # fmt: skip
+    together = [[*words, f"out={tmp_path}/two{n}"] for n, words in enumerate(commands)]
+    results = processes(*[(*together[0], "then", *together[1])] * 2, program=TWICE)
     assert [status for status, *_ in results] == [0, 0], results
-    assert losses(tmp_path / "run") == pytest.approx(losses(one)[:6], rel=1e-5)
+    for n, (_, *words) in enumerate(commands):
+        words = [word for word in words if not word.startswith(("mesh=", "context_parallel="))]
+        assert runs.train(*words, "mesh=4x2", f"out={tmp_path}/one{n}") == 0
+        expected, found = (read_numbers(tmp_path / f"{name}{n}") for name in ("one", "two"))
+        assert len(expected) > 6
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def read_numbers(out: Path) -> list[float]:
+    columns = ("loss", "reward_margin", "reward", "kl", "val_loss")
+    return [float(row[name]) for row in runs.rows(out) for name in columns if row.get(name)]
 
 
 @pytest.mark.multiprocess
@@ -266,16 +297,12 @@ def test_a_folder_that_is_in_use_is_refused_by_all(tmp_path, text):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("count", "number"), [(1, signal.SIGTERM), (2, signal.SIGTERM)])
-def test_a_signal_stops_all_processes_at_one_step(tmp_path, text, count, number):
-    """The process that receives the signal answers it at once."""
+def test_a_signal_stops_all_processes_at_one_step(tmp_path, text):
+    """The process that receives the signal answers it at once. Activations go from process to process."""
     out = tmp_path / "run"
-    several = (
-        ("mesh=1x1x2", "accum=2") if count > 1 else ("mesh=2x1", "layers=1")
-    )  # activations go from process to process
-    words = ("train", "tiny", *several, "steps=100000", "eval_every=100000", "save_every=20", f"data={text}")
-    results = processes(*[(*words, f"out={out}")] * count, send=number)
-    assert [status for status, *_ in results] == [0] * count, results
+    words = ("train", "tiny", "mesh=1x1x2", "accum=2", "steps=100000", "eval_every=100000", "save_every=20")
+    results = processes(*[(*words, f"data={text}", f"out={out}")] * 2, send=signal.SIGTERM)
+    assert [status for status, *_ in results] == [0, 0], results
     assert f"SIGTERM: stopped after step {checkpoint.list_steps(out)[-1]} of 100000" in results[0][1]
     assert results[0][1].count("SIGTERM: finishing the step in flight, then saving; Ctrl-C now ends at once\n") == 1
 

@@ -13,6 +13,7 @@ import termios
 import pytest
 from rich.console import Console, ConsoleDimensions
 
+from shardformer.config.preference_keys import PAIR_METRICS, POLICY_METRICS
 from shardformer.logs import progress
 from shardformer.logs.progress import NoProgress, Progress
 from shardformer.logs.throughput import Throughput
@@ -211,6 +212,32 @@ def test_plain_lines_every_two_seconds_and_evaluation(clock):
             clock.now += 0.25
             shown.show_row({"step": step, "loss": 1.0, "val_loss": 1.0 if step in (20, 21) else None})
     assert printed_steps(stream) == [1, 9, 17, 20, 21, 29, 37, 45, 53, 61, 69, 77, 85, 93, 100]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "line", "figures"),
+    [
+        (PAIR_METRICS, ["0.5000", "75.0%", "0.4321"], "margin 0.5000  right 75.0%"),
+        (POLICY_METRICS, ["0.6000", "0.0100", "12.0000", "0.4321"], "reward 0.6000  kl 0.0100  tokens 12.0000"),
+        (("kl",), ["0.0100", "0.4321"], "kl 0.0100"),
+        ((), ["0.4321", "1.00e-03"], "loss 1.0000  grad 0.4321"),
+    ],
+)
+def test_objective_has_its_columns(metrics, line, figures, monkeypatch):
+    known = {"reward_margin": 0.5, "reward": 0.6, "kl": 0.01, "answer_length": 12.0}
+    row = {"step": 1, "loss": 1.0, "accuracy": 0.75, "grad_norm": 0.4321, "lr": 1e-3}
+    row |= {name: known[name] for name in metrics if name in known}
+    stream = io.StringIO()
+    with Progress(100, 0, 768, stream=stream, metrics=metrics) as shown:
+        shown.show_row(row)
+    _, header, last = stream.getvalue().splitlines()
+    assert last.split()[2 : 2 + len(line)] == line
+    assert len(last) == len(header) <= 81
+    terminal = WrappingTerminal(100)
+    monkeypatch.setenv("TERM", "xterm")
+    with Progress(100, 0, 768, stream=terminal, metrics=metrics) as shown:
+        shown.show_row(row)
+    assert any(figures in row for row in terminal.rows)
 
 
 def test_mfu_has_a_column_if_the_peak_is_known(clock):

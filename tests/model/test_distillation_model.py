@@ -11,6 +11,7 @@ from shardformer.analysis import dense_reference as reference
 from shardformer.errors import UsageError
 from shardformer.kernels import divergences
 from shardformer.layout import mesh
+from shardformer.model.distillation_model import read_teacher
 from shardformer.training.trainer import Trainer
 from tests import asserts, shared
 
@@ -18,7 +19,6 @@ TEACHER = {"layers": 3, "d_model": 64, "seq": 16}
 WEIGHTS = (np.random.RandomState(0).rand(8, 16) < 0.5).astype(np.float32)
 CASES = (
     ({"divergence": "forward", "distill_temperature": 2.0, "distill_weight": 0.7}, {"mesh": "4x2"}),
-    ({"divergence": "forward", "distill_temperature": 2.0, "distill_weight": 0.7}, {"mesh": "1x1", "loss_chunk": 5}),
     ({"divergence": "reverse"}, {"mesh": "2x4", "zero": 3, "accum": 2}),
     ({"divergence": "reverse"}, {"mesh": "dp2.cp2.mp2", "loss_chunk": 7}),
 )
@@ -109,12 +109,24 @@ def test_teacher_normalised_on_each_shard_is_noticed(teacher, broken):
 def test_teacher_in_the_format_of_hugging_face_is_rejected(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     config = make_config(tmp_path, {}, mesh="4x2")
-    with pytest.raises(UsageError, match="make a run of it first: convert"):
+    with pytest.raises(UsageError, match="which only `train` converts; convert it first: convert"):
         Trainer(config, mesh.make(config))
 
 
 def test_teacher_of_another_vocabulary_is_rejected(tmp_path):
     (tmp_path / "config.json").write_text(shared.tiny(vocab=99, mesh="1x1").to_json())
     config = make_config(tmp_path, {}, mesh="4x2")
-    with pytest.raises(UsageError, match=r"has vocab=99, and the student vocab=61"):
+    with pytest.raises(UsageError, match=r"has vocab=99 vocab_multiple=8, and the student vocab=61"):
         Trainer(config, mesh.make(config))
+
+
+@pytest.mark.parametrize("forms", [("float", "nf4"), ("nf4", "float")])
+def test_teacher_and_student_store_their_own_weights(tmp_path, forms):
+    (tmp_path / "config.json").write_text(shared.tiny(weights=forms[0], mesh="1x1").to_json())
+    assert read_teacher(make_config(tmp_path, {}, weights=forms[1], lora_rank=2)).stored.weights == forms[0]
+
+
+def test_teacher_with_adapters_is_rejected(tmp_path):
+    (tmp_path / "config.json").write_text(shared.tiny(lora_rank=2, mesh="1x1").to_json())
+    with pytest.raises(UsageError, match="has adapters, expected full weights; merge them first: convert"):
+        read_teacher(make_config(tmp_path, {}))

@@ -14,8 +14,7 @@ MOST = 1e-6
 SPLIT = (
     {"mesh": "2x4", "documents": "masked"},
     {"mesh": "4x2", "zero": 3, "accum": 2},
-    {"mesh": "1x1", "loss_chunk": 5, "accum": 4},
-    {"mesh": "dp2.cp2.mp2"},
+    {"mesh": "dp2.cp2.mp2", "loss_chunk": 5},
     {"mesh": "2x2x2", "accum": 2},
 )
 
