@@ -19,6 +19,7 @@ from shardformer.training.checkpoint_progress import is_scheduled, select_earlie
 from shardformer.training.rolling_guard import Verdict
 from shardformer.training.run_folder import Run, Starter
 
+MOST_TRIED = 100  # checkpoints; a text between processes holds 2 kB
 COLUMNS = ("step", "loss", "grad_norm", *Verdict._fields)
 
 Say = Callable[[str], None]
@@ -114,8 +115,8 @@ def _restore_as(run: Run, trainer: Starter, step: int, record: dict, say: Say) -
 
 def _restore_earlier(run: Run, trainer: Starter, before: int) -> tuple[int, Any]:
     """Returns the newest valid checkpoint by schedule before a step; the first state if none was due yet."""
-    stored = json.loads(processes.text_of_first_process(json.dumps(checkpoint.list_steps(run.out))))
-    for step in select_earlier(stored, before, run.config):
+    earlier = select_earlier(checkpoint.list_steps(run.out), before, run.config)[:MOST_TRIED]
+    for step in json.loads(processes.text_of_first_process(json.dumps(earlier))):
         state = run.restore_step(trainer, step)
         if state is not None:
             return step, state
