@@ -18,7 +18,6 @@ from shardformer.cli.sample_command import WeightsOptions, check_batch, load_mod
 from shardformer.cli.served_runs import ServedRun, check_other, open_served
 from shardformer.cli.text_options import TextOptions, open_codec
 from shardformer.config.keys import check_value, key
-from shardformer.config.parsing import parse_mesh
 from shardformer.convert.hf import TOKENIZER_FOLDER
 from shardformer.data.chat.chat_format import read_format
 from shardformer.errors import UsageError
@@ -116,7 +115,6 @@ def build_service(run: Run, options: ServeOptions, scratch: Path = Path()) -> tu
     chat = _open_chat(run, codec)
     if options.reload == "auto":
         step = _find_newest(run)
-    _check_mesh(options)
     model, params = load_model(run, dataclasses.replace(options, reload="none", step=step))
     engine = Engine(model, options.batch, len(run.vocabulary))
     step = run.choose_step(step, options.ema)
@@ -128,13 +126,6 @@ def build_service(run: Run, options: ServeOptions, scratch: Path = Path()) -> tu
     limits = Limits(seconds=options.timeout)
     service = Service(thread, [one.served for one in served], codec, chat, options.api_key, limits)
     return service, served
-
-
-def _check_mesh(options: ServeOptions) -> None:
-    if options.mesh != "auto" and (cp := parse_mesh(options.mesh).cp) > 1:
-        raise UsageError(
-            f"mesh={options.mesh} splits contexts over cp={cp}, which serve does not; give mesh=DPxMP, or use generate"
-        )
 
 
 def _find_newest(run: Run) -> int:
