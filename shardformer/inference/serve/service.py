@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from shardformer.data.chat.conversations import Conversation, make_conversation
+from shardformer.data.chat.template_process import TemplateProcess
 from shardformer.errors import UsageError
 from shardformer.inference.chat_codec import ChatCodec
 from shardformer.inference.sampling import Stops
@@ -60,6 +61,7 @@ class Service:
         self.api_key, self.limits = api_key, limits or Limits()
         self.reading = asyncio.Semaphore(self.limits.bodies)
         self._encoders = asyncio.Semaphore(ENCODERS)
+        self._processes: list[TemplateProcess] = []  # idle ones: a start takes as long as the prefill of a small model
         self._first = models[0]
 
     @property
@@ -126,7 +128,13 @@ class Service:
         options = take(fields.body, "chat_template_kwargs", dict, None)
         conversation: Conversation = make_conversation(record | {"chat_template_kwargs": options}, "messages")
         assert self.chat
-        return [("", self.chat.encode_all([conversation])[0])]
+        process = self._processes.pop() if self._processes else self.chat.start_process()
+        if not process.is_alive:  # it has ended, as one of another request that needed too much time
+            process = self.chat.start_process()
+        try:
+            return [("", self.chat.encode(process, conversation))]
+        finally:
+            self._processes.append(process)
 
     def _make_jobs(self, fields: Fields, prompts: list[list[int]], weights: Weights) -> list[Job]:
         if len(prompts) * fields.sampling.samples > MOST_CHOICES:
