@@ -26,7 +26,6 @@ COUNT = 4  # conversations of each family, some with tools
 RECORDED = {
     "qwen3": "b49829ea986f11fb64126139a45df98a",
     "mistral_nemo": "c70d89b6d6d2b953f9eba387cbc482ca",
-    "lfm2_5": "f3fbf22a29cbd55eacd5e8faa49520eb",
 }
 
 
