@@ -63,10 +63,16 @@ class Service:
         self._encoders = asyncio.Semaphore(ENCODERS)
         self._processes: list[TemplateProcess] = []  # idle ones: a start takes as long as the prefill of a small model
         self._first = models[0]
+        self.exchanges: set[Exchange] = set()  # that run
 
     @property
     def seq(self) -> int:
         return self.thread.engine.config.seq
+
+    def end_all(self) -> None:
+        """Ends the requests that still run, as the server stops."""
+        for exchange in self.exchanges:
+            exchange.fail(ApiError(503, "the server stops; ask again later", code="server_stops"))
 
     def find_model(self, name: str | None) -> Served:
         if name is None or name in self.models:
@@ -185,7 +191,7 @@ class Exchange:
 
     def __init__(self, service: Service, answer: Answer, jobs: list[Job]):
         self.answer, self._service, self._jobs = answer, service, jobs
-        self._events: asyncio.Queue[tuple[int, Tokens | None]] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, Tokens | None] | ApiError] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._index = {id(job): index for index, job in enumerate(jobs)}
         self._started = time.perf_counter()
@@ -197,6 +203,11 @@ class Exchange:
             self._service.thread.submit(self._jobs, self._put)
         except Full:
             raise ApiError(429, "the queue is full; try again later", code="queue_full") from None
+        self._service.exchanges.add(self)
+
+    def fail(self, error: ApiError) -> None:
+        """Ends the request with an error, from the loop of the server."""
+        self._events.put_nowait(error)
 
     def _put(self, job: Job, tokens: Tokens | None = None) -> None:
         """Passes an event from the engine's thread to the loop of the server."""
@@ -211,10 +222,13 @@ class Exchange:
             while left:
                 try:
                     async with asyncio.timeout(max(deadline - time.perf_counter(), 0)):
-                        index, tokens = await self._events.get()
+                        event = await self._events.get()
                 except TimeoutError:
                     seconds = self._service.limits.seconds
                     raise ApiError(504, f"the request took more than {seconds:g} seconds", code="timeout") from None
+                if isinstance(event, ApiError):
+                    raise event
+                index, tokens = event
                 if first:
                     metrics.first_token.add(time.perf_counter() - self._started)
                     first = False
@@ -229,5 +243,6 @@ class Exchange:
 
     def cancel(self) -> None:
         """Ends the jobs that still run."""
+        self._service.exchanges.discard(self)
         if open_jobs := [job for job in self._jobs if not job.done]:
             self._service.thread.cancel(open_jobs)
