@@ -59,7 +59,7 @@ def test_a_list_of_messages_is_a_conversation():
     assert parse_prompt(json.dumps(messages)).messages == messages
 
 
-def test_arguments_of_tools_are_text_for_a_template_that_joins_them():
+def test_arguments_are_text_for_a_template_that_joins_them():
     said = "(m.tool_calls[0].function.arguments if m.tool_calls else m.content) + '|'"
     template = f"{{% for m in messages %}}{{{{ m.role }}}}: {{{{ {said} }}}}{{% endfor %}}"
     codec = ChatCodec(Bytes(), dataclasses.replace(make_builtin("plain"), template=template))

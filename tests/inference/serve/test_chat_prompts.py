@@ -53,7 +53,11 @@ def open_service(name, folder) -> tuple[Service, list[list[int]]]:
     vocabulary, format = open_family(name, folder)
     codec, prompts = TextCodec(vocabulary), []
     thread = EngineThread(Engine(test_generator.model(vocab=1000, seq=8192), 2), ServerMetrics(), 99)
-    thread.submit = lambda jobs, ended: prompts.extend(job.prompt for job in jobs)
+
+    def submit(jobs, ended):
+        prompts.extend(job.prompt for job in jobs)
+
+    thread.submit = submit
     chat = ChatCodec(vocabulary, format, sorted(codec.ends))
     return Service(thread, [Served("m", Weights(None))], codec, chat), prompts
 
