@@ -18,7 +18,7 @@ from shardformer.config.keys import key
 from shardformer.data import TokenIds
 from shardformer.devices import processes
 from shardformer.errors import UsageError
-from shardformer.inference import Continuation, Generator, Sampling, Stops, score_documents
+from shardformer.inference import Continuation, Sampling, Stops, score_documents
 from shardformer.inference.chat_codec import parse_prompt
 from shardformer.inference.prompts import read_documents, read_prompts
 from shardformer.inference.scoring import Score
@@ -101,11 +101,6 @@ def _open_output(run: Run, options: GenerateOptions, prompts: list[str]) -> Reco
 
 def _continue(model, params, ids, options: GenerateOptions, vocab_size: int, stops: Stops, done: int):
     """Yields the continuations after the first `done`, by the engine of `serve`, whose bits they have."""
-    if model.config.parallel.cp > 1:  # the engine would read all of a context on each shard
-        generator = Generator(model)
-        rows = generator.stream(params, ids, options, vocab_size, stops, batch=options.batch or MOST_ROWS)
-        yield from itertools.islice(rows, done, None)
-        return
     engine = Engine(model, options.batch or _choose_rows(len(ids) * options.samples, model), vocab_size)
     jobs = make_jobs(ids, options, engine.load(params), stops)
     del params

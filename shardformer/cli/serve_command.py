@@ -1,8 +1,10 @@
 """`serve`: an OpenAI-compatible endpoint of a run, whose answers are those of `generate`."""
 
+import asyncio
 import dataclasses
 import importlib.util
 import logging
+import os
 import socket
 import sys
 import tempfile
@@ -18,7 +20,6 @@ from shardformer.cli.sample_command import WeightsOptions, check_batch, load_mod
 from shardformer.cli.served_runs import ServedRun, check_other, open_served
 from shardformer.cli.text_options import TextOptions, open_codec
 from shardformer.config.keys import check_value, key
-from shardformer.config.parsing import parse_mesh
 from shardformer.convert.hf import TOKENIZER_FOLDER
 from shardformer.data.chat.chat_format import read_format
 from shardformer.errors import UsageError
@@ -31,6 +32,7 @@ from shardformer.training.run_folder import Run
 if TYPE_CHECKING:
     from shardformer.inference.serve.service import Service
 
+STOP_SECONDS = 5  # of requests that run when the server stops
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -87,7 +89,7 @@ def serve(arguments: list[str]) -> None:
         if options.reload == "auto":
             threading.Thread(target=models[0].follow, name="reload", daemon=True).start()
         _announce(listener, options, service)
-        _run_server(make_app(service), listener)
+        _run_server(make_app(service), service, listener)
         service.thread.stop()
 
 
@@ -116,7 +118,6 @@ def build_service(run: Run, options: ServeOptions, scratch: Path = Path()) -> tu
     chat = _open_chat(run, codec)
     if options.reload == "auto":
         step = _find_newest(run)
-    _check_mesh(options)
     model, params = load_model(run, dataclasses.replace(options, reload="none", step=step))
     engine = Engine(model, options.batch, len(run.vocabulary))
     step = run.choose_step(step, options.ema)
@@ -128,13 +129,6 @@ def build_service(run: Run, options: ServeOptions, scratch: Path = Path()) -> tu
     limits = Limits(seconds=options.timeout)
     service = Service(thread, [one.served for one in served], codec, chat, options.api_key, limits)
     return service, served
-
-
-def _check_mesh(options: ServeOptions) -> None:
-    if options.mesh != "auto" and (cp := parse_mesh(options.mesh).cp) > 1:
-        raise UsageError(
-            f"mesh={options.mesh} splits contexts over cp={cp}, which serve does not; give mesh=DPxMP, or use generate"
-        )
 
 
 def _find_newest(run: Run) -> int:
@@ -175,7 +169,8 @@ def _listen(options: ServeOptions) -> socket.socket:
         return socket.create_server((options.host, options.port), family=family, backlog=2048)
     except OSError as error:
         raise UsageError(
-            f"host={options.host} port={options.port} cannot be listened on ({error.strerror}); give another port="
+            f"host={options.host} port={options.port} cannot be listened on ({os.strerror(error.errno or 0)}); give "
+            "another port="
         ) from None
 
 
@@ -192,11 +187,23 @@ def _announce(listener: socket.socket, options: ServeOptions, service: "Service"
     say(f"curl {address}/v1/{path} {key_header}{body}")
 
 
-def _run_server(app: Any, listener: socket.socket) -> None:
+def _run_server(app: Any, service: "Service", listener: socket.socket) -> None:
+    """Runs until a signal; then requests that run have a few seconds to end."""
     import uvicorn
 
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    log = logging.getLogger("uvicorn.error")
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets=None) -> None:
+            if count := len(service.exchanges):
+                say(f"\nstopping; requests in progress, {count}, have {STOP_SECONDS} s to end; Ctrl-C stops at once")
+            log.setLevel(logging.CRITICAL)  # it would print a traceback for each connection that it cuts off
+            asyncio.get_running_loop().call_later(STOP_SECONDS, service.end_all)
+            await super().shutdown(sockets)
+
+    log.setLevel(logging.WARNING)
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, timeout_graceful_shutdown=5, ws="none", server_header=False
-    )
-    uvicorn.Server(config).run(sockets=[listener])
+        app, log_config=None, access_log=False, timeout_graceful_shutdown=STOP_SECONDS + 1, ws="none",
+        server_header=False,
+    )  # fmt: skip
+    Server(config).run(sockets=[listener])

@@ -8,7 +8,7 @@ from shardformer.data import Vocabulary
 from shardformer.data.chat.chat_format import ChatFormat
 from shardformer.data.chat.conversations import Conversation, make_conversation
 from shardformer.data.chat.spans import MARK, render_with_spans
-from shardformer.data.chat.template_process import TemplateProcess
+from shardformer.data.chat.template_process import TemplateProcess, render_either_form
 from shardformer.inference.sampling import Stops, cut_text
 
 
@@ -31,11 +31,23 @@ class ChatCodec:
         result.strings = [*stops, *self.strings]
         return result
 
+    def start_process(self) -> TemplateProcess:
+        """Starts the process that renders prompts, with today's date."""
+        return TemplateProcess(self.format, now=True)
+
     def encode_all(self, conversations: Sequence[Conversation]) -> list[list[int]]:
         """Returns the ids of each conversation with the header of the assistant's next turn."""
-        with TemplateProcess(self.format, now=True) as process:
-            documents = [process.render(conversation, with_prompt=True).text for conversation in conversations]
-        return [self.vocabulary.encode_with_offsets(text, "prompt")[0].tolist() for text in documents]
+        with self.start_process() as process:
+            return [self.encode(process, conversation) for conversation in conversations]
+
+    def encode(self, process: TemplateProcess, conversation: Conversation) -> list[int]:
+        """Returns the ids of one conversation of `encode_all`."""
+
+        def render(conversation):
+            return process.render(conversation, with_prompt=True).text
+
+        text = render_either_form(render, conversation)
+        return self.vocabulary.encode_with_offsets(text, "prompt")[0].tolist()
 
     def make_stops(self, ignore_ends: bool = False) -> Stops:
         """Returns the condition that ends a reply; ignore_ends=True leaves strings only."""

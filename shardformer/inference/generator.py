@@ -79,12 +79,7 @@ class Generator:
     """
 
     def __init__(self, model: Model):
-        if model.config.parallel.pp > 1:
-            raise UsageError(
-                f"text cannot be generated with pipeline stages, got mesh={model.config.parallel.mesh}; make a "
-                "Model of "
-                "config.without_stages()"
-            )
+        check_stages(model)
         self.model, self.decoder = model, Decoder(model)
         rows, replicated = model.sharding(ROWS), model.sharding(P())
         self._to_rows = functools.partial(place, sharding=rows)
@@ -266,6 +261,14 @@ class Row:
             self.logprobs.append(logprob)
             self.stopped = stops(self.ids)
         return self.ids[before:]
+
+
+def check_stages(model: Model) -> None:
+    if model.config.parallel.pp > 1:
+        raise UsageError(
+            f"text cannot be generated with pipeline stages, got mesh={model.config.parallel.mesh}; make a Model of "
+            "config.without_stages()"
+        )
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:

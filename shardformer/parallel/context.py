@@ -6,7 +6,8 @@ A row has 2 * cp chunks. Shard s has chunk s and its mirror image, chunk 2 * cp 
              shard  0  1  2  3  3  2  1  0
 
 The slots of a cache are split in order: shard s has the s-th part of them. One shard stores a new token. Every shard
-attends to its slots; a maximum and two sums over `cp` join the results.
+attends to its slots; a maximum and two sums over `cp` join the results. A chunk of new tokens is split as a row is;
+attention gathers it.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from shardformer.config.names import CP
-from shardformer.kernels.attention import SLOTS, Attention, take_slots
+from shardformer.kernels.attention import SLOTS, Attention, AttentionOptions, Cache, take_slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +59,20 @@ class SplitContext(Attention):
         local = -(-slots // cp)
         token_S = length - 1 - (end - 1 - self.local_slots(local)) % (local * cp)  # below 0 in empty slots
         return take_slots(gather(cache, SLOTS), token_S)
+
+    def attend_to_cache(
+        self, q_BThK: Array, k_BTgK: Array, v_BTgK: Array, cache: Cache, options: AttentionOptions
+    ) -> tuple[Array, Cache]:
+        """Returns weighted values for this shard's tokens of a chunk, or for a single token, which all shards have.
+
+        Every shard attends to its slots with the complete chunk.
+        """
+        if options.stored is None:
+            return super().attend_to_cache(q_BThK, k_BTgK, v_BTgK, cache, options)
+        q_BThK, k_BTgK, v_BTgK = gather((q_BThK, k_BTgK, v_BTgK), 1)
+        options = options._replace(position_T=gather(options.position_T, 0))
+        values_BThK, cache = super().attend_to_cache(q_BThK, k_BTgK, v_BTgK, cache, options)
+        return self.take_tokens(values_BThK), cache
 
     def put(self, cached_BgSK: Array, new_B1gK: Array, slot: Array | int) -> Array:
         new_Bg1K = jnp.swapaxes(new_B1gK, 1, 2)

@@ -133,7 +133,7 @@ class CausalTransformerShard:
         `position`, also the first token's slot, counts the tokens before these. `length` counts all of the context.
         """
         outside, x_BTD, caches = self._extend(params, token_BT, position, caches, position, count, length)
-        last_B1D = lax.dynamic_slice_in_dim(x_BTD, count - 1, 1, axis=1)
+        last_B1D = self.layout.attention.take_token(x_BTD, count - 1)
         return self._project(outside, last_B1D)[:, 0], caches
 
     def extend_with_logits(
@@ -141,13 +141,20 @@ class CausalTransformerShard:
     ) -> tuple[Array, list[Cache]]:
         """Returns logits_BTv after each of these tokens, and the caches with the first `count`, as `extend` does."""
         outside, x_BTD, caches = self._extend(params, token_BT, position, caches, position, count, length)
-        return self._project(outside, x_BTD), caches
+        return self._project(outside, self.layout.attention.join_rows(x_BTD)), caches
 
     def _extend(self, params, token_BT, position, caches, slot, count, length):
-        """Returns the parameters outside the layers, x_BTD of the new tokens, and the caches with them."""
+        """Returns the parameters outside the layers, x_BTD of the new tokens, and the caches with them.
+
+        With a `count`, each shard has its tokens of the chunk; a single token is on all shards.
+        """
         outside, per_layer = self._gather_outside(params)
-        position_T, attention = position + jnp.arange(token_BT.shape[1]), self.layout.attention
-        if count is not None:  # padding may be behind the last position
+        attention = self.layout.attention
+        if count is None:
+            position_T = position + jnp.arange(1)
+        else:  # padding may be behind the last position
+            token_BT = attention.take_tokens(token_BT)
+            position_T = position + attention.positions(token_BT.shape[1])
             position_T = jnp.minimum(position_T, self.config.model.seq - 1)
         bias = None
         if self.config.model.biased_by_distance:

@@ -1,5 +1,6 @@
 """Runs that store codes: conversion, training of adapters over them, resuming, and merging."""
 
+import functools
 import json
 import shutil
 
@@ -9,6 +10,12 @@ import pytest
 from shardformer import checkpoint
 from shardformer.__main__ import main
 from shardformer.checkpoint import array_files, manifest
+from shardformer.cli.generate_command import GenerateOptions, _continue
+from shardformer.cli.sample_command import load_model
+from shardformer.cli.serve_command import ServeOptions, build_service
+from shardformer.config.names import LAYERS
+from shardformer.inference.generator import never_stop
+from shardformer.inference.serve.jobs import make_jobs
 from shardformer.training.run_folder import Run
 from tests import runs
 from tests.runs import USAGE
@@ -137,3 +144,26 @@ def test_other_forms_of_stored_codes_are_rejected(codes, text, capsys):
     assert "contradicts" in capsys.readouterr().err
     assert main(["train", f"base={codes}", f"out={codes.with_name('x')}"]) == USAGE
     assert "give lora_rank" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "form", "mesh"), [("base", "int8", "1x1"), ("adapted", "auto", "2x4")])
+def test_served_bits_are_those_of_generate(request, name, form, mesh):
+    """Alone, among others that come and go, and by `generate`."""
+    run, prompts = Run.open(request.getfixturevalue(name)), [[1, 2, 3], [4], [5, 6]]
+    options = GenerateOptions(tokens=5, temperature=2.0, seed=1, batch=2, mesh=mesh, weights=form)
+    service, (served,) = build_service(run, ServeOptions(batch=2, mesh=mesh, weights=form))
+    engine = service.thread.engine
+    make = functools.partial(make_jobs, sampling=options, weights=served.served.weights)
+    alone = [next(engine.run(make([prompt]))).result() for prompt in prompts]
+    jobs = list(make(prompts))
+    for job in reversed(jobs):
+        engine.submit(job)
+        engine.step(count=1)
+    while not engine.idle:
+        engine.step(count=1)
+    assert [job.result() for job in jobs] == alone
+    model, params = load_model(run, options)
+    found = list(_continue(model, params, prompts, options, len(run.vocabulary), never_stop, 0))
+    assert found == alone
+    assert len({tuple(row.logprobs) for row in found}) == 3
+    assert "up_codes" in served.served.weights.unstacked[LAYERS]

@@ -175,7 +175,6 @@ def test_command_answers_with_the_text_of_generate(run, tmp_path, capsys, monkey
         (["host=0.0.0.0"], "needs a key; give api_key="),
         (["reload=auto", "step=2"], "leave one out"),
         (["reload=always"], "reload"),
-        (["mesh=dp1.cp2.mp1"], "splits contexts over cp=2"),
         (["timeout=0"], "timeout above 0"),
         (["models=other=nowhere"], "not a run"),
         (["batch=0"], "batch must be at least 1"),

@@ -1,5 +1,6 @@
 """Prompts of conversations, the end of a reply, and the reply alone."""
 
+import dataclasses
 import json
 
 import pytest
@@ -7,6 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from shardformer.data.chat.chat_format import make_builtin
+from shardformer.data.chat.conversations import make_conversation
 from shardformer.data.hf_tokenizer import HfTokenizer
 from shardformer.data.vocabulary import Bytes
 from shardformer.inference.chat_codec import ChatCodec, parse_prompt
@@ -55,3 +57,12 @@ def test_a_text_is_a_message_of_the_user(text):
 def test_a_list_of_messages_is_a_conversation():
     messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
     assert parse_prompt(json.dumps(messages)).messages == messages
+
+
+def test_arguments_are_text_for_a_template_that_joins_them():
+    said = "(m.tool_calls[0].function.arguments if m.tool_calls else m.content) + '|'"
+    template = f"{{% for m in messages %}}{{{{ m.role }}}}: {{{{ {said} }}}}{{% endfor %}}"
+    codec = ChatCodec(Bytes(), dataclasses.replace(make_builtin("plain"), template=template))
+    call = {"function": {"name": "f", "arguments": '{"a": 1}'}}
+    [ids] = codec.encode_all([make_conversation({"messages": [{"role": "assistant", "tool_calls": [call]}]}, "a test")])
+    assert Bytes().decode(ids) == 'assistant: {"a": 1}|'

@@ -4,11 +4,12 @@ A template with {% generation %} names them. For other templates, prefixes of th
 without each assistant's turn and compared.
 """
 
+import functools
 import re
 from collections.abc import Iterator
 
-from shardformer.data.chat.conversations import Conversation, with_text_arguments
-from shardformer.data.chat.template_process import Rendered, RenderError, TemplateProcess
+from shardformer.data.chat.conversations import Conversation
+from shardformer.data.chat.template_process import Rendered, RenderError, TemplateProcess, render_either_form
 from shardformer.errors import UsageError
 
 Span = tuple[int, int]
@@ -26,16 +27,7 @@ def render_with_spans(process: TemplateProcess, conversation: Conversation) -> t
     """Returns the text of a conversation and the spans of it with a loss: what its assistants write."""
     template = process.format.choose_template(conversation.tools)
     find = _find_blocks if GENERATION.search(template) else _compare_turns
-    try:
-        return find(process, conversation)
-    except RenderError as error:
-        as_text = with_text_arguments(conversation)
-        if as_text.messages == conversation.messages:
-            raise
-        try:
-            return find(process, as_text)
-        except RenderError:
-            raise error from None
+    return render_either_form(functools.partial(find, process), conversation)
 
 
 def _find_blocks(process: TemplateProcess, conversation: Conversation) -> tuple[str, list[Span]]:

@@ -6,18 +6,20 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shardformer.child_process import make_environment
 from shardformer.data.chat.chat_format import ChatFormat
-from shardformer.data.chat.conversations import Conversation
+from shardformer.data.chat.conversations import Conversation, with_text_arguments
 from shardformer.errors import UsageError
 
 WORKER = Path(__file__).with_name("template_worker.py")
 SECONDS = 20.0  # of CPU for one rendering
 CHARACTERS = 64 << 20  # of one rendering
 OLDEST = (3, 1, 6)  # of jinja2: older versions have known sandbox escapes
+Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +36,20 @@ class RenderError(UsageError):
     def __init__(self, message: str, reason: str):
         super().__init__(message)
         self.cause = f"the chat template fails: {reason:.80}"
+
+
+def render_either_form(render: Callable[[Conversation], Result], conversation: Conversation) -> Result:
+    """Renders tool calls with arguments as objects; if the template fails, as the text of JSON."""
+    try:
+        return render(conversation)
+    except RenderError as error:
+        as_text = with_text_arguments(conversation)
+        if as_text.messages == conversation.messages:
+            raise
+        try:
+            return render(as_text)
+        except RenderError:
+            raise error from None
 
 
 class TemplateProcess:
@@ -58,6 +74,10 @@ class TemplateProcess:
 
     def __exit__(self, *_) -> None:
         self.close()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
     def close(self) -> None:
         self._process.kill()

@@ -39,9 +39,15 @@ def make_app(service: Service) -> Starlette:
         Route("/", _guard(service, _show_page, is_open=True)),
     ]
 
-    async def explain(_: Request, error: Exception) -> Response:
+    paths = [
+        f"{' and '.join(sorted((route.methods or set()) - {'HEAD'}))} {route.path}".replace("{name:path}", "NAME")
+        for route in routes
+    ]
+
+    async def explain(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return answer_error(ApiError(error.status_code, f"{error.detail}; see /v1/models", code="not_found"))
+        got = f"{request.method} {request.url.path:.80} is not answered"
+        return answer_error(ApiError(error.status_code, f"{got}; there are {', '.join(paths)}", code="not_found"))
 
     return Starlette(routes=routes, exception_handlers={404: explain, 405: explain})
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from shardformer.data.chat.conversations import Conversation, make_conversation
+from shardformer.data.chat.template_process import TemplateProcess
 from shardformer.errors import UsageError
 from shardformer.inference.chat_codec import ChatCodec
 from shardformer.inference.sampling import Stops
@@ -60,11 +61,18 @@ class Service:
         self.api_key, self.limits = api_key, limits or Limits()
         self.reading = asyncio.Semaphore(self.limits.bodies)
         self._encoders = asyncio.Semaphore(ENCODERS)
+        self._processes: list[TemplateProcess] = []  # idle ones: a start takes as long as the prefill of a small model
         self._first = models[0]
+        self.exchanges: set[Exchange] = set()  # that run
 
     @property
     def seq(self) -> int:
         return self.thread.engine.config.seq
+
+    def end_all(self) -> None:
+        """Ends the requests that still run, as the server stops."""
+        for exchange in self.exchanges:
+            exchange.fail(ApiError(503, "the server stops; ask again later", code="server_stops"))
 
     def find_model(self, name: str | None) -> Served:
         if name is None or name in self.models:
@@ -126,7 +134,13 @@ class Service:
         options = take(fields.body, "chat_template_kwargs", dict, None)
         conversation: Conversation = make_conversation(record | {"chat_template_kwargs": options}, "messages")
         assert self.chat
-        return [("", self.chat.encode_all([conversation])[0])]
+        process = self._processes.pop() if self._processes else self.chat.start_process()
+        if not process.is_alive:  # it has ended, as one of another request that needed too much time
+            process = self.chat.start_process()
+        try:
+            return [("", self.chat.encode(process, conversation))]
+        finally:
+            self._processes.append(process)
 
     def _make_jobs(self, fields: Fields, prompts: list[list[int]], weights: Weights) -> list[Job]:
         if len(prompts) * fields.sampling.samples > MOST_CHOICES:
@@ -177,7 +191,7 @@ class Exchange:
 
     def __init__(self, service: Service, answer: Answer, jobs: list[Job]):
         self.answer, self._service, self._jobs = answer, service, jobs
-        self._events: asyncio.Queue[tuple[int, Tokens | None]] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, Tokens | None] | ApiError] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._index = {id(job): index for index, job in enumerate(jobs)}
         self._started = time.perf_counter()
@@ -189,6 +203,11 @@ class Exchange:
             self._service.thread.submit(self._jobs, self._put)
         except Full:
             raise ApiError(429, "the queue is full; try again later", code="queue_full") from None
+        self._service.exchanges.add(self)
+
+    def fail(self, error: ApiError) -> None:
+        """Ends the request with an error, from the loop of the server."""
+        self._events.put_nowait(error)
 
     def _put(self, job: Job, tokens: Tokens | None = None) -> None:
         """Passes an event from the engine's thread to the loop of the server."""
@@ -203,10 +222,13 @@ class Exchange:
             while left:
                 try:
                     async with asyncio.timeout(max(deadline - time.perf_counter(), 0)):
-                        index, tokens = await self._events.get()
+                        event = await self._events.get()
                 except TimeoutError:
                     seconds = self._service.limits.seconds
                     raise ApiError(504, f"the request took more than {seconds:g} seconds", code="timeout") from None
+                if isinstance(event, ApiError):
+                    raise event
+                index, tokens = event
                 if first:
                     metrics.first_token.add(time.perf_counter() - self._started)
                     first = False
@@ -221,5 +243,6 @@ class Exchange:
 
     def cancel(self) -> None:
         """Ends the jobs that still run."""
+        self._service.exchanges.discard(self)
         if open_jobs := [job for job in self._jobs if not job.done]:
             self._service.thread.cancel(open_jobs)

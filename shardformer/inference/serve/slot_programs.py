@@ -15,6 +15,7 @@ from shardformer.inference.sampling import Drawing, choose_tokens
 from shardformer.kernels.attention import Cache
 from shardformer.kernels.threefry import STANDARD
 from shardformer.model import ROWS, Chunk, Decoder, Model
+from shardformer.parallel.context import round_up_tokens
 
 LONGEST_CHUNK = 256  # tokens of a context that are read at once
 MOST_TOP = 20  # most likely tokens that a position can report
@@ -59,7 +60,8 @@ class SlotPrograms:
         self.model, self.decoder = model, Decoder(model)
         dp = model.config.parallel.dp
         self.rows = -(-slots // dp) * dp
-        self.longest_chunk = min(LONGEST_CHUNK, model.config.model.seq)
+        self._cp = model.config.parallel.cp
+        self.longest_chunk = round_up_tokens(min(LONGEST_CHUNK, model.config.model.seq), self._cp)
         self.top = min(MOST_TOP, model.config.model.vocab)
         rows, everywhere = model.sharding(ROWS), model.sharding(P())
         self._to_rows = functools.partial(place, sharding=rows)
@@ -80,7 +82,7 @@ class SlotPrograms:
 
     def choose_chunk(self, left: int) -> int:
         """Returns the tokens of the next chunk, padding included, if `left` tokens are still to be read."""
-        return min(round_up(left, SMALLEST_CACHE), self.longest_chunk)
+        return min(round_up_tokens(round_up(left, SMALLEST_CACHE), self._cp), self.longest_chunk)
 
     def read(self, unstacked, state: State, chunk: Chunk, seen: np.ndarray, seen_rows: np.ndarray) -> State:
         """Reads a chunk of one row of each shard of dp; seen [dp, V] replaces what these rows have seen."""
@@ -110,8 +112,7 @@ class SlotPrograms:
     def _slots(self, size: int) -> list[int]:
         """Returns the slots of each layer's cache: a window's ring also has the chunk that is read."""
         windows = [window or size for window in self.model.config.model.layer_windows]
-        cp = self.model.config.parallel.cp
-        return [-(-min(size, window + self.longest_chunk) // cp) * cp for window in windows]
+        return [-(-min(size, window + self.longest_chunk) // self._cp) * self._cp for window in windows]
 
     def _make_empty(self, *, size: int) -> State:
         c = self.model.config

@@ -168,6 +168,9 @@ def test_bad_messages_are_rejected(port, messages):
 def test_unknown_path_is_json(port):
     status, content = send(port, "/v1/embeddings", {})
     assert (status, json.loads(content)["error"]["code"]) == (404, "not_found")
+    status, content = send(port, "/v1/completions")
+    assert status == 405
+    assert "GET /v1/completions is not answered; there are POST /v1/completions" in content.decode()
 
 
 def test_requests_of_other_sites_are_rejected(port):
@@ -230,6 +233,19 @@ def test_long_request_ends_at_its_time(service, port, monkeypatch):
         status, content = send(port, "/v1/completions", DRAWN)
         assert (status, json.loads(content)["error"]["code"]) == (504, "timeout")
         assert read_events(port, DRAWN)[-1]["error"]["code"] == "timeout"
+    wait_for(lambda: not service.thread.accepted)
+
+
+def test_stop_of_the_server_ends_its_requests(service, port, monkeypatch):
+    with monkeypatch.context() as patch, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        slow_down(service, patch, 0.2)
+        streamed = pool.submit(read_events, port, ENDLESS)
+        answered = pool.submit(send, port, "/v1/completions", ENDLESS)
+        wait_for(lambda: len(service.exchanges) == 2)
+        next(iter(service.exchanges))._loop.call_soon_threadsafe(service.end_all)
+        assert streamed.result()[-1]["error"]["code"] == "server_stops"
+        assert answered.result()[0] == 503
+    assert not service.exchanges
     wait_for(lambda: not service.thread.accepted)
 
 

@@ -1,6 +1,10 @@
-"""A request has the same bits alone, among others, in any order of arrival, and by `Engine.run`, which generates."""
+"""A request has the same bits alone, among others, in any order of arrival, and by `Engine.run`, which generates.
+
+The long form: SERVE_ORDERS=200 bash scripts/test.sh tests/inference/serve/test_engine.py
+"""
 
 import functools
+import os
 import random
 import re
 
@@ -17,10 +21,12 @@ from shardformer.inference.serve import slot_programs
 from shardformer.inference.serve.engine import Engine
 from shardformer.inference.serve.jobs import Job, make_jobs
 from shardformer.inference.serve.slot_pool import SlotPool
+from shardformer.parallel import context
 from tests import shared
 from tests.inference import test_generator
 from tests.inference.test_generator import PROMPTS
 
+ORDERS = int(os.environ.get("SERVE_ORDERS", 0))  # of arrival, in the long form
 SIZES = {"seq": 32, "layers": 2, "window": 3, "window_pattern": "wf"}
 TEXT = Sampling(tokens=2 * test_generator.SEQ, samples=2, temperature=3.0, top_p=0.9, repetition_penalty=1.2, stride=3)
 
@@ -38,23 +44,50 @@ def generate(prompts, sampling, name="1x1", slots=4, **overrides):
 
 
 CASES = {
-    "t5 with windows": ("1x1", test_generator.ROWS["t5 with windows"][0]),
+    "context, t5 with windows": ("dp1.cp2.mp2", test_generator.ROWS["t5 with windows"][0]),
     "experts, shared heads": ("2x4", test_generator.ROWS["experts"][0] | {"kv_heads": 2}),
 }
+# Further meshes, for the long form.
+MESHES = {
+    "8x1": {},
+    "1x8": {"heads": 8, "kv_heads": 2},
+    "4x2": {"zero": 3, "positions": "learned", "block": "sequential"},
+    "dp2.cp4.mp1": {"zero": 3},
+    "dp2.cp2.mp2": {"positions": "alibi"},
+    "dp1.cp8.mp1": {"rotary_theta": 50.0, "rotary_scaling": "longrope:5,1.2,1,1.1,1.2,1.3,2,3,4,5"},
+    "dp1.cp2.mp4": test_generator.ROWS["experts"][0],
+}
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Reads contexts of 8 tokens in chunks of 4."""
+    monkeypatch.setattr(slot_programs, "LONGEST_CHUNK", 4)
+    monkeypatch.setattr(slot_programs, "SMALLEST_CACHE", 4)
+
+
+def by_generator(overrides):
+    return test_generator.generator(**overrides).continue_prompts(test_generator.parameters(**overrides), PROMPTS, TEXT)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_texts_are_those_of_the_generator(case):
+def test_texts_are_those_of_the_generator(case, small_chunks):
     """The texts outgrow the context; the two round differently, as the generator's rows have other slots."""
     name, overrides = CASES[case]
-    found = generate(PROMPTS, TEXT, name, 4, **overrides)
-    expected = test_generator.generator(**overrides).continue_prompts(
-        test_generator.parameters(**overrides), PROMPTS, TEXT
-    )
+    found, expected = generate(PROMPTS, TEXT, name, 4, **overrides), by_generator(overrides)
     assert [row.ids for row in found] == [row.ids for row in expected]
     np.testing.assert_allclose([row.logprobs for row in found], [row.logprobs for row in expected], atol=1e-4)
     assert len({tuple(row.ids) for row in found}) > 4
+
+
+def test_chunk_in_another_order_changes_the_texts(broken, small_chunks):
+    name, overrides = CASES["context, t5 with windows"]
+    broken(context, "to_rows", lambda x, axis: x)
+    own = Engine(test_generator.model(name, **overrides), 4)
+    weights = own.load(test_generator.parameters(name, **overrides))
+    texts = [job.ids for job in own.run(make_jobs([prompt.tolist() for prompt in PROMPTS], TEXT, weights))]
+    assert texts != [row.ids for row in by_generator(overrides)]
 
 
 # Random requests.
@@ -76,11 +109,11 @@ def chunked():
         yield own, [weights, own.load(scaled_parameters())]
 
 
-def draw_job(rng, number, weights):
+def draw_job(rng, number, weights, longest):
     rules = [{"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.8}, {"repetition_penalty": 1.3}, {"min_p": 0.05}, {}]
     sampling = Sampling(**{"tokens": rng.randint(1, 20), "temperature": 2.0, "seed": rng.randrange(99)}
                         | rng.choice(rules))  # fmt: skip
-    prompt = [rng.randrange(shared.VOCAB) for _ in range(rng.randint(1, 31))]
+    prompt = [rng.randrange(shared.VOCAB) for _ in range(rng.randint(1, longest))]
     end = rng.randrange(shared.VOCAB)
     return Job(
         number, prompt, rng.randrange(3), sampling=sampling, weights=rng.choice(weights), top=rng.choice([0, 3]),
@@ -96,7 +129,7 @@ def copy_of(job):
 def run_at_random(own, weights, seed, count=10):
     """Returns the jobs of a random order of arrival, with cancellations, of which none may keep a slot."""
     rng = random.Random(seed)
-    todo, jobs = [draw_job(rng, number, weights) for number in range(count)], []
+    todo, jobs = [draw_job(rng, number, weights, own.config.seq - 1) for number in range(count)], []
     while todo or not own.idle:
         for _ in range(min(rng.choice([0, 0, 1, 3]), len(todo))):
             jobs.append(todo.pop())
@@ -125,13 +158,21 @@ def differing(own, weights, seeds):
 
 
 def test_bits_do_not_depend_on_other_requests(chunked):
-    assert not differing(*chunked, seeds=range(8))
+    assert not differing(*chunked, seeds=range(ORDERS or 8))
 
 
-def test_bits_of_experts_do_not_depend_on_other_requests():
-    """Experts compute the tokens of all rows in the same blocks."""
-    own, weights = engine("2x4", **test_generator.ROWS["experts"][0] | {"seq": 32})
+@pytest.mark.parametrize("case", CASES)
+def test_bits_on_a_mesh_do_not_depend_on_other_requests(case, small_chunks):
+    """Experts compute the tokens of all rows in the same blocks; a split context joins the results of its shards."""
+    own, weights = engine(CASES[case][0], **CASES[case][1])
     assert not differing(own, [weights], seeds=[0])
+
+
+@pytest.mark.skipif(not ORDERS, reason="the long form, which SERVE_ORDERS=200 runs")
+@pytest.mark.parametrize("name", MESHES)
+def test_bits_on_every_mesh_do_not_depend_on_other_requests(name, chunked):
+    own, weights = engine(name, **SIZES | MESHES[name])
+    assert not differing(own, [weights], seeds=range(min(ORDERS, 8)))
 
 
 def test_row_that_idle_rows_overwrite_is_detected(chunked, broken):
