@@ -11,36 +11,30 @@ import contextlib
 import dataclasses
 import importlib
 import json
-import math
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardformer import checkpoint, data, optim, storage
+from shardformer import checkpoint, data, start_messages, storage
 from shardformer.analysis import parameter_tables
-from shardformer.analysis.memory import predict_unless_small, summarize_bytes
+from shardformer.analysis.memory import predict_unless_small
 from shardformer.checkpoint import Lock
-from shardformer.config import Config, check_given, check_zero, parsing
+from shardformer.config import Config, check_given, check_zero
 from shardformer.data import Characters, Data, TokenIds, Vocabulary
 from shardformer.data.corpus import choose_row_layout
 from shardformer.data.prepare import Progress
 from shardformer.devices import processes, programs
-from shardformer.devices.chips import find_chip
 from shardformer.errors import UsageError
 from shardformer.files import replacing
 from shardformer.inference.prompts import read_prompts
-from shardformer.layout import mesh, specs
+from shardformer.layout import mesh
 from shardformer.logs import goodput, observers
 from shardformer.logs.observers import Observer
-from shardformer.model import Model, flops, lora
-from shardformer.optim.schedule import decay_end, warmup_steps, wsd_decay_steps
+from shardformer.model import Model, lora
 from shardformer.storage import BucketPath
 from shardformer.training import loop
 from shardformer.training.checkpoint_progress import Best
@@ -204,7 +198,7 @@ class Session:
 
     def _say_start(self, run: Run, trainer: Trainer) -> None:
         model = trainer.model
-        self.say(describe(run, model))
+        self.say(start_messages.describe(run, model))
         for line in self.corpus.describe_chat(choose_row_layout(run.config)):
             self.say(line)
         if run.config.optimizer.lr_rules:
@@ -214,9 +208,9 @@ class Session:
         if step > run.config.training.steps:
             raise UsageError(f"{run.out} is at step {step} already, got steps={run.config.training.steps}; give more")
         if self.previous and self.is_new:
-            self.say(describe_branch(self.previous, run.config, step))
+            self.say(start_messages.describe_branch(self.previous, run.config, step))
         elif self.previous:
-            self.say(describe_resume(self.previous, run.config, step, trainer.model.sharding(P())))
+            self.say(start_messages.describe_resume(self.previous, run.config, step, trainer.model.sharding(P())))
 
     def _say_evaluated_share(self, evaluator: Evaluator) -> None:
         """Prints a line if the evaluations during training use a part of validation only."""
@@ -350,105 +344,3 @@ def open_vocabulary_of_base(settings: Config) -> Vocabulary:
     if settings.data.bos != "auto":
         vocabulary = vocabulary.with_beginning(settings.data.bos, base.special_tokens.first)
     return vocabulary.with_special_tokens() if settings.data.special_tokens else vocabulary
-
-
-def describe(run: Run, model: Model) -> str:
-    """Formats the model, the data, the mesh and the bytes of each device."""
-    c = run.config
-    parameters = parameter_count(model.shapes, lora.select_trainable(model.shapes, c))
-    kind = jax.devices()[0].device_kind
-    chip = find_chip(kind)
-    processes_noted = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
-    return (
-        f"{run.out}: {parameters}, {c.model.layers} layers, d_model {c.model.d_model}, "
-        f"{c.model.heads} heads; {c.data.source}, {len(run.vocabulary)} {run.vocabulary.units}; "
-        f"mesh {c.parallel.mesh} ({c.parallel.mesh_axes}) of {kind} devices{processes_noted}, {c.parallel.dtype}\n"
-        f"on each device: {summarize_bytes(c)}, besides activations"
-        + (f"\n{flops.describe_peak(c, chip)}" if chip else "")
-        + describe_short_warmup(c)
-        + describe_short_decay(c)
-    )
-
-
-def parameter_count(parameters: dict, trainable: dict) -> str:
-    """Formats the number of parameters and, if fewer are trainable, the number of these."""
-    every, some = specs.count_parameters(parameters), specs.count_parameters(trainable)
-    adapters = f" ({some:,} trainable: {some / every:.1%})" if some < every else ""
-    return f"{every / 1e6:,.2f}M parameters{adapters}"
-
-
-def describe_short_warmup(c: Config) -> str:
-    """Formats a line if the decay is too short for the full warm-up; otherwise returns an empty text."""
-    if c.optimizer.name == "lbfgs" or (steps := warmup_steps(c)) == c.optimizer.warmup:
-        return ""
-    return (
-        f"\nwarmup={c.optimizer.warmup} is shortened to {steps} steps, as the rate is lr_min after "
-        f"{c.optimizer.decay_steps or c.training.steps}"
-    )
-
-
-def describe_short_decay(c: Config) -> str:
-    """Formats a line if decay= exceeds the steps after the warm-up; otherwise returns an empty text."""
-    if (
-        c.optimizer.name == "lbfgs"
-        or c.optimizer.schedule != "wsd"
-        or not c.optimizer.decay
-        or (steps := wsd_decay_steps(c)) == c.optimizer.decay
-    ):
-        return ""
-    return (
-        f"\ndecay={c.optimizer.decay} is shortened to {steps} steps, those between the warm-up and step {decay_end(c)}"
-    )
-
-
-def describe_resume(previous: Config, current: Config, step: int, replicated: NamedSharding | None = None) -> str:
-    """Formats the step of a resumed run, its changed keys and the effect on the learning rate.
-
-    replicated: the sharding of the rates over the run's devices, if multiple processes compute them.
-    """
-    changes, traced = current.describe_changes(previous), parsing.parse_steps_range("profile", current.start.profile)
-    lines = [f"resuming from step {step}" + (f" with {changes}" if changes else "")]
-    if traced and traced[1] <= step:  # no error: a scheduler repeats the arguments of a preempted run
-        lines.append(f"profile={current.start.profile} traces nothing: the first step now is {step + 1}")
-    if current.optimizer.name == "lbfgs" or not changes:  # a line search finds the rate of lbfgs
-        return "\n".join(lines)
-    old, new = (optim.learning_rate(c) for c in (previous, current))
-
-    def compute_rates(step, last):
-        return jnp.stack([old(step), new(step), new(last)])
-
-    # One program, which is cached. Without jit, a dozen small ones would be compiled in every start.
-    rates = programs.jit(compute_rates, out_shardings=replicated)(np.int32(step), np.int32(current.training.steps - 1))
-    before, now, last = map(float, np.asarray(rates))
-    if step < current.training.steps and not math.isclose(before, now, rel_tol=0.01, abs_tol=1e-12):
-        line = f"learning rate: {now:.2e} at step {step + 1} ({before:.2e} without the change), "
-        line += f"{last:.2e} at the last step"
-        falls = current.optimizer.schedule != "constant"
-        if falls and current.training.steps != previous.training.steps and not current.optimizer.decay_steps:
-            line += f"; the decay ends at the last step: decay_steps={previous.training.steps} keeps the previous rates"
-        lines.append(line)
-    return "\n".join(lines)
-
-
-def describe_branch(before: Config, config: Config, step: int) -> str:
-    """Formats the source of a branch, its changed keys and its learning rate from `step` on."""
-    changes = config.replace(base=before.training.base).describe_changes(before)
-    lines = [
-        f"branching from step {step} of {config.training.base_run}" + (f" with {changes}" if changes else ""),
-        "the parameters, the optimizer's state and the position in the data continue from that step",
-    ]
-    if config.optimizer.name != "lbfgs":  # its line search finds the rate
-        lines.append(_describe_rate(before, config, step))
-    return "\n".join(lines)
-
-
-def _describe_rate(before: Config, config: Config, step: int) -> str:
-    warmup = warmup_steps(config)
-    rates = np.asarray(optim.learning_rate(config)(np.arange(step, config.training.steps)))
-    base_rate = float(optim.learning_rate(before)(np.int32(step)))
-    line = f"learning rate: {rates[0]:.2e} at step {step + 1} ({base_rate:.2e} in the base), "
-    line += f"{rates[-1]:.2e} at the last step; "
-    line += f"the warm-up continues to step {warmup}" if step < warmup else "no warm-up is repeated"
-    if falling := np.flatnonzero(np.diff(rates) < 0).tolist():
-        line += f"; the rate falls after step {step + 1 + falling[0]}"
-    return line

@@ -26,6 +26,7 @@ LAYERS = (
     ("inference", "optim"),
     ("training",),
     ("analysis", "convert", "legacy"),
+    ("start_messages",),
     ("session",),
     ("bench", "course"),
     ("cli",),

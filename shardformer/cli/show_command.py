@@ -12,7 +12,7 @@ from shardformer.kernels.fused_attention import CPU
 from shardformer.layout import Layout, mesh, resolve
 from shardformer.layout.mesh import describe_chip
 from shardformer.model import Model, flops, lora
-from shardformer.session import parameter_count
+from shardformer.start_messages import parameter_count
 from shardformer.tables import format_table
 from shardformer.training.run_folder import Run
 

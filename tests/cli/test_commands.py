@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardformer import session
+from shardformer import start_messages
 from shardformer.__main__ import main
 from shardformer.cli import arguments as command_arguments
 from shardformer.cli import eval_command, generate_command, sample_command, train_command
@@ -121,9 +121,9 @@ def test_resume_reports_step_and_changed_keys(trained, tmp_path, capsys):
 
 def test_resume_reports_a_changed_learning_rate():
     previous = command_arguments.parse_preset(["shakespeare_cpu", "steps=100", "warmup=10", "lr=3e-3", "lr_min=1e-5"])
-    assert session.describe_resume(previous, previous.replace(mesh="2x1"), 60).count("\n") == 0
-    assert session.describe_resume(previous, previous.replace(steps=200, decay_steps=100), 60).count("\n") == 0
-    first, rate = session.describe_resume(previous, previous.replace(steps=200), 100).splitlines()
+    assert start_messages.describe_resume(previous, previous.replace(mesh="2x1"), 60).count("\n") == 0
+    assert start_messages.describe_resume(previous, previous.replace(steps=200, decay_steps=100), 60).count("\n") == 0
+    first, rate = start_messages.describe_resume(previous, previous.replace(steps=200), 100).splitlines()
     assert first == "resuming from step 100 with steps 100 -> 200"
     assert rate == (
         "learning rate: 1.63e-03 at step 101 (1.00e-05 without the change), 1.02e-05 at the last step; "
@@ -133,7 +133,7 @@ def test_resume_reports_a_changed_learning_rate():
 
 def test_lbfgs_resume_reports_no_learning_rate():
     previous = command_arguments.parse_preset(["tiny", "optimizer=lbfgs", "clip=0", "weight_decay=0"])
-    assert session.describe_resume(previous, previous.replace(steps=80), 20) == (
+    assert start_messages.describe_resume(previous, previous.replace(steps=80), 20) == (
         "resuming from step 20 with steps 40 -> 80"
     )
 
@@ -141,10 +141,10 @@ def test_lbfgs_resume_reports_no_learning_rate():
 def test_resume_after_the_profiled_steps_reports_it():
     previous = command_arguments.parse_preset(["tiny"])
     profiled = previous.replace(profile="5:20")
-    assert session.describe_resume(previous, profiled, 20) == (
+    assert start_messages.describe_resume(previous, profiled, 20) == (
         "resuming from step 20\nprofile=5:20 traces nothing: the first step now is 21"
     )
-    assert session.describe_resume(previous, profiled, 19) == "resuming from step 19"
+    assert start_messages.describe_resume(previous, profiled, 19) == "resuming from step 19"
 
 
 def test_run_resumes_with_its_own_arguments(trained, tmp_path, monkeypatch):
@@ -195,7 +195,7 @@ def test_shortened_warmup_is_reported(run):
         ({"warmup": 3, "steps": 4, "decay_steps": None}, ""),
     ):
         described = dataclasses.replace(opened, config=opened.config.replace(mesh="4x2", **changes))
-        last = session.describe(described, model).splitlines()[-1]
+        last = start_messages.describe(described, model).splitlines()[-1]
         assert last == line if line else "warmup" not in last
 
 
@@ -207,7 +207,7 @@ def test_shortened_decay_is_reported(run, changes, steps):
         **{"schedule": "wsd", "warmup": 3, "steps": 20, "decay_steps": None} | changes
     )
     line = f"\ndecay=50 is shortened to {steps} steps, those between the warm-up and step 20" if steps else ""
-    assert session.describe_short_decay(settings) == line
+    assert start_messages.describe_short_decay(settings) == line
 
 
 @pytest.mark.parametrize("on_terminal", [True, False])
