@@ -56,6 +56,46 @@ def jit_on_backend(fun, backend, **options):
     return call
 
 
+def jit_in_layout(fun, in_shardings, static_argnums=(), **options):
+    """Returns `jax.jit(fun, in_shardings=in_shardings)`, which moves arrays in another layout, as pjit did.
+
+    jax.jit rejects them, and in `mesh_scope` the result of each operation is stored over the mesh.
+    """
+    jitted = jax.jit(fun, in_shardings=in_shardings, static_argnums=static_argnums, **options)
+    statics = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+
+    @functools.wraps(fun)
+    def call(*args, **kwargs):
+        moving = [number for number in range(len(args)) if number not in statics and number - len(args) not in statics]
+        arrays = tuple(args[number] for number in moving)
+        moved = dict(zip(moving, _move_to(in_shardings, arrays), strict=True))
+        return jitted(*(moved.get(number, arg) for number, arg in enumerate(args)), **kwargs)
+
+    call.lower = jitted.lower
+    return call
+
+
+def _move_to(shardings, arrays):
+    """Returns the arrays in the layouts of a prefix of their tree; None leaves an array where it is."""
+
+    def is_leaf(value):
+        return value is None or isinstance(value, PartitionSpec | jax.sharding.Sharding)
+
+    def move(sharding, subtree):
+        if sharding is None:
+            return subtree
+        return jax.tree.map(functools.partial(_put, sharding=sharding), subtree)
+
+    return jax.tree.map(move, shardings, arrays, is_leaf=is_leaf)
+
+
+def _put(x, sharding):
+    if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
+        return x
+    wanted = NamedSharding(mesh_in_scope(), sharding) if isinstance(sharding, PartitionSpec) else sharding
+    return jax.device_put(x, wanted)
+
+
 def shard_map_over_mesh(fun, in_specs, out_specs, axes, axis_sizes=(), donate_argnums=()):
     """Maps `fun` over named axes that are stored over mesh axes; `fun` does not see the mapped positions.
 
