@@ -16,7 +16,11 @@ _mesh = contextvars.ContextVar("the mesh in scope", default=None)
 
 @contextlib.contextmanager
 def mesh_scope(mesh):
-    """Makes `mesh` the mesh of a block, for jax and for `shard_map_over_mesh`."""
+    """Makes `mesh` the mesh of a block, for jax and for `shard_map_over_mesh`; enters another context as it is."""
+    if not isinstance(mesh, Mesh):
+        with mesh as entered:
+            yield entered
+        return
     token = _mesh.set(mesh)
     try:
         with jax.set_mesh(mesh):
@@ -64,14 +68,20 @@ def jit_in_layout(fun, in_shardings, static_argnums=(), **options):
     jitted = jax.jit(fun, in_shardings=in_shardings, static_argnums=static_argnums, **options)
     statics = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
 
+    def moved(args):
+        moving = [number for number in range(len(args)) if number not in statics and number - len(args) not in statics]
+        arrays = _move_to(in_shardings, tuple(args[number] for number in moving))
+        by_number = dict(zip(moving, arrays, strict=True))
+        return [by_number.get(number, arg) for number, arg in enumerate(args)]
+
     @functools.wraps(fun)
     def call(*args, **kwargs):
-        moving = [number for number in range(len(args)) if number not in statics and number - len(args) not in statics]
-        arrays = tuple(args[number] for number in moving)
-        moved = dict(zip(moving, _move_to(in_shardings, arrays), strict=True))
-        return jitted(*(moved.get(number, arg) for number, arg in enumerate(args)), **kwargs)
+        return jitted(*moved(args), **kwargs)
 
-    call.lower = jitted.lower
+    def lower(*args, **kwargs):
+        return jitted.lower(*moved(args), **kwargs)
+
+    call.lower = lower
     return call
 
 
