@@ -85,12 +85,19 @@ def test_pjit_moves_what_its_mesh_holds_in_another_layout(tmp_path):
         load(migrated(tmp_path, source).migrated.replace("jit_in_layout(", "jax.jit("))
 
 
-@pytest.mark.parametrize("part", ["jax", "numpy"])
-def test_tensorflow_probability_for_jax_is_listed(tmp_path, part):
+@pytest.mark.parametrize(
+    ("source", "is_left"),
+    [
+        ("from tensorflow_probability.substrates import jax as tfp", True),
+        ("import distrax as d", True),
+        ("from tensorflow_probability.substrates import numpy as tfp", False),
+    ],
+)
+def test_tensorflow_probability_for_jax_is_listed(tmp_path, source, is_left):
     """Its last release cannot be imported without `legacy`; its version for NumPy can."""
-    result = migrated(tmp_path, f"x = 1\nfrom tensorflow_probability.substrates import {part} as tfp\ntfp.bijectors\n")
+    result = migrated(tmp_path, f"x = 1\n{source}\n")
     left = [reason for reason in result.undecided if ":2: TensorFlow Probability 0.25, the last release" in reason]
-    assert len(left) == (part == "jax")
+    assert len(left) == is_left
 
 
 def test_keywords_out_of_order_stay(tmp_path):

@@ -30,7 +30,7 @@ LIVING_WORDS = ("Mesh", "mesh:", "backend", "pjit", "xmap")
 SECONDS_TO_PROGRESS = 5  # between lines on standard error
 MOST_ROUNDS = 50  # a round rewrites one level of nested calls
 _IMPORT = re.compile(r"(?m)^[ \t]*(?:from[ \t]+(\w[\w.]*)[ \t]+)?import[ \t]+(\([^)]*\)|[^\n#;]*)")
-PROBABILITY = "tensorflow_probability.substrates.jax"
+PROBABILITY = ("tensorflow_probability.substrates.jax", "distrax")  # distrax imports it
 PROBABILITY_NEEDS = "jax.interpreters.xla.pytype_aval_mappings"
 PROBABILITY_STAYS = f"TensorFlow Probability 0.25, the last release, needs {PROBABILITY_NEEDS}: run it under `legacy`"
 PJIT_STAYS = "pjit stays where it is a value, or called with * or **; today: jax.jit with in_shardings, out_shardings"
@@ -210,10 +210,15 @@ def _migrate_source(file: Path, source: str, dots: str) -> Migration:
 
 def _lines_of_probability(source: str) -> list[int]:
     """Returns the lines that import TensorFlow Probability for jax, if the installed jax lacks what it needs."""
-    if PROBABILITY.partition(".")[0] not in source or installed_libraries.lives(PROBABILITY_NEEDS):
+    mentions = any(name.partition(".")[0] in source for name in PROBABILITY)
+    if not mentions or installed_libraries.lives(PROBABILITY_NEEDS):
         return []
     imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
-    return [node.lineno for node in imports if any((name + ".").startswith(f"{PROBABILITY}.") for name in _names(node))]
+    return [node.lineno for node in imports if any(map(_is_probability, _names(node)))]
+
+
+def _is_probability(name: str) -> bool:
+    return any((name + ".").startswith(f"{home}.") for home in PROBABILITY)
 
 
 def _names(node: ast.Import | ast.ImportFrom) -> list[str]:
