@@ -1,18 +1,24 @@
-"""Names of `jax.core` and `jax.interpreters.batching` whose signatures or results have changed since."""
+"""Internal names of `jax.core`, `jax.lax` and `jax.interpreters` that left, or have other signatures or results."""
 
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
 from jax.extend.core import (
     Jaxpr,
+    Primitive,
     Var,
     unsafe_am_i_under_a_jit_DO_NOT_USE,
     unsafe_am_i_under_a_vmap_DO_NOT_USE,
 )
+from jax.interpreters import ad, batching, mlir
 
 not_mapped = None
+reducing_transposes: dict[Primitive, Callable] = {}  # rules of xmap's gradients; no primitive has one any more
 
 
 class AxisFrame(NamedTuple):
@@ -34,6 +40,41 @@ def gensym(jaxprs: list[Jaxpr] | None = None, suffix: str = "") -> Callable[[Any
         return Var(aval)
 
     return new_variable
+
+
+class DShapedArray:
+    """The type of arrays with dynamic shapes, which jax never offered without a flag: nothing has it."""
+
+
+def lattice_join(x: ShapedArray | None, y: ShapedArray | None) -> ShapedArray:
+    """Returns the abstract value that covers both; None covers nothing."""
+    if x is None or y is None:
+        return x if y is None else y  # type: ignore[return-value]  # both None: as it was
+    if (x.shape, x.dtype) != (y.shape, y.dtype):
+        raise TypeError(x, y)
+    return ShapedArray(x.shape, x.dtype, weak_type=x.weak_type and y.weak_type)
+
+
+def _define_zeros_like() -> Primitive:
+    """Returns a primitive as `zeros_like_p` was; no function of jax binds it any more."""
+    primitive = Primitive("zeros_like")
+    primitive.def_impl(jnp.zeros_like)
+    primitive.def_abstract_eval(lambda aval: aval)
+    mlir.register_lowering(primitive, mlir.lower_fun(jnp.zeros_like, multiple_results=False))
+    ad.deflinear2(primitive, lambda cotangent, x: [ad.Zero(x.aval)])
+    batching.defvectorized(primitive)
+    return primitive
+
+
+zeros_like_p = _define_zeros_like()
+
+
+def _reduce_window_sum(operand, window_dimensions, window_strides, padding, base_dilation=None, window_dilation=None):
+    """Returns the sum of each window of `operand`."""
+    zero = np.zeros((), operand.dtype)
+    return jax.lax.reduce_window(
+        operand, zero, jax.lax.add, window_dimensions, window_strides, padding, base_dilation, window_dilation
+    )
 
 
 def _find_batch_tracer() -> type:

@@ -107,7 +107,6 @@ _OF_ONE_MODULE = {
     ("jax.core", "AxisEnvFrame extend_axis_env extend_axis_env_nd"): "jax.vmap with axis_name, or jax.shard_map",
     ("jax.core", "as_named_shape join_named_shapes subst_axis_names used_axis_names"): "nothing: shapes carry no names",
     ("jax.core", "ConcreteArray concrete_aval"): "jax.typeof(x), or isinstance(x, jax.core.Tracer)",
-    ("jax.interpreters.ad", "zeros_like_jaxval zeros_like_p"): "jax.numpy.zeros_like",
     ("jax.interpreters.batching", "BatchTrace NotMapped"): "jax.custom_batching.custom_vmap",
     ("jax.interpreters.pxla", "spec_to_indices"):
         "jax.sharding.NamedSharding",

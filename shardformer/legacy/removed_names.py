@@ -102,6 +102,7 @@ RENAMED = {
     "jax.lib.xla_extension.PyTreeDef": "jax.tree_util:PyTreeDef",
     "jax.prng": "jax.extend.random",
     "jax.lax.zeros_like_array": "jax.numpy:zeros_like",
+    "jax.interpreters.ad.zeros_like_jaxval": "jax.numpy:zeros_like",
     "jax.nn.normalize": "jax.nn:standardize",
     "jax.numpy.DeviceArray": "jax:Array",
     "jax.numpy.alltrue": "jax.numpy:all",
@@ -199,6 +200,15 @@ REWRITTEN = {
     },
     "jax.interpreters.xla.lower_fun": (
         "shardformer.legacy.xla_translation:lower_fun", "jax.interpreters.mlir.lower_fun"),
+    "jax.core.DShapedArray": (
+        "shardformer.legacy.core_functions:DShapedArray", "nothing: no array has a dynamic shape"),
+    "jax.core.lattice_join": ("shardformer.legacy.core_functions:lattice_join", "a comparison of shapes and dtypes"),
+    "jax.interpreters.ad.reducing_transposes": (
+        "shardformer.legacy.core_functions:reducing_transposes", "nothing: no primitive has such a rule"),
+    "jax.interpreters.ad.zeros_like_p": (
+        "shardformer.legacy.core_functions:zeros_like_p", "nothing: no function of jax binds it"),
+    "jax.lax._reduce_window_sum": (
+        "shardformer.legacy.core_functions:_reduce_window_sum", "jax.lax.reduce_window(x, 0.0, jax.lax.add, ...)"),
     "jax.interpreters.batching.BatchTracer": (
         "shardformer.legacy.core_functions:BatchTracer", "jax.core.Tracer"),
     "jax.interpreters.batching.not_mapped": ("shardformer.legacy.core_functions:not_mapped", "None"),

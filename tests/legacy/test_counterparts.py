@@ -64,6 +64,34 @@ def test_gensym_makes_different_variables_of_an_abstract_value():
         assert source_info_util.current() is not None
 
 
+def test_zeros_like_is_a_primitive():
+    with installed():
+        from jax.interpreters.ad import reducing_transposes, zeros_like_jaxval, zeros_like_p
+
+        gradient = jax.jit(jax.vmap(jax.grad(lambda x: zeros_like_p.bind(x) + 2 * x)))(jnp.ones(3))
+        assert gradient.tolist() == [2, 2, 2]
+        assert zeros_like_jaxval(jnp.ones(2)).tolist() == [0, 0]
+        assert zeros_like_p not in reducing_transposes
+
+
+def test_abstract_values_are_joined():
+    with installed():
+        from jax.core import DShapedArray, ShapedArray, lattice_join
+
+        weak = ShapedArray((2,), "float32", weak_type=True)
+        assert not lattice_join(weak, ShapedArray((2,), "float32")).weak_type
+        assert lattice_join(None, weak) is weak
+        assert type(weak) is not DShapedArray
+        with pytest.raises(TypeError):
+            lattice_join(weak, ShapedArray((3,), "float32"))
+
+
+def test_sums_of_windows_come_back():
+    with installed():
+        sums = jax.lax._reduce_window_sum(jnp.arange(4.0), (2,), (1,), [(0, 1)])
+    assert sums.tolist() == [1, 3, 5, 3]
+
+
 def test_traces_tell_what_runs():
     texts = []
 

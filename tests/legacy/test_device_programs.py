@@ -1,10 +1,13 @@
 """The xmapped functions that run under shard_map, and those under vmap: mapped_program.py. Both give the same."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from shardformer import legacy
 from shardformer.legacy import SerialLoop, xmap
@@ -46,6 +49,20 @@ def mapped(body, resources="x"):
 def runs_on_devices(body, resources="x", **shape):
     with mesh(**shape or {"x": 8}):
         return "manual_computation" in mapped(body, resources).lower(X).as_text()
+
+
+def operations(lowered):
+    return sorted(re.findall(r"= \S+ ([\w-]+)\(", lowered.compile().as_text()))
+
+
+def test_body_compiles_to_the_operations_of_shard_map():
+    gradient = jax.checkpoint(jax.grad(lambda x: jnp.sum(jnp.sin(total(x)))))
+    with mesh(x=8) as around:
+        direct = jax.shard_map(lambda x: gradient(x[0])[None], in_specs=P("i"), out_specs=P("i"), check_vma=False,
+                               mesh=jax.sharding.Mesh(around.devices, ("i",)))  # fmt: skip
+        expected = operations(jax.jit(direct).lower(X))
+        assert operations(mapped(gradient).lower(X)) == expected
+        assert operations(mapped(lambda x: gradient(x) + x).lower(X)) != expected
 
 
 @pytest.mark.parametrize(

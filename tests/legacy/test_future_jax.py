@@ -24,7 +24,7 @@ def run_pytest(*words, **variables):
 
 
 def test_suite_passes_without_the_removed_parts():
-    files = ("test_xmap.py", "test_xmap_messages.py", "test_pjit.py", "test_notebook.py")
+    files = ("test_xmap.py", "test_pjit.py")  # they enter, assign and nest meshes in every way; others repeat one
     run_pytest("-p", "tests.legacy.future_jax", *(str(HERE / file) for file in files))
 
 

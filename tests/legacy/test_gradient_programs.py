@@ -23,10 +23,10 @@ def goldens():
     return list(zip(map(int, found["seeds"]), sums, strict=True))
 
 
-def differences(group):
-    """Returns for each program the largest difference of an array's sums, relative to the array's scale."""
+def differences(group, number=PROGRAMS_IN_A_GROUP):
+    """Returns for the first programs the largest difference of an array's sums, relative to the array's scale."""
     start = GROUPS.index(group) * PROGRAMS_IN_A_GROUP
-    programs = goldens()[start : start + PROGRAMS_IN_A_GROUP]
+    programs = goldens()[start : start + number]
     with legacy.installed(), jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         results = run_programs([seed for seed, _ in programs], group)
     found = {}
@@ -60,4 +60,4 @@ def test_another_transpose_of_psum_is_seen(broken):
     exact = jax.lax.psum
     psum.defvjp(lambda x, names: (exact(x, names), None), lambda names, _, g: (g,))
     broken(gradient_programs.lax, "psum", psum)
-    assert max(differences(SHORT[0]).values()) > 1e-3
+    assert max(differences(SHORT[0], 6).values()) > 1e-3

@@ -1,8 +1,11 @@
 """Migrated xmaps under meshes: where the mesh comes from, what a file imports, and axes longer than their mesh axes."""
 
+import contextlib
+
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from shardformer import legacy
 from shardformer.legacy.migration import shard_map_helpers
@@ -150,3 +153,16 @@ def test_a_backend_may_be_named_while_a_mesh_is_set(tmp_path):
         assert jax.sharding.get_mesh() == mesh
         with pytest.raises(ValueError, match="backend"):
             jax.jit(names["plain"], backend="cpu")(1.0)
+
+
+def test_pjit_sees_a_mesh_that_a_variable_holds(tmp_path):
+    """jax.jit does not see the mesh of `with mesh:`; another context of that name is entered as it is."""
+    source = "import jax\nfrom jax.experimental.pjit import pjit\n"
+    source += "def double(mesh, spec):\n    with mesh:\n"
+    source += "        return pjit(lambda x: 2 * x, out_shardings=spec)(jax.numpy.ones(8))\n"
+    double = load(migrated(tmp_path, source).migrated)["double"]
+    split = PartitionSpec("x")
+    assert double(line_of(8), split).sharding.spec == split
+    assert double(contextlib.nullcontext(), None).tolist() == [2] * 8
+    with pytest.raises(RuntimeError, match="non-empty mesh"):
+        double(contextlib.nullcontext(), split)

@@ -13,7 +13,7 @@ from shardformer import legacy
 from shardformer.__main__ import main
 from shardformer.legacy.migration import migrate, name_targets
 from shardformer.legacy.removed_uses import find_removed_uses
-from tests.legacy.migrated_code import SCALE, migrated, run
+from tests.legacy.migrated_code import SCALE, load, migrated, run
 
 
 @pytest.mark.parametrize(
@@ -39,9 +39,10 @@ from tests.legacy.migrated_code import SCALE, migrated, run
         ("import jax\njax.lax.cond(p, f, g, x, linear=(1,))", "import jax\njax.lax.cond(p, f, g, x)"),
         ("import jax\nx.device_buffer.y\njax.core.get_aval(x)", "import jax\nx.addressable_data(0).y\njax.typeof(x)"),
         ("from jax.experimental.pjit import pjit\nimport jax\nf = pjit(g, in_axis_resources=(a, None))",
-         "import jax\nf = jax.jit(g, in_shardings=(a, jax.sharding.PartitionSpec()))"),
+         "import jax\nfrom shard_map_helpers import jit_in_layout\n"
+         "f = jit_in_layout(g, in_shardings=(a, jax.sharding.PartitionSpec()))"),
         ("from jax.experimental.pjit import pjit\nf = pjit(in_axis_resources=a, fun=g)",
-         "import jax\nf = jax.jit(g, in_shardings=a)"),
+         "from shard_map_helpers import jit_in_layout\nf = jit_in_layout(g, in_shardings=a)"),
         ("import jax\nfrom jax.experimental import host_callback as h\ny = h.call(f, x, result_shape=s)\n"
          "h.id_tap(g, x)",
          "import jax\nimport jax.experimental\n"
@@ -67,6 +68,36 @@ def test_a_removed_name_becomes_todays(tmp_path, source, expected):
 def test_lost_name_of_a_moved_module_is_listed(tmp_path):
     result = migrated(tmp_path, "from jax.lib import xla_client as xc\nxc.ops.Tuple\nxc.FftType\n")
     assert [reason.partition(": ")[2].split()[0] for reason in result.undecided] == ["jax.lib.xla_client.ops"]
+
+
+@pytest.mark.usefixtures("helpers")
+def test_pjit_moves_what_its_mesh_holds_in_another_layout(tmp_path):
+    source = "import jax\nimport jax.numpy as jnp\nfrom jax.experimental.maps import Mesh\n"
+    source += "from jax.experimental.pjit import pjit\nfrom jax.sharding import PartitionSpec as P\n"
+    source += "def total(x, n):\n    return n * jnp.sum(x['a']), x['a']\n"
+    source += "f = pjit(total, in_axis_resources=({'a': P('x')},), out_axis_resources=None, static_argnums=1)\n"
+    source += "with Mesh(jax.devices(), ('x',)):\n    x = {'a': jnp.arange(8)}\n    result = f(x, 2)\n"
+    source += "    text = f.lower(x, 2).as_text()\n"
+    names = load(migrated(tmp_path, source).migrated)
+    assert int(names["result"][0]) == 56
+    assert "sharding" in names["text"]
+    with pytest.raises(ValueError, match="does not match the sharding"):
+        load(migrated(tmp_path, source).migrated.replace("jit_in_layout(", "jax.jit("))
+
+
+@pytest.mark.parametrize(
+    ("source", "is_left"),
+    [
+        ("from tensorflow_probability.substrates import jax as tfp", True),
+        ("import distrax as d", True),
+        ("from tensorflow_probability.substrates import numpy as tfp", False),
+    ],
+)
+def test_tensorflow_probability_for_jax_is_listed(tmp_path, source, is_left):
+    """Its last release cannot be imported without `legacy`; its version for NumPy can."""
+    result = migrated(tmp_path, f"x = 1\n{source}\n")
+    left = [reason for reason in result.undecided if ":2: TensorFlow Probability 0.25, the last release" in reason]
+    assert len(left) == is_left
 
 
 def test_keywords_out_of_order_stay(tmp_path):

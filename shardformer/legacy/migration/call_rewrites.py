@@ -31,6 +31,9 @@ class _Spelling(Protocol):
 class Speller(Protocol):
     """The source file, as NameEdits knows it."""
 
+    @property
+    def helpers(self) -> str: ...
+
     def text(self, node: ast.expr) -> str: ...
 
     def spell(self, dotted: str) -> _Spelling: ...
@@ -175,15 +178,19 @@ def _host_call(file: Speller, call: ast.Call) -> Rewritten | None:
 
 
 def _pjit(file: Speller, call: ast.Call, number: int = 0, start: str = "") -> Rewritten | None:
-    """Rewrites pjit to jit; `number`: of the argument pjit itself is in partial(pjit, ...)."""
+    """Rewrites pjit to jit; `number`: of the argument pjit itself is in partial(pjit, ...).
+
+    With layouts of arguments it becomes a helper, because jax.jit rejects arguments in another layout.
+    """
     positional = call.args[number:]
     if len(positional) > 3 or (number and positional):
         return None
     spec = file.spell("jax.sharding.PartitionSpec")
-    jit = file.spell("jax.jit")
     given = list(zip(RESOURCES, positional[1:], strict=False))
     arguments = [file.text(positional[0])] if positional else []
     given += [(keyword.arg or "", keyword.value) for keyword in call.keywords]
+    moves = any(RESOURCES.get(name, name) == "in_shardings" and ast.unparse(value) != "None" for name, value in given)
+    jit = Rewritten("jit_in_layout", (f"from {file.helpers} import jit_in_layout",)) if moves else file.spell("jax.jit")
     uses_spec = False
     for name, value in given:
         if name in RESOURCES:

@@ -44,12 +44,16 @@ class MeshEdits(ValueVisitor):
             self.visit(statement)
 
     def _entered_mesh(self, node: ast.expr) -> str | None:
-        """Returns the mesh that a with statement enters, as source text."""
+        """Returns the mesh that a with statement enters, as source text: a call, or what is called a mesh.
+
+        jax.jit, unlike pjit, does not see a mesh that `with mesh:` enters.
+        """
         name = node.id if isinstance(node, ast.Name) else None
         value = self.assigned(name) if name is not None else node
-        if not isinstance(value, ast.Call) or self.resolve(value.func) not in MESHES:
-            return None
-        return self._mesh(value) if name is None else name
+        if isinstance(value, ast.Call) and self.resolve(value.func) in MESHES:
+            return self._mesh(value) if name is None else name
+        last = name or (node.attr if isinstance(node, ast.Attribute) else "")
+        return ast.unparse(node) if last == "mesh" or last.endswith("_mesh") else None
 
     def visit_Assign(self, node: ast.Assign):
         if self.resolve(node.targets[0]) != ENVIRONMENT:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from shardformer.errors import UsageError
 from shardformer.files import read_text
+from shardformer.legacy import installed_libraries
 from shardformer.legacy.check_source import removed_uses_of, source_files
 from shardformer.legacy.migration import name_targets
 from shardformer.legacy.migration.edits import Edit, apply_edits, span_of, unified_patch
@@ -25,10 +26,13 @@ from shardformer.legacy.source_names import dotted
 from shardformer.tables import escape, escape_controls
 
 # Parts of names that still exist, and are rewritten.
-LIVING_WORDS = ("Mesh", "backend", "pjit", "xmap")
+LIVING_WORDS = ("Mesh", "mesh:", "backend", "pjit", "xmap")
 SECONDS_TO_PROGRESS = 5  # between lines on standard error
 MOST_ROUNDS = 50  # a round rewrites one level of nested calls
 _IMPORT = re.compile(r"(?m)^[ \t]*(?:from[ \t]+(\w[\w.]*)[ \t]+)?import[ \t]+(\([^)]*\)|[^\n#;]*)")
+PROBABILITY = ("tensorflow_probability.substrates.jax", "distrax")  # distrax imports it
+PROBABILITY_NEEDS = "jax.interpreters.xla.pytype_aval_mappings"
+PROBABILITY_STAYS = f"TensorFlow Probability 0.25, the last release, needs {PROBABILITY_NEEDS}: run it under `legacy`"
 PJIT_STAYS = "pjit stays where it is a value, or called with * or **; today: jax.jit with in_shardings, out_shardings"
 
 
@@ -185,8 +189,8 @@ def migrate_file(file: Path, root: Path | None = None) -> Migration:
 
 def _migrate_source(file: Path, source: str, dots: str) -> Migration:
     """Rewrites a source; `dots`: what its imports of helpers start with."""
-    uses = find_removed_uses(source)
-    if not uses and not any(word in source for word in LIVING_WORDS):
+    uses, probability = find_removed_uses(source), _lines_of_probability(source)
+    if not uses and not probability and not any(word in source for word in LIVING_WORDS):
         return Migration(source, source, 0, [], set())
     first = rewrite_xmaps(file, source, f"{dots}{name_targets.HELPERS}")
     try:
@@ -194,6 +198,7 @@ def _migrate_source(file: Path, source: str, dots: str) -> Migration:
     except SyntaxError as error:
         raise NotReadError(f"its patch would not be Python ({error}); please report it") from None
     reasons = dict(first.stays) | dict.fromkeys(lines_of_pjit(source), PJIT_STAYS)
+    reasons |= dict.fromkeys(probability, PROBABILITY_STAYS)
     left = {use.name for use in find_removed_uses(migrated)}
     for use in uses:
         stays = not left.isdisjoint((use.name, _moved(use.name))) or _is_lost_in_a_copy(use.name)
@@ -201,6 +206,25 @@ def _migrate_source(file: Path, source: str, dots: str) -> Migration:
             reasons.setdefault(use.line, f"{use.name} has no mechanical answer; today: {use.advice}")
     lines = [f"{file}:{line}: {reason}" for line, reason in sorted(reasons.items())]
     return Migration(source, migrated, first.decided, lines, _imported_helpers(ast.parse(migrated)))
+
+
+def _lines_of_probability(source: str) -> list[int]:
+    """Returns the lines that import TensorFlow Probability for jax, if the installed jax lacks what it needs."""
+    mentions = any(name.partition(".")[0] in source for name in PROBABILITY)
+    if not mentions or installed_libraries.lives(PROBABILITY_NEEDS):
+        return []
+    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return [node.lineno for node in imports if any(map(_is_probability, _names(node)))]
+
+
+def _is_probability(name: str) -> bool:
+    return any((name + ".").startswith(f"{home}.") for home in PROBABILITY)
+
+
+def _names(node: ast.Import | ast.ImportFrom) -> list[str]:
+    """Returns the dotted names that an import mentions."""
+    home = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+    return [f"{home}{each.name}" for each in node.names]
 
 
 def _moved(name: str) -> str:

@@ -52,6 +52,11 @@ class NameEdits(ValueVisitor):
 
     # What call_rewrites.py asks for ----------------------------------------------------------------------------------
 
+    @property
+    def helpers(self) -> str:
+        """The module of the helpers, as an import of the file names it."""
+        return f"{self.dots}{name_targets.HELPERS}"
+
     def text(self, node: ast.expr) -> str:
         return text_of(self._lines, span_of(node))
 

@@ -16,7 +16,11 @@ _mesh = contextvars.ContextVar("the mesh in scope", default=None)
 
 @contextlib.contextmanager
 def mesh_scope(mesh):
-    """Makes `mesh` the mesh of a block, for jax and for `shard_map_over_mesh`."""
+    """Makes `mesh` the mesh of a block, for jax and for `shard_map_over_mesh`; enters another context as it is."""
+    if not isinstance(mesh, Mesh):
+        with mesh as entered:
+            yield entered
+        return
     token = _mesh.set(mesh)
     try:
         with jax.set_mesh(mesh):
@@ -54,6 +58,52 @@ def jit_on_backend(fun, backend, **options):
             return jitted(*args, **kwargs)
 
     return call
+
+
+def jit_in_layout(fun, in_shardings, static_argnums=(), **options):
+    """Returns `jax.jit(fun, in_shardings=in_shardings)`, which moves arrays in another layout, as pjit did.
+
+    jax.jit rejects them, and in `mesh_scope` the result of each operation is stored over the mesh.
+    """
+    jitted = jax.jit(fun, in_shardings=in_shardings, static_argnums=static_argnums, **options)
+    statics = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+
+    def moved(args):
+        moving = [number for number in range(len(args)) if number not in statics and number - len(args) not in statics]
+        arrays = _move_to(in_shardings, tuple(args[number] for number in moving))
+        by_number = dict(zip(moving, arrays, strict=True))
+        return [by_number.get(number, arg) for number, arg in enumerate(args)]
+
+    @functools.wraps(fun)
+    def call(*args, **kwargs):
+        return jitted(*moved(args), **kwargs)
+
+    def lower(*args, **kwargs):
+        return jitted.lower(*moved(args), **kwargs)
+
+    call.lower = lower
+    return call
+
+
+def _move_to(shardings, arrays):
+    """Returns the arrays in the layouts of a prefix of their tree; None leaves an array where it is."""
+
+    def is_leaf(value):
+        return value is None or isinstance(value, PartitionSpec | jax.sharding.Sharding)
+
+    def move(sharding, subtree):
+        if sharding is None:
+            return subtree
+        return jax.tree.map(functools.partial(_put, sharding=sharding), subtree)
+
+    return jax.tree.map(move, shardings, arrays, is_leaf=is_leaf)
+
+
+def _put(x, sharding):
+    if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
+        return x
+    wanted = NamedSharding(mesh_in_scope(), sharding) if isinstance(sharding, PartitionSpec) else sharding
+    return jax.device_put(x, wanted)
 
 
 def shard_map_over_mesh(fun, in_specs, out_specs, axes, axis_sizes=(), donate_argnums=()):
