@@ -14,11 +14,12 @@ import numpy as np
 from jax import Array, lax
 
 from shardformer.config.weight_keys import group_size
-from shardformer.kernels import tiles
+from shardformer.kernels import row_products, tiles
 
 # Up to so many rows of activations, a tile is one group, whose product is scaled. 14M codes of int4 need 3 ms of a
 # core for one row then, and 50 ms if the tile is scaled; those of nf4 need 7 and 31 ms.
 FEW_ROWS = 16
+MOST_BYTES_OF_RUN, TERMS = 24_576, 4  # of a product of one row: `row_products`
 INT4_LEVELS = tuple(float(level) for level in range(-8, 8))
 
 
@@ -107,7 +108,36 @@ def _look_up(codes: Array, levels: tuple[float, ...]) -> Array:
 def multiply(x_BTI: Array, w_IO: PackedMatrix) -> Array:
     """Returns x @ w in x's dtype; sums are float32."""
     x_NI = x_BTI.reshape(-1, x_BTI.shape[-1])
-    x_NP2 = x_NI.reshape(x_NI.shape[0], -1, 2)  # a byte has the codes of two inputs
+    if x_NI.shape[0] == 1:
+        y_NO = lax.platform_dependent(x_NI, w_IO, cpu=_multiply_row, default=_multiply_tiles)
+    else:
+        y_NO = _multiply_tiles(x_NI, w_IO)
+    return y_NO.astype(x_BTI.dtype).reshape(*x_BTI.shape[:-1], -1)
+
+
+def _multiply_row(x_1I: Array, w_IO: PackedMatrix) -> Array:
+    """Returns the float32 product of one row; a step has terms of one group."""
+    half, outputs = _group(w_IO) // 2, w_IO.codes.shape[1]
+    run = row_products.choose_run(half, outputs, MOST_BYTES_OF_RUN)
+    size = math.gcd(half // run, TERMS)
+    codes_RrO = w_IO.codes.reshape(-1, run, outputs)
+    x_Rr2 = x_1I.astype(jnp.float32).reshape(-1, run, 2)  # a byte has the codes of two inputs
+
+    def term(number):
+        codes_rO, x_r2 = row_products.take(codes_RrO, number), row_products.take(x_Rr2, number)
+        high_rO, low_rO = _look_up(codes_rO >> 4, w_IO.levels), _look_up(codes_rO & 15, w_IO.levels)
+        return x_r2[:, :1] * high_rO + x_r2[:, 1:] * low_rO
+
+    def step(i):
+        scales_1O = lax.dynamic_slice_in_dim(w_IO.scales, i * size * run // half, 1)
+        return sum(term(i * size + j) for j in range(size)) * scales_1O
+
+    return row_products.add_steps(step, codes_RrO.shape[0] // size).sum(0, keepdims=True)
+
+
+def _multiply_tiles(x_NI: Array, w_IO: PackedMatrix) -> Array:
+    """Returns the float32 product, for a tile of codes at a time."""
+    x_NP2 = x_NI.reshape(x_NI.shape[0], -1, 2)
     few = x_NI.shape[0] <= FEW_ROWS
     size = _group(w_IO) // 2 if few else _bytes_of_tile(w_IO)
 
@@ -126,7 +156,7 @@ def multiply(x_BTI: Array, w_IO: PackedMatrix) -> Array:
         y_NO = lax.fori_loop(1, count, lambda i, y_NO: y_NO + multiply_tile(i * size, size), y_NO)
     if count and rest:
         y_NO = y_NO + multiply_tile(count * size, rest)
-    return y_NO.astype(x_BTI.dtype).reshape(*x_BTI.shape[:-1], -1)
+    return y_NO
 
 
 def _multiply_forward(x_BTI, w_IO):

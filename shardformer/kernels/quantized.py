@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from shardformer.kernels import tiles
+from shardformer.kernels import row_products, tiles
 
 LARGEST_CODE = 127
 UNIT = np.float32(1 / LARGEST_CODE)  # XLA would divide by a constant as it likes: by a product, or not
@@ -103,7 +103,7 @@ def _multiply_codes(x_BTI: Array, codes: Array, transposed: bool, preferred=None
     y_NO = lax.platform_dependent(
         x_NI,
         codes,
-        cpu=functools.partial(_multiply_tiles, transposed=transposed, preferred=preferred),
+        cpu=functools.partial(_multiply_on_cpu, transposed=transposed, preferred=preferred),
         default=functools.partial(_multiply_at_once, transposed=transposed, preferred=preferred),
     )
     return y_NO.reshape(*x_BTI.shape[:-1], y_NO.shape[-1])
@@ -111,6 +111,13 @@ def _multiply_codes(x_BTI: Array, codes: Array, transposed: bool, preferred=None
 
 def _multiply_at_once(x_NI, codes, transposed, preferred):
     return tiles.contract(x_NI, codes.astype(x_NI.dtype), transposed, preferred)
+
+
+def _multiply_on_cpu(x_NI, codes, transposed, preferred):
+    if x_NI.shape[0] > 1 or (transposed and not row_products.choose_lanes(codes.shape[1])):
+        return _multiply_tiles(x_NI, codes, transposed, preferred)
+    y_1O = (row_products.multiply_by_rows if transposed else row_products.multiply)(x_NI, codes)
+    return y_1O.astype(preferred or x_NI.dtype)
 
 
 def _multiply_tiles(x_NI, codes, transposed, preferred):

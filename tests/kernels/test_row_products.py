@@ -1,0 +1,106 @@
+"""Products of one row of activations with stored codes, which a CPU converts in registers."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from shardformer.kernels import nf4, packed, quantized, row_products
+from shardformer.kernels.packed import PackedMatrix
+from shardformer.kernels.quantized import Int8Matrix
+
+INPUTS, OUTPUTS = 600, 1600  # 150 terms of 4 rows of int8: 18 steps and a remainder
+ENTRIES, WIDTH = 2500, 96  # of a table: the rows of its last step overlap those before
+
+
+def draw(*shape) -> jax.Array:
+    return jnp.asarray(np.random.RandomState(sum(shape)).normal(size=shape), jnp.float32)
+
+
+def make_int8():
+    return Int8Matrix(*quantized.quantize(draw(INPUTS, OUTPUTS), -2))
+
+
+def make_table():
+    return Int8Matrix(*quantized.quantize(draw(ENTRIES, WIDTH), -1))
+
+
+def make_packed(levels):
+    codes, scales = packed.quantize_int4(draw(INPUTS, OUTPUTS))
+    return PackedMatrix(codes, scales.astype(jnp.float32), levels)
+
+
+def multiply_table(x, table):
+    return quantized.multiply_table(x, table, True)
+
+
+def multiply(x, w):
+    return w.multiply(x)
+
+
+CASES = {
+    "int8": (make_int8, multiply),
+    "table": (make_table, multiply_table),
+    "int4": (functools.partial(make_packed, packed.INT4_LEVELS), multiply),
+    "nf4": (functools.partial(make_packed, nf4.LEVELS), multiply),
+}
+
+
+def row(case, w):
+    return draw(1, 1, w.shape[-1] if case == "table" else w.shape[0])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_product_equals_the_dequantised_matrix(case):
+    make, function = CASES[case]
+    w = make()
+    x = row(case, w)
+    dense = np.asarray(w.astype("float32"), np.float64)
+    expected = np.asarray(x, np.float64) @ (dense.T if case == "table" else dense)
+    got = np.asarray(jax.jit(function)(x, w))
+    assert np.abs(got - expected).max() < 1e-6 * np.abs(expected).max()
+    w.scales = jnp.flip(w.scales)
+    assert np.abs(np.asarray(jax.jit(function)(x, w)) - expected).max() > 1e-2 * np.abs(expected).max()
+
+
+def largest_float(function, x, w) -> int:
+    """Returns the elements of the largest float32 array that a compiled program stores: not those inside of a loop."""
+    text = jax.jit(function).lower(x, w).compile().as_text()
+    stored = re.sub(r"^%(fused|wrapped)\S*computation.*?\n}", "", text, flags=re.DOTALL | re.MULTILINE)
+    sizes = re.findall(r"f32\[([\d,]+)\]", stored)
+    return max(int(np.prod([int(size) for size in shape.split(",")])) for shape in sizes)
+
+
+@pytest.mark.parametrize("case", ["table", "int8"])
+def test_no_part_of_the_float_matrix_is_stored(case):
+    make, function = CASES[case]
+    w = make()
+    x = row(case, w)
+    accumulators = ENTRIES * row_products.LANES if case == "table" else 4 * OUTPUTS  # of 4 adjacent rows
+    assert largest_float(function, x, w) <= accumulators
+
+    def convert_first(x, w):
+        dense = (w.codes.T if case == "table" else w.codes).astype(x.dtype)
+        return x @ dense, dense
+
+    assert largest_float(convert_first, x, w) == w.codes.size
+
+
+def test_one_row_on_a_mesh():
+    device_mesh = jax.make_mesh((2, 4), ("dp", "mp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    table, x = make_table(), draw(2, 1, WIDTH)
+    specs = P("dp"), P("mp"), P("mp")
+
+    def shard(x, codes, scales):
+        return multiply_table(x, Int8Matrix(codes, scales))
+
+    run = jax.jit(jax.shard_map(shard, mesh=device_mesh, in_specs=specs, out_specs=P("dp", None, "mp")))
+    expected = np.asarray(x, np.float64) @ np.asarray(table.astype("float32"), np.float64).T
+    got = np.asarray(run(x, table.codes, table.scales))
+    assert np.abs(got - expected).max() < 1e-6 * np.abs(expected).max()
+    other = np.asarray(run(x, table.codes, jnp.roll(table.scales, ENTRIES // 4)))
+    assert np.abs(other - expected).max() > 1e-2 * np.abs(expected).max()
