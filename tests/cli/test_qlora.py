@@ -121,6 +121,7 @@ def test_resume_is_bitwise(adapted, tmp_path):
     assert same(arrays(tmp_path / "run"), arrays(adapted))
 
 
+@pytest.mark.slow
 def test_adapters_merge_onto_the_stored_weights(base, adapted, text, capsys):
     out = base.with_name("merged")
     assert main(["convert", str(adapted), str(out), "merge_lora=true"]) == 0
@@ -163,6 +164,7 @@ def test_other_forms_of_stored_codes_are_rejected(codes, text, capsys):
     assert "give lora_rank" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "form", "mesh"), [("base", "int8", "1x1"), ("adapted", "auto", "2x4")])
 def test_served_bits_are_those_of_generate(request, name, form, mesh):
     """Alone, among others that come and go, and by `generate`."""

@@ -45,6 +45,7 @@ def test_student_approaches_its_teacher(student):
     assert found[-1] < found[0]
 
 
+@pytest.mark.slow
 def test_published_teacher_is_the_run_of_its_conversion(student, tmp_path):
     """The uninterrupted student of that run has the bits of the resumed one."""
     teacher = student.with_name("student.teacher")
