@@ -257,6 +257,40 @@ def test_dense_copy_of_ragged_dot_is_noticed(broken):
     assert find_dense_copies(lower_step().compile().as_text())
 
 
+def offloaded_step(**keys) -> tuple[Trainer, jax.stages.Compiled]:
+    sizes = {"layers": L, "d_model": D, "vocab": V, "seq": 128, "batch": 4, "dtype": "bfloat16"}
+    config = shared.tiny(mesh="4x1", zero=3, param_dtype="bfloat16", **sizes, **keys)
+    trainer = Trainer(config, compiling.tpu_mesh(config, chips.parse_slice("v5e:2x2")))
+    return trainer, trainer.lower(trainer.abstract, trainer.abstract_batch)[0].compile()
+
+
+def count_arithmetic_beside_copies(text: str, copy: str) -> list[int]:
+    """Returns for each copy of a layer from or to the host's memory the fusions that run between its start and end."""
+    found, lines = [], text.splitlines()
+    for start, line in enumerate(lines):
+        if match := re.match(rf"\s+%(\S+) = \(.*S\(5\).* {copy}-start\(", line):
+            end = next(i for i in range(start, len(lines)) if f"{copy}-done(%{match[1]})" in lines[i])
+            found.append(sum(" fusion(" in between for between in lines[start:end]))
+    return found
+
+
+def test_offloaded_state_is_copied_by_layer_beside_arithmetic():
+    """Each layer's moments and masters come from the host's memory and go back while another matrix is updated."""
+    trainer, step = offloaded_step(offload="optimizer")
+    arrays = 3 * 6  # two moments and a master of six matrices
+    assert step.memory_analysis().host_argument_size_in_bytes == memory.predict_bytes(trainer.config).host
+    for copy in ("dynamic-slice", "dynamic-update-slice"):
+        beside = count_arithmetic_beside_copies(step.as_text(), copy)
+        assert len(beside) == arrays, copy
+        assert sum(count > 0 for count in beside) > arrays / 2, copy
+
+
+def test_state_on_the_device_is_not_copied():
+    _, step = offloaded_step()
+    assert step.memory_analysis().host_argument_size_in_bytes == 0
+    assert not count_arithmetic_beside_copies(step.as_text(), "dynamic-slice")
+
+
 def test_tpu7x_has_two_devices_a_chip():
     config = shared.tiny(mesh="8x1")
     assert compiling.tpu_mesh(config, chips.parse_slice("tpu7x:2x2x1")).devices.size == 8
