@@ -66,11 +66,12 @@ def estimate_temporaries(layout: Layout) -> int:
     head_size = config.model.head_size if platform == "tpu" and layout.attention.uses_kernel else 0
     trainer, bodies = traced.trace(_widen(layout) if cpu else layout)
     at_worst = max(liveness.peak_bytes(body, cpu, head_size) for body in bodies)
-    updates = gradients  # the optimizer's updates are as large
+    besides = max(at_worst - gradients, gradients)  # the optimizer's updates are as large as the gradients
     if config.optimizer.offload != "none":
-        updates = _streamed_bytes(trainer)
-    beside_updates = max(at_worst - gradients, updates)
-    return beside_updates + (0 if cpu else _cast_bytes(trainer))
+        # A TPU copies the state of the others before the backward pass, and back during the loop over layers.
+        of_layer, of_others = _measure_streams(trainer)
+        besides = max(at_worst - gradients, 2 * of_layer) + of_others
+    return besides + (0 if cpu else _cast_bytes(trainer))
 
 
 def _list_offloaded(state) -> list[tuple]:
@@ -79,17 +80,16 @@ def _list_offloaded(state) -> list[tuple]:
     return [(path, leaf) for path, leaf in leaves if leaf.sharding.memory_kind == HOST]
 
 
-def _streamed_bytes(trainer: Trainer) -> int:
-    """Returns the bytes on the device while an update streams its state: of one layer, or of all other parameters.
-
-    The device has each array as it was and as it will be.
-    """
+def _measure_streams(trainer: Trainer) -> tuple[int, int]:
+    """Returns the bytes of the offloaded state of one layer, and of all parameters outside of the layers."""
     of_layer, of_others = 0, 0
     for path, leaf in _list_offloaded(trainer.abstract):
-        count, stacked = 2 * _shard_bytes(leaf, leaf.sharding), is_stacked(path[-2].key)
-        of_layer += count // leaf.shape[0] if stacked else 0
-        of_others += 0 if stacked else count
-    return max(of_layer, of_others)
+        count = _shard_bytes(leaf, leaf.sharding)
+        if is_stacked(path[-2].key):
+            of_layer += count // leaf.shape[0]
+        else:
+            of_others += count
+    return of_layer, of_others
 
 
 def _widen(layout: Layout) -> Layout:
