@@ -48,6 +48,14 @@ def mesh_in_scope():
     return mesh
 
 
+def physical_mesh():
+    """Returns the mesh in scope, or an empty mesh, as `pxla.thread_resources.env.physical_mesh` was."""
+    try:
+        return mesh_in_scope()
+    except ValueError:
+        return Mesh(np.empty((), object), ())
+
+
 def jit_on_backend(fun, backend, **options):
     """Returns `jax.jit(fun, backend=backend)`, which jax rejects while a mesh is set: calls run without the mesh."""
     jitted = jax.jit(fun, backend=backend, **options)
