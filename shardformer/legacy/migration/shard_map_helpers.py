@@ -49,11 +49,15 @@ def mesh_in_scope():
 
 
 def physical_mesh():
-    """Returns the mesh in scope, or an empty mesh, as `pxla.thread_resources.env.physical_mesh` was."""
+    """Returns the mesh in scope, or an empty mesh, as `pxla.thread_resources.env.physical_mesh` was.
+
+    While a function is traced in a scope of another copy of this file, only the mesh without its devices is known.
+    """
     try:
         return mesh_in_scope()
     except ValueError:
-        return Mesh(np.empty((), object), ())
+        abstract = jax.sharding.get_abstract_mesh()
+        return Mesh(np.empty((), object), ()) if abstract.empty else abstract
 
 
 def jit_on_backend(fun, backend, **options):
