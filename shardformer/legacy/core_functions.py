@@ -108,7 +108,8 @@ def linearize(traceable: Any, *primals: Any, has_aux: bool = False) -> tuple:
     pvals: the partial value of each result's tangent. The tangent is unknown, and a result of the linear `jaxpr`, if
     it depends on the tangent of an argument; other tangents are known zeros.
     """
-    primals_out, push, *aux = jax.linearize(traceable.call_wrapped, *primals, has_aux=has_aux)
+    options: dict[str, Any] = {"has_aux": True} if has_aux else {}
+    primals_out, push, *aux = jax.linearize(traceable.call_wrapped, *primals, **options)
     tangents = [jax.typeof(primal).to_tangent_aval() for primal in primals]
     avals = [jax.typeof(primal).to_tangent_aval() for primal in primals_out]
     depends = _depend_on_arguments(jax.make_jaxpr(push)(*tangents).jaxpr)
