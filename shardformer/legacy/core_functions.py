@@ -16,6 +16,7 @@ from jax.extend.core import (
     unsafe_am_i_under_a_vmap_DO_NOT_USE,
 )
 from jax.interpreters import ad, batching, mlir
+from jax.interpreters.partial_eval import PartialVal
 
 not_mapped = None
 reducing_transposes: dict[Primitive, Callable] = {}  # rules of xmap's gradients; no primitive has one any more
@@ -99,3 +100,35 @@ class _TraceStack:
 
 
 thread_local_state = types.SimpleNamespace(trace_state=types.SimpleNamespace(trace_stack=_TraceStack()))
+
+
+def linearize(traceable: Any, *primals: Any, has_aux: bool = False) -> tuple:
+    """Returns what `ad.linearize` of a wrapped function did: (primals_out, pvals, jaxpr, consts), then any aux.
+
+    pvals: the partial value of each result's tangent. The tangent is unknown, and a result of the linear `jaxpr`, if
+    it depends on the tangent of an argument; other tangents are known zeros.
+    """
+    options: dict[str, Any] = {"has_aux": True} if has_aux else {}
+    primals_out, push, *aux = jax.linearize(traceable.call_wrapped, *primals, **options)
+    tangents = [jax.typeof(primal).to_tangent_aval() for primal in primals]
+    avals = [jax.typeof(primal).to_tangent_aval() for primal in primals_out]
+    depends = _depend_on_arguments(jax.make_jaxpr(push)(*tangents).jaxpr)
+
+    def push_dependent(*args: Any) -> list:
+        return [tangent for tangent, varies in zip(push(*args), depends, strict=True) if varies]
+
+    linear = jax.make_jaxpr(push_dependent)(*tangents)
+    pvals = [
+        PartialVal.unknown(aval) if varies else PartialVal.known(jnp.zeros(aval.shape, aval.dtype))
+        for aval, varies in zip(avals, depends, strict=True)
+    ]
+    return primals_out, pvals, linear.jaxpr, linear.consts, *aux
+
+
+def _depend_on_arguments(jaxpr: Jaxpr) -> list[bool]:
+    """Returns for each result of a jaxpr whether it depends on an argument."""
+    reached = set(jaxpr.invars)
+    for equation in jaxpr.eqns:
+        if any(isinstance(x, Var) and x in reached for x in equation.invars):
+            reached.update(equation.outvars)
+    return [isinstance(x, Var) and x in reached for x in jaxpr.outvars]

@@ -161,6 +161,10 @@ def _accepts_jaxprs(gensym: Callable) -> bool:
     return "jaxprs" in inspect.signature(gensym).parameters
 
 
+def _accepts_separate_primals(linearize: Callable) -> bool:
+    return "primals" in inspect.signature(linearize).parameters
+
+
 def _accepts_keywords(name: str) -> Callable[[Callable], bool]:
     old = set(removed_keywords.REMOVED_KEYWORDS[name])
 
@@ -181,6 +185,7 @@ def _needs_concrete(checkpoint: Callable) -> bool:
 
 KEEPS_ITS_MEANING = {
     "jax.core.gensym": _accepts_jaxprs,
+    "jax.interpreters.ad.linearize": _accepts_separate_primals,
     "jax.lax.all_to_all": _exchanges_shared_values,
     "jax.lax.pswapaxes": _exchanges_shared_values,
     "jax.lax.with_sharding_constraint": _sees_entered_meshes,

@@ -1,4 +1,4 @@
-"""Members that arrays have lost: `x.device_buffer`, `x.device()`, and the members of GlobalDeviceArray.
+"""Members that arrays and primitives have lost: `x.device_buffer`, `x.device()`, those of GlobalDeviceArray.
 
 `x.device()` stays lost: `x.device` is the device itself today, and jax fails with devices that can be called.
 """
@@ -8,6 +8,7 @@ import contextlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
 
 from shardformer.legacy import frozen_dicts
 
@@ -18,6 +19,7 @@ REMOVED_MEMBERS = {
     "local_data": "x.addressable_data(i)",
     "to_py": "numpy.asarray(x)",
     "block_host_until_ready": "x.block_until_ready()",
+    "map_primitive": "False: no primitive maps a function",
 }
 # Members that cannot be put back: an array does not keep what they returned.
 LOST_MEMBERS = {"sharding_spec": "x.sharding"}
@@ -32,7 +34,8 @@ ADVICE = {
 
 
 def put_back(stack: contextlib.ExitStack) -> None:
-    """Gives arrays their old members, until `stack` closes."""
+    """Gives arrays and primitives their old members, until `stack` closes."""
+    _set(stack, Primitive, "map_primitive", False)
     arrays = _classes_of_arrays()
     for array in arrays:
         _set(stack, array, "device_buffer", property(lambda x: x.addressable_data(0)))

@@ -18,8 +18,8 @@ valid_jaxtype
 # Names of jax.interpreters.ad, which was jax.ad, too. Today's jax.ad has other names.
 AD_NAMES = (
     "JVPTracer", "UndefinedPrimal", "Zero", "add_jaxvals", "defbilinear", "deflinear", "deflinear2", "defjvp",
-    "defjvp2", "instantiate_zeros", "is_undefined_primal", "jvp", "linearize", "primitive_jvps",
-    "primitive_transposes", "zeros_like_aval",
+    "defjvp2", "instantiate_zeros", "is_undefined_primal", "jvp", "primitive_jvps", "primitive_transposes",
+    "zeros_like_aval",
 )  # fmt: skip
 
 # Names whose meaning still exists under another one.
@@ -207,6 +207,11 @@ REWRITTEN = {
         "shardformer.legacy.core_functions:reducing_transposes", "nothing: no primitive has such a rule"),
     "jax.interpreters.ad.zeros_like_p": (
         "shardformer.legacy.core_functions:zeros_like_p", "nothing: no function of jax binds it"),
+    **{
+        f"jax.{home}.linearize": (
+            "shardformer.legacy.core_functions:linearize", "jax.linearize, whose function jax.make_jaxpr can trace")
+        for home in ("ad", "interpreters.ad")
+    },
     "jax.lax._reduce_window_sum": (
         "shardformer.legacy.core_functions:_reduce_window_sum", "jax.lax.reduce_window(x, 0.0, jax.lax.add, ...)"),
     "jax.interpreters.batching.BatchTracer": (

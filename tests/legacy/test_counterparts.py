@@ -64,6 +64,23 @@ def test_gensym_makes_different_variables_of_an_abstract_value():
         assert source_info_util.current() is not None
 
 
+def test_linearize_of_ad_returns_the_linear_jaxpr():
+    with installed():
+        from jax import linear_util as lu
+        from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+        from jax.interpreters.ad import linearize
+
+        x, y = jnp.arange(3.0), jnp.ones(3)
+        function = lu.wrap_init(lambda x, y: [jnp.sin(x) * y, jnp.ones(2), x @ y])
+        results, pvals, jaxpr, consts = linearize(function, x, y, has_aux=False)
+        assert results[2] == 3
+        assert [pval.is_known() for pval in pvals] == [False, True, False]
+        tangents = jaxpr_as_fun(ClosedJaxpr(jaxpr, consts))(y, 0 * y)
+        np.testing.assert_allclose(tangents[0], jnp.cos(x), rtol=1e-6)
+        assert tangents[1] == 3
+        assert not any(equation.primitive.map_primitive for equation in jaxpr.eqns)
+
+
 def test_zeros_like_is_a_primitive():
     with installed():
         from jax.interpreters.ad import reducing_transposes, zeros_like_jaxval, zeros_like_p

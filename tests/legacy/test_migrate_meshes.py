@@ -166,3 +166,18 @@ def test_pjit_sees_a_mesh_that_a_variable_holds(tmp_path):
     assert double(contextlib.nullcontext(), None).tolist() == [2] * 8
     with pytest.raises(RuntimeError, match="non-empty mesh"):
         double(contextlib.nullcontext(), split)
+
+
+def test_mesh_of_pxla_is_the_mesh_in_scope(tmp_path):
+    """jax still has pxla.thread_resources; a migrated scope leaves its mesh empty, so constraints would be skipped."""
+    source = "import jax\nfrom jax.interpreters import pxla\ndef split(x):\n    env = pxla.thread_resources.env\n"
+    source += "    if env.physical_mesh.empty or 'x' not in pxla.thread_resources.env.physical_mesh.axis_names:\n"
+    source += "        return x\n    return jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec('x'))\n"
+    split = jax.jit(load(migrated(tmp_path, source).migrated)["split"])
+    ones = np.ones(8, np.float32)
+    assert len(split(ones).devices()) == 1
+    # Another copy of the helpers calls jax.set_mesh; code that was not migrated enters the mesh.
+    for scope in (shard_map_helpers.mesh_scope, jax.set_mesh, lambda mesh: mesh):
+        with scope(line_of(8)):
+            assert split(ones).sharding.spec == PartitionSpec("x")
+        jax.clear_caches()

@@ -54,6 +54,9 @@ from tests.legacy.migrated_code import SCALE, load, migrated, run
          "from jax import dlpack\nf(x[0].__dlpack__(), (x + y).__dlpack__())"),
         ("from jax.api import grad, vmap as v\ngrad(v(f))",
          "from jax import grad\nfrom jax import vmap as v\ngrad(v(f))"),
+        ("from jax.interpreters import ad\ndef linearize(f): return ad.linearize(f, 1) if p.map_primitive else f",
+         "from jax.interpreters import ad\nfrom legacy_core_functions import linearize as legacy_linearize\n"
+         "def linearize(f): return legacy_linearize(f, 1) if False else f"),
         ("import optax\nclass S(optax.OptState): x: 1",
          "import optax\nimport typing\nclass S(typing.NamedTuple): x: 1"),
     ],

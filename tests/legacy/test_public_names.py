@@ -26,6 +26,7 @@ NOT_RECORDED = {
     "jax.lib.xla_extension.DeviceArray": "defined in jaxlib, whose sources the list lacks",
     "jax.lib.xla_extension.PyTreeDef": "defined in jaxlib, whose sources the list lacks",
     **dict.fromkeys((f"jax.ad.{name}" for name in removed_names.AD_NAMES), "jax.ad was jax.interpreters.ad"),
+    "jax.ad.linearize": "jax.ad was jax.interpreters.ad",
     "jax._src.util.prod": "never public; all who used it imported it from jax's private module",
     "jax.test_util._default_tolerance": "never public; the tests of jax_md change it",
     "jax.lax._reduce_window_sum": "never public; the tests of neural-tangents call it",

@@ -9,6 +9,7 @@ from shardformer.legacy.source_names import ValueVisitor
 MAPS = "jax.experimental.maps"
 MESHES = {f"{MAPS}.mesh", f"{MAPS}.Mesh", "jax.sharding.Mesh", "jax.interpreters.pxla.Mesh"}
 ENVIRONMENT = f"{MAPS}.thread_resources.env"
+PXLA_ENVIRONMENT = "jax.interpreters.pxla.thread_resources.env"  # jax still has it; `mesh_scope` leaves it empty
 
 
 class MeshEdits(ValueVisitor):
@@ -88,12 +89,19 @@ class MeshEdits(ValueVisitor):
         ):
             tail = name.removeprefix(ENVIRONMENT).replace(".physical_mesh", "", 1)
             self._replace(span_of(node), f"mesh_in_scope(){tail}", "mesh_in_scope")
+        elif node.attr == "physical_mesh" and self._is_environment(node.value):
+            self._replace(span_of(node), "physical_mesh()", "physical_mesh")
         elif name == f"{MAPS}.Mesh":
             self._replace(span_of(node), "Mesh")
         elif name.startswith(f"{MAPS}."):
             self._leave(node, "an xmap that stays" if name in XMAP else f"{name} has no counterpart")
         else:
             self.generic_visit(node)
+
+    def _is_environment(self, node: ast.expr) -> bool:
+        """Returns True for pxla's environment, and for a variable that was assigned it."""
+        value = self.assigned(node.id) if isinstance(node, ast.Name) else node
+        return isinstance(value, ast.Attribute) and self.resolve(value) == PXLA_ENVIRONMENT
 
     def visit_Name(self, node: ast.Name):
         name = self.resolve(node) or ""

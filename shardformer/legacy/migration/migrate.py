@@ -26,7 +26,7 @@ from shardformer.legacy.source_names import dotted
 from shardformer.tables import escape, escape_controls
 
 # Parts of names that still exist, and are rewritten.
-LIVING_WORDS = ("Mesh", "mesh:", "backend", "pjit", "xmap")
+LIVING_WORDS = ("Mesh", "ad.linearize", "backend", "mesh:", "pjit", "thread_resources", "xmap")
 SECONDS_TO_PROGRESS = 5  # between lines on standard error
 MOST_ROUNDS = 50  # a round rewrites one level of nested calls
 _IMPORT = re.compile(r"(?m)^[ \t]*(?:from[ \t]+(\w[\w.]*)[ \t]+)?import[ \t]+(\([^)]*\)|[^\n#;]*)")

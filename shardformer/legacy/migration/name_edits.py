@@ -13,7 +13,7 @@ from shardformer.legacy.removed_names import PROVIDERS
 from shardformer.legacy.removed_options import REMOVED_OPTIONS
 from shardformer.legacy.source_names import ValueVisitor
 
-PJIT, INDEX = "jax.experimental.pjit.pjit", "jax.ops.index"
+PJIT, INDEX, LINEARIZE = "jax.experimental.pjit.pjit", "jax.ops.index", "jax.interpreters.ad.linearize"
 AT_EACH_USE = {PJIT, INDEX}  # rewritten where it is used, not where it is imported
 
 
@@ -45,10 +45,10 @@ class NameEdits(ValueVisitor):
         return [*self.edits, *self._removals.values()]
 
     def _is_gone(self, name: str) -> bool:
-        """Returns True if a name of the tables is to be replaced: pjit also while jax still has it."""
+        """Returns True if a name of the tables is to be replaced; pjit and linearize also while jax has them."""
         if self.kept and name.startswith(self.kept):
             return False
-        return name == PJIT or not installed_libraries.lives(name)
+        return name in (PJIT, LINEARIZE) or not installed_libraries.lives(name)
 
     # What call_rewrites.py asks for ----------------------------------------------------------------------------------
 
@@ -240,7 +240,11 @@ class NameEdits(ValueVisitor):
     def _edit_name(self, node: ast.expr, name: str) -> bool:
         """Replaces a removed name; returns False if it has no mechanical answer."""
         if (line := self._copy_import(name)) is not None:
-            self.edits.append(Edit(span_of(node), line.rpartition(" ")[2], (line,)))
+            local = line.rpartition(" ")[2]
+            if any(scope.get(local, "") is None for scope in self._scopes):  # the file defines the name itself
+                local = f"legacy_{local}"
+                line += f" as {local}"
+            self.edits.append(Edit(span_of(node), local, (line,)))
         elif name in name_targets.VALUES and self._is_gone(name):
             self.edits.append(self._value_edit(node, *name_targets.VALUES[name]))
         elif name in name_targets.MOVED and name != PJIT and self._is_gone(name):
@@ -271,6 +275,8 @@ class NameEdits(ValueVisitor):
         elif node.attr == "device_buffers":
             text = f"[shard.data for shard in {self.text(node.value)}.addressable_shards]"
             self.edits.append(Edit(span_of(node), text))
+        elif node.attr == "map_primitive":
+            self.edits.append(Edit(span_of(node), "False"))
 
     def _without_config_twice(self, node: ast.expr) -> str | None:
         name = self.resolve(node)

@@ -4,11 +4,12 @@ import contextlib
 import contextvars
 import functools
 import math
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import batching
+from jax.interpreters import batching, pxla
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 _mesh = contextvars.ContextVar("the mesh in scope", default=None)
@@ -46,6 +47,26 @@ def mesh_in_scope():
     if mesh is None or mesh.empty:
         raise ValueError("no mesh is in scope; call inside `with mesh_scope(Mesh(devices, axis_names)):`")
     return mesh
+
+
+def physical_mesh():
+    """Returns the mesh in scope, or an empty mesh, as `pxla.thread_resources.env.physical_mesh` was.
+
+    While a function is traced in a scope of another copy of this file, only the mesh without its devices is known.
+    """
+    try:
+        return mesh_in_scope()
+    except ValueError:
+        abstract = jax.sharding.get_abstract_mesh()
+        return _entered_mesh() if abstract.empty else abstract
+
+
+def _entered_mesh():
+    """Returns the mesh of `with mesh:` in code that was not migrated, as long as jax knows it; or an empty mesh."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        resources = getattr(pxla, "thread_resources", None)
+    return Mesh(np.empty((), object), ()) if resources is None else resources.env.physical_mesh
 
 
 def jit_on_backend(fun, backend, **options):
