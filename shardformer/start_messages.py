@@ -1,4 +1,4 @@
-"""What the start of a run prints: the model, its data and devices, and what a resume or a branch changes."""
+"""The lines that a start prints: the model, its data and devices, and the changes of a resume or a branch."""
 
 import math
 

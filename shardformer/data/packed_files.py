@@ -14,7 +14,7 @@ BUFFER = 1 << 20  # bytes that are read ahead
 
 
 class Expansion(NamedTuple):
-    """How much a packed file may grow."""
+    """The bounds of the growth of a packed file."""
 
     most: int = 200  # times its size, beyond its first `free_bytes`
     free_bytes: int = 16 << 20
