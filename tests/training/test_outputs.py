@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardformer import checkpoint, session
+from shardformer import checkpoint, start_messages
 from shardformer.devices import chips
 from shardformer.logs import curves, metrics_file
 from shardformer.model import flops
@@ -51,7 +51,7 @@ class Tracker:
 @pytest.mark.slow
 def test_run_reports_to_a_tracker_and_traces_steps(tmp_path, text, capsys, monkeypatch):
     out = tmp_path / "run"
-    for module in (outputs, session):  # a chip whose peak is known
+    for module in (outputs, start_messages):  # a chip whose peak is known
         monkeypatch.setattr(module, "find_chip", lambda _: chips.CHIPS["v5e"])
     words = ("tiny", "mesh=4x2", f"data={text}", "steps=4", f"out={out}", "profile=2:3")
     assert runs.train(*words, "tracker=tests.training.test_outputs:Tracker") == 0
