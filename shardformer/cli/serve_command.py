@@ -90,7 +90,7 @@ def serve(arguments: list[str]) -> None:
             threading.Thread(target=models[0].follow, name="reload", daemon=True).start()
         _announce(listener, options, service)
         _run_server(make_app(service), service, listener)
-        service.thread.stop()
+        service.close()
 
 
 def _open_service(folder: str, options: ServeOptions) -> tuple["Service", list["ServedRun"]]:

@@ -74,6 +74,12 @@ class Service:
         for exchange in self.exchanges:
             exchange.fail(ApiError(503, "the server stops; ask again later", code="server_stops"))
 
+    def close(self) -> None:
+        """Ends the engine's thread and the processes of the templates."""
+        self.thread.stop()
+        while self._processes:
+            self._processes.pop().close()
+
     def find_model(self, name: str | None) -> Served:
         if name is None or name in self.models:
             return self._first if name is None else self.models[name]
@@ -136,6 +142,7 @@ class Service:
         assert self.chat
         process = self._processes.pop() if self._processes else self.chat.start_process()
         if not process.is_alive:  # it has ended, as one of another request that needed too much time
+            process.close()
             process = self.chat.start_process()
         try:
             return [("", self.chat.encode(process, conversation))]

@@ -57,7 +57,7 @@ def running(service: Service):
         yield listener.getsockname()[1]
         server.should_exit = True
         thread.join(10)
-        service.thread.stop()
+        service.close()
 
 
 def send(port: int, path: str, body=None, headers=None) -> tuple[int, bytes]:

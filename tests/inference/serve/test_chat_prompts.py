@@ -112,3 +112,6 @@ def test_template_process_is_kept_and_replaced_when_it_ends(tmp_path):
     asyncio.run(service.start(body, chat=True))
     assert service._processes != [process]
     assert prompts == prompts[:1] * 3
+    (process,) = service._processes
+    service.close()
+    assert not process.is_alive
