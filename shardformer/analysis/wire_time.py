@@ -6,7 +6,8 @@ bandwidth, and a `done` waits for it; the waiting is exposed. A collective witho
 loop's body is timed once, with idle links, and multiplied. Of the branches of a conditional the longest counts: it is
 the optimizer's update, which a step with a non-finite gradient leaves out. Links are those of the torus dimensions that
 the devices span: both directions of each for a collective, one direction for a ring of sends. Kernels have no estimate:
-they count as their FLOPs at `KERNEL_SHARE` or `GROUPED_SHARE` of the chip's peak, and hide nothing.
+they count as their FLOPs at `KERNEL_SHARE` or `GROUPED_SHARE` of the chip's peak, each call of a kind alike, and
+transfers go on meanwhile.
 
 What it leaves out: latencies, the memory traffic of transfers, slices whose torus is open at its ends (a v5e or v6e of
 fewer than 16 chips in a dimension has half of this bandwidth), and arithmetic that is faster or slower than estimated.
@@ -29,7 +30,8 @@ KERNEL_SHARE = 0.5  # of the peak, for attention kernels: an assumption
 GROUPED_SHARE = 0.75  # of the peak, for the grouped products of experts: an assumption too
 KERNEL_PASSES = 3.5  # of the forward pass's FLOPs: the backward pass computes five products where that has two
 
-ATTENTION_KERNEL, GROUPED_KERNEL = "%splash", "%gmm"  # in the names of the programs' custom calls
+ATTENTION_KERNEL, GROUPED_KERNEL = "%splash", "gmm"  # in the names of the programs' custom calls
+CUSTOM_CALL = " custom-call("
 
 _NAME = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = ")
 _START = re.compile(r"^(async-collective|collective-permute|all-reduce|all-gather|all-to-all)-start([\w.\-]*)$")
@@ -42,20 +44,23 @@ Link = tuple[int, int]  # (dimension of the torus, direction)
 class Timeline(NamedTuple):
     """Seconds of one step on one device."""
 
-    computing: float  # estimated cycles, without kernels and wire
-    kernels: float
-    exposed: float  # nothing but the wire works
-    wire: float  # all transfers, one after the other
+    computing: float = 0.0  # estimated cycles, without kernels and wire
+    kernels: float = 0.0
+    exposed: float = 0.0  # nothing but the wire works
+    wire: float = 0.0  # all transfers, one after the other
 
     @property
     def seconds(self) -> float:
         return self.computing + self.kernels + self.exposed
 
+    def plus(self, other: "Timeline", times: float = 1.0) -> "Timeline":
+        """Returns the timeline of a program that goes on with another, which runs so many times."""
+        return Timeline(*(mine + times * theirs for mine, theirs in zip(self, other, strict=True)))
+
 
 def time_step(text: str, places: np.ndarray, config: Config, chips: Slice) -> Timeline:
     """Returns the timeline of a compiled step; `places` has each device's coordinates, in the order of the mesh."""
-    computing, exposed, wire = _Simulation(text, places, chips).run_program()
-    return Timeline(computing, _kernel_seconds(text, config, chips), exposed, wire)
+    return _Simulation(text, places, chips, _seconds_of_calls(text, config, chips)).run_program()
 
 
 def utilization(timeline: Timeline, config: Config, chips: Slice) -> float:
@@ -65,61 +70,69 @@ def utilization(timeline: Timeline, config: Config, chips: Slice) -> float:
     )
 
 
-def _kernel_seconds(text: str, config: Config, chips: Slice) -> float:
+def _seconds_of_calls(text: str, config: Config, chips: Slice) -> dict[str, float]:
+    """Returns the seconds of one call of each kind of kernel in a program, by the kind's name."""
     tokens = config.training.batch * config.model.seq / config.parallel.devices
     recomputed = config.parallel.remat == "full"
-    seconds = 0.0
-    if ATTENTION_KERNEL in text:
-        passes = KERNEL_PASSES + recomputed
-        seconds += passes * flops.attention_flops(config) * tokens / (KERNEL_SHARE * chips.chip.flops)
-    if GROUPED_KERNEL in text:
-        step, forward = flops.expert_flops_per_token(config)
-        seconds += (step + recomputed * forward) * tokens / (GROUPED_SHARE * chips.chip.flops)
-    return seconds
+    step, forward = flops.expert_flops_per_token(config)
+    of_attention = (KERNEL_PASSES + recomputed) * flops.attention_flops(config)
+    seconds = {
+        ATTENTION_KERNEL: of_attention * tokens / (KERNEL_SHARE * chips.chip.flops),
+        GROUPED_KERNEL: (step + recomputed * forward) * tokens / (GROUPED_SHARE * chips.chip.flops),
+    }
+    calls: dict[str, float] = defaultdict(float)
+    for line in hlo.running_lines(text):
+        if kind := _find_kernel(line.text):
+            calls[kind] += line.times
+    return {kind: seconds[kind] / count for kind, count in calls.items()}
+
+
+def _find_kernel(line: str) -> str:
+    """Returns the kind of kernel that a line calls; "" for any other line."""
+    name = line.partition(" = ")[0]
+    kinds = (ATTENTION_KERNEL, GROUPED_KERNEL) if CUSTOM_CALL in line else ()
+    return next((kind for kind in kinds if kind in name), "")
 
 
 class _Simulation:
     """A walk through the schedule with one clock for the arithmetic and one for each link."""
 
-    def __init__(self, text: str, places: np.ndarray, chips: Slice):
+    def __init__(self, text: str, places: np.ndarray, chips: Slice, seconds_of_calls: dict[str, float]):
         self._computations, self._entry = hlo.find_computations(text)
         self._devices = program_collectives.count_devices(text)
         self._places, self._chips = places, chips
+        self._seconds_of_calls = seconds_of_calls
 
-    def run_program(self) -> tuple[float, float, float]:
-        """Returns the seconds of arithmetic, of exposed and of all transfers."""
+    def run_program(self) -> Timeline:
         return self._run(self._entry)
 
-    def _run(self, name: str | None) -> tuple[float, float, float]:
-        now = computing = exposed = wire = 0.0
+    def _run(self, name: str | None) -> Timeline:
+        result = Timeline()
         free: dict[Link, float] = defaultdict(float)
         ends: dict[str, float] = {}  # of the transfers in flight, by the names of their starts
         for line in self._computations.get(name or "", ()):
             label = match[1] if (match := _NAME.search(line)) else ""
+            now = result.seconds
             if loop := hlo.find_loop(line, self._computations):
                 body, trips = loop
-                inner = [trips * seconds for seconds in self._run(body)]
-                computing, exposed, wire = computing + inner[0], exposed + inner[1], wire + inner[2]
-                now += inner[0] + inner[1]
+                result = result.plus(self._run(body), trips)
             elif branches := hlo.find_branches(line):
-                longest = max((self._run(branch) for branch in branches), key=lambda times: times[0] + times[1])
-                computing, exposed, wire = computing + longest[0], exposed + longest[1], wire + longest[2]
-                now += longest[0] + longest[1]
+                result = result.plus(max((self._run(branch) for branch in branches), key=lambda times: times.seconds))
+            elif kernel := _find_kernel(line):
+                result = result.plus(Timeline(kernels=self._seconds_of_calls[kernel]))
             elif sent := self._find_transfers(line):
                 for each in sent:
                     links, seconds = self._links(each), self._seconds(each)
                     end = max([now, *(free[link] for link in links)]) + seconds
                     free.update(dict.fromkeys(links, end))
                     ends[label] = max(end, ends.get(label, 0.0))
-                    wire += seconds
+                    result = result.plus(Timeline(wire=seconds))
                 if not _START.search(label):
-                    exposed, now = exposed + ends[label] - now, ends[label]
+                    result = result.plus(Timeline(exposed=ends[label] - now))
             elif waited := _find_start(line, label):
-                end = max(ends.get(waited, now), now)
-                exposed, now = exposed + end - now, end
-            seconds = hlo.read_estimate(line) / self._chips.chip.clock
-            computing, now = computing + seconds, now + seconds
-        return computing, exposed, wire
+                result = result.plus(Timeline(exposed=max(ends.get(waited, now) - now, 0.0)))
+            result = result.plus(Timeline(computing=hlo.read_estimate(line) / self._chips.chip.clock))
+        return result
 
     def _find_transfers(self, line: str) -> list[Collective]:
         """Returns the collectives of a line, or of the fusion that the line calls if that is one."""

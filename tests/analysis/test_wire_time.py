@@ -150,14 +150,37 @@ def test_utilization_is_the_share_of_the_peak():
     assert got == pytest.approx(needed / (4 * SLICE.chip.flops * 1e-3))
 
 
-def test_kernels_count_by_their_names():
+GROUPED_CALL = "  %gmm.{} = bf16[8] custom-call(%p)"
+SPLASH_CALL = "  %splash_mha_fwd.{} = bf16[8] custom-call(%p)"
+
+
+def time_experts(*lines):
     config = shared.tiny(mesh="4x1", bias="none", experts=4)
+    text = MODULE.format(entry="\n".join(lines), inside="", send="", floats=FLOATS)
+    return wire_time.time_step(text, PLACES, config, SLICE), config
+
+
+def test_calls_of_a_kernel_share_its_flops():
+    """However many calls there are: those of the experts at one share of the peak, those of attention at another."""
+    one, config = time_experts(GROUPED_CALL.format(1))
     tokens = config.training.batch * config.model.seq / 4
-
-    def seconds(text):
-        return wire_time._kernel_seconds(text, config, SLICE)
-
-    assert seconds("%fusion.1 = f32[8]") == 0
     grouped = flops.expert_flops_per_token(config)[0] * tokens / (wire_time.GROUPED_SHARE * SLICE.chip.flops)
-    assert seconds("%gmm.1 = bf16[8] custom-call") == pytest.approx(grouped)
-    assert seconds("%splash_mha_fwd = %gmm.1 = ") > grouped
+    assert one == (0, pytest.approx(grouped), 0, 0)
+    three, _ = time_experts(*map(GROUPED_CALL.format, (1, 2, 3)))
+    assert three.kernels == pytest.approx(grouped)
+    both, _ = time_experts(GROUPED_CALL.format(1), SPLASH_CALL.format(1), SPLASH_CALL.format(2))
+    attention = wire_time.KERNEL_PASSES * flops.attention_flops(config) * tokens
+    assert both.kernels - grouped == pytest.approx(attention / (wire_time.KERNEL_SHARE * SLICE.chip.flops))
+    reader, _ = time_experts("  %x = bf16[8] fusion(%gmm.1), calls=%fused")
+    assert reader.kernels == 0
+
+
+def test_transfer_hides_behind_a_kernel():
+    """The twin is the kernel before the transfer starts."""
+    start, done = SEND.format(8, "{0,1},{2,3}"), DONE
+    kernel = GROUPED_CALL.format(1)
+    hidden, _ = time_experts(start, kernel, done)
+    exposed, _ = time_experts(kernel, start, done)
+    assert hidden.exposed == pytest.approx(exposed.exposed - min(hidden.kernels, exposed.exposed))
+    assert hidden.kernels > 0
+    assert exposed.exposed == pytest.approx(1e-3, rel=1e-3)
