@@ -38,7 +38,9 @@ def scatter_sum(x: Array, dimension: int, scattering: Scattering, axes: Axes, se
     dimension, in stages: a TPU would copy them for an exchange.
     """
     is_matrix_of_rows = x.ndim > 1 and dimension < x.ndim - 1
-    pieces = split_columns(x, x.size) if scattering.in_pieces and is_matrix_of_rows else [x]
+    # A kernel computes the gradients of all experts at once: pieces would wait for each other behind it.
+    in_pieces = scattering.in_pieces and is_matrix_of_rows and x.ndim == 2
+    pieces = split_columns(x, x.size) if in_pieces else [x]
     if scattering.exchange and is_matrix_of_rows:
         sums = [exchange_scatter(piece, axes, dimension, sent_as) for piece in pieces]
     else:

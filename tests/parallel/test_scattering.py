@@ -77,6 +77,12 @@ def test_a_wide_array_is_sent_in_pieces(monkeypatch, exchange, sent):
     assert found_in(step, wide) == sent * 2
     np.testing.assert_allclose(step(wide).reshape(8, 512), wide.sum(0), rtol=1e-5, atol=1e-6)
 
+    of_experts = wide.reshape(8, 2, 8, 256)  # a kernel computes it at once
+    step = on_mesh((2, 4), dimension=1, exchange=exchange, in_pieces=True)
+    assert found_in(step, of_experts) == sent
+    parts = np.concatenate(np.split(of_experts.sum(0), 8, 1))
+    np.testing.assert_allclose(np.asarray(step(of_experts)).reshape(16, 1, 256), parts, rtol=1e-5, atol=1e-6)
+
 
 # One exchange.
 
