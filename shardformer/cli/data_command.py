@@ -140,7 +140,7 @@ def show_data(arguments: list[str]) -> None:
     result = sorted(folder.index["sources"], key=lambda source: -source["tokens"])
     rows = [[escape_controls(source["path"]), source["tokens"], source["bytes"]] for source in result[:MAX_SOURCES]]
     rest = len(result) - len(rows)
-    say("\n" + format_table(rows, ["source", "tokens", "bytes"]) + (f"\n... and {rest:,} more" if rest else ""))
+    say("\n" + format_table(rows, ["source", "tokens", "file bytes"]) + (f"\n... and {rest:,} more" if rest else ""))
     if not (splits := folder.splits()):
         return
     name, split = next(iter(splits.items()))
@@ -209,7 +209,7 @@ def draw_lengths(lengths: np.ndarray, path: Path) -> Path:
 
     figure = Figure(figsize=(7, 3.5), dpi=120, layout="constrained")
     axes = figure.subplots()
-    edges = np.unique(np.geomspace(1, max(int(lengths.max()), 2), 50).astype(int))
+    edges = np.unique(np.geomspace(max(int(lengths.min()), 1), max(int(lengths.max()) + 1, 2), 50).astype(int))
     axes.hist(np.maximum(lengths, 1), bins=edges.tolist(), color="#4472c4")
     axes.set(xscale="log", xlabel="tokens of a document", ylabel="documents")
     with replacing(path) as temporary:
@@ -226,6 +226,8 @@ def _open_folder(arguments: list[str]) -> TokenFolder:
     if len(arguments) != 1:
         raise UsageError(USAGE)
     path = storage.local_path(arguments[0], say, sources.check_copy)
+    if not path.exists():
+        raise UsageError(f"{path} does not exist; expected a folder made by `data prepare`, or a file of conversations")
     if not TokenFolder.is_folder(path):
         raise UsageError(
             f"{path} is not a prepared folder: it has no index.json; make one: data prepare SRC out={path}"
