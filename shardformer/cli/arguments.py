@@ -52,10 +52,10 @@ def parse_settings(arguments: list[str]) -> Config:
     return settings.replace(vocab=settings.model.vocab or 65)
 
 
-def split_places(arguments: list[str]) -> tuple[list[str], list[str]]:
+def split_paths(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Separates paths from key=value arguments."""
-    places = [word for word in arguments if storage.is_path(word)]
-    return places, [word for word in arguments if word not in places]
+    paths = [word for word in arguments if storage.is_path(word)]
+    return paths, [word for word in arguments if word not in paths]
 
 
 def run_folder(word: str) -> Path | BucketPath:

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from shardformer import data, storage
-from shardformer.cli.arguments import say, split_places
+from shardformer.cli.arguments import say, split_paths
 from shardformer.cli.chat_display import ShowOptions, show_chat_file, show_conversation, show_pair, take_first_pair
 from shardformer.cli.loading import ShownProgress
 from shardformer.config import check_tokenizer, parsing
@@ -92,7 +92,7 @@ def import_data(arguments: list[str]) -> None:
 
 def prepare_data(arguments: list[str]) -> None:
     """Writes the tokens of documents and token files into a folder that `data=` accepts."""
-    names, rest = split_places(arguments)
+    names, rest = split_paths(arguments)
     options = parsing.parse_options(rest, PrepareOptions)
     if not names:
         raise UsageError("data prepare needs at least one text or token file: a file, a folder or a glob")
@@ -125,6 +125,12 @@ def prepare_data(arguments: list[str]) -> None:
     with ShownProgress() as progress:
         folder = prepare.prepare(recipe, vocabulary, out, progress.show)
     say(describe(folder))
+    empty = [name for name, split in folder.index["splits"].items() if not split["tokens"]]
+    if empty and recipe.files and not recipe.in_order and not without:
+        say(
+            f"no document is in {' or '.join(empty)}, as a hash of each chooses its split; give more documents or a "
+            "larger share (validation=0.2), or train with validation=PATH"
+        )
 
 
 def show_data(arguments: list[str]) -> None:

@@ -198,6 +198,16 @@ def test_csv_is_read_as_text_with_a_notice(tmp_path, capsys):
     assert "1 .csv read as text, with its header, commas and quotes" in capsys.readouterr().out
 
 
+def test_split_without_a_document_is_reported(tmp_path, capsys):
+    for name in "ab":  # the splits are drawn by hash, and two documents cannot be in three
+        (tmp_path / f"{name}.txt").write_text(name * 100)
+    words = ["data", "prepare", str(tmp_path / "*.txt"), f"out={tmp_path / 'tokens'}", "tokenizer=bytes"]
+    assert main(words) == 0
+    assert "no document is in " in capsys.readouterr().out
+    assert main([*words[:3], f"out={tmp_path / 'all'}", "tokenizer=bytes", "validation=none"]) == 0
+    assert "no document is in " not in capsys.readouterr().out
+
+
 def test_progress_is_shown_in_tenths_where_there_is_no_terminal(capsys):
     with ShownProgress() as progress:
         for done in range(101):
