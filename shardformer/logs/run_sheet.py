@@ -122,7 +122,7 @@ def _crop_first_losses(panel: Axes, values: np.ndarray) -> None:
 
     The lowest loss of every run stays in it: a short run next to a long one has few of the values.
     """
-    lowest = [min(line.get_ydata()) for line in panel.lines if len(line.get_ydata())]
+    lowest = [losses.min() for line in panel.lines if len(losses := np.asarray(line.get_ydata()))]
     high, low = max(np.quantile(values, 0.98), *lowest), values.min()
     if values.max() - low > 2 * (high - low) > 0:
         panel.set_ylim(low - 0.05 * (high - low), high + 0.1 * (high - low))
