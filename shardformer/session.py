@@ -182,7 +182,7 @@ class Session:
             return Trained(run, evaluator, best, stopped=stop.is_obeyed)
 
     def _on_devices(self) -> Run:
-        """Returns the run with its mesh, which mesh=auto leaves to the devices."""
+        """Starts JAX, and returns the run with its mesh, which mesh=auto chooses from the devices."""
         check_zero(self.run.config)
         config = mesh.start(self.run.config, predict_unless_small, self.say, self.previous)
         check_zero(config)  # check a second time, as mesh=auto has a shape now
@@ -197,12 +197,11 @@ class Session:
         return add_references(run, trainer, self.corpus, state, self.say)  # type: ignore[arg-type]
 
     def _say_start(self, run: Run, trainer: Trainer) -> None:
-        model = trainer.model
-        self.say(start_messages.describe(run, model))
+        self.say(start_messages.describe(run))
         for line in self.corpus.describe_chat(choose_row_layout(run.config)):
             self.say(line)
         if run.config.optimizer.lr_rules:
-            self.say(parameter_tables.format_rules(lora.select_trainable(model.shapes, run.config), run.config))
+            self.say(parameter_tables.format_rules(lora.select_trainable(trainer.model.shapes, run.config), run.config))
 
     def _say_step(self, run: Run, trainer: Trainer, step: int) -> None:
         if step > run.config.training.steps:

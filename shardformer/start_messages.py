@@ -18,10 +18,11 @@ from shardformer.optim.schedule import decay_end, warmup_steps, wsd_decay_steps
 from shardformer.training.run_folder import Run
 
 
-def describe(run: Run, model: Model) -> str:
+def describe(run: Run) -> str:
     """Formats the model, the data, the mesh and the bytes of each device."""
     c = run.config
-    parameters = parameter_count(model.shapes, lora.select_trainable(model.shapes, c))
+    shapes = Model.abstract_parameters(c)  # floats, also where the model stores codes
+    parameters = parameter_count(shapes, lora.select_trainable(shapes, c))
     kind = jax.devices()[0].device_kind
     chip = find_chip(kind)
     processes_noted = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""

@@ -182,6 +182,16 @@ def split_of_layer(config: Config) -> tuple[dict[str, list], dict[str, tuple[int
     return splits, shapes
 
 
+def tokens_of_device(config: Config, device: int) -> list[tuple[int, int]]:
+    """Returns the (start, stop) of the tokens of a row that a device has: with cp > 1 two chunks."""
+    seq, cp = config.model.seq, config.parallel.cp
+    if cp == 1:
+        return [(0, seq)]
+    at = dict(zip(AXES, np.unravel_index(device, config.parallel.mesh_shape), strict=False))
+    chunk, shard = seq // (2 * cp), int(at["cp"])
+    return [(n * chunk, (n + 1) * chunk) for n in (shard, 2 * cp - 1 - shard)]
+
+
 def _slices(spec: P, shape: tuple[int, ...], config: Config) -> list[tuple]:
     """Returns for each device the (start, stop) of each dimension."""
     result = []

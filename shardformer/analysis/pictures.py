@@ -127,12 +127,14 @@ def draw_split(config: Config, title: str, path: str | Path) -> None:
             for column, name in enumerate(names):
                 ax, (layers, rows, columns) = axes[device][column], shapes[name]
                 (first, last), (top, bottom), (left, right) = model_specs[name][device]
+                parts = memory.tokens_of_device(config, device) if name == "batch" else [(left, right)]
                 for layer in range(layers):
                     above = layer * rows * 1.1
                     ax.add_patch(Rectangle((0, above), columns, rows, facecolor="#EEEEEE", edgecolor="#888888"))
                     if first <= layer < last:
-                        part = (left, above + top), right - left, bottom - top
-                        ax.add_patch(Rectangle(*part, facecolor=colours[device % 4], edgecolor="black"))
+                        for left, right in parts:
+                            part = (left, above + top), right - left, bottom - top
+                            ax.add_patch(Rectangle(*part, facecolor=colours[device % 4], edgecolor="black"))
                 ax.set_xlim(-1, columns + 1)
                 ax.set_ylim(rows * (1.1 * layers - 0.1) + 1, -1)
                 ax.set_aspect("equal", "box")
@@ -174,9 +176,9 @@ def draw_routes(routes: Routes, path: str | Path) -> None:
         ax.set_xlabel("expert")
         ax.set_xticks(range(experts))
         shares = {device: 100 * routes.share_of_device(device).mean() for device in devices}
-        handles = [Patch(color=colours[device], label=f"device {device}: {shares[device]:.0f}%") for device in devices]
+        handles = [Patch(color=colours[device], label=f"device {device}: {shares[device]:.1f}%") for device in devices]
         if all(len(owners) == 1 for owners in routes.devices_E):
-            drawn.legend(handles=handles, loc="outside right upper", frameon=False)
+            drawn.legend(handles=handles, loc="outside right upper", frameon=False, title="mean of the layers")
         drawn.suptitle("share of the tokens' choices; dashed: equal shares", fontsize=11)
 
 
@@ -206,7 +208,8 @@ def draw_ring_steps(cp: int, path: str | Path) -> None:
         for (row, column), (shard, ring_step) in turns_of_chunks(cp).items():
             colour = COLOURS[shard % len(COLOURS)]
             ax.add_patch(Rectangle((column, row), 1, 1, facecolor=colour, edgecolor="white"))
-            ax.text(column + 0.5, row + 0.5, f"{shard}:{ring_step}", ha="center", va="center", fontsize=9)
+            ax.text(column + 0.5, row + 0.5, f"{shard}:{ring_step}", ha="center", va="center", fontsize=9,
+                    color="white" if colour == BLUE else "black")  # fmt: skip
         ax.set_xlim(0, 2 * cp)
         ax.set_ylim(2 * cp, 0)
         ax.set_aspect("equal")
@@ -215,4 +218,4 @@ def draw_ring_steps(cp: int, path: str | Path) -> None:
         ticks = [chunk + 0.5 for chunk in range(2 * cp)]
         ax.set_xticks(ticks, range(2 * cp))
         ax.set_yticks(ticks, range(2 * cp))
-        drawn.suptitle(f"shard:turn of each pair, cp={cp}", fontsize=11)
+        drawn.suptitle(f"shard:ring step of each pair, cp={cp}", fontsize=11)

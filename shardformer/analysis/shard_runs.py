@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer.analysis.program_collectives import Collective, parse_collectives
 from shardformer.devices import programs
+from shardformer.errors import UsageError
 
 
 class ShardRun(NamedTuple):
@@ -23,11 +24,16 @@ class ShardRun(NamedTuple):
 
 
 def make_mesh(sizes: Mapping[str, int]) -> Mesh:
-    """Returns a mesh of the first devices with these axes."""
+    """Returns a mesh of the first devices with these axes; raises UsageError if there are fewer."""
     shape = tuple(sizes.values())
-    if math.prod(shape) > 1 and jax.default_backend() == "cpu":
+    if (needed := math.prod(shape)) > jax.device_count():
+        raise UsageError(
+            f"a mesh of {dict(sizes)} needs {needed} devices, got {jax.device_count()}; for CPU devices, set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={needed} before JAX starts"
+        )
+    if needed > 1 and jax.default_backend() == "cpu":
         programs.disable_cache(programs.WRONG_WHEN_LOADED)  # the functions may have collectives in loops
-    devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
+    devices = np.array(jax.devices()[:needed]).reshape(shape)
     return Mesh(devices, tuple(sizes))
 
 

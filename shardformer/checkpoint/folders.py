@@ -4,6 +4,7 @@ Only one process writes here at a time: the one with the run's lock.
 """
 
 import contextlib
+import errno
 import re
 from collections.abc import Callable, Iterator
 
@@ -13,6 +14,7 @@ from shardformer.errors import RunError
 from shardformer.storage import location
 
 _STEP = re.compile(r"step_(\d{8,18})")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def step_folder(out: Location | str, step: int) -> Location:
@@ -45,7 +47,10 @@ def publishing(
     except BaseException as error:
         store.remove_temporary(out)
         if isinstance(error, OSError):
-            raise RunError(f"cannot write the checkpoint {target}: {error}; the older ones are intact") from error
+            advice = "; free some space, and resume the run" if error.errno in _FULL else ""
+            raise RunError(
+                f"cannot write the checkpoint {target}: {error}; the older ones are intact{advice}"
+            ) from error
         raise
 
 

@@ -24,6 +24,10 @@ def parse_preset(arguments: list[str]) -> Config:
         raise UsageError(f"name a preset: {', '.join(presets.PRESETS)}")
     if arguments[0] not in presets.PRESETS and (storage.location(arguments[0]) / "config.json").is_file():
         raise UsageError(f"{arguments[0]} is a run; to continue it: train --resume {arguments[0]}")
+    if "/" in arguments[0].partition("=")[0]:
+        raise UsageError(
+            f"{arguments[0]} is neither the folder of a run nor a preset; the presets are {', '.join(presets.PRESETS)}"
+        )
     settings = presets.preset(arguments[0])
     overrides = parse_keys(arguments[1:])
     return settings.override(overrides | {"out": overrides.get("out") or settings.run.out})
@@ -48,10 +52,10 @@ def parse_settings(arguments: list[str]) -> Config:
     return settings.replace(vocab=settings.model.vocab or 65)
 
 
-def split_places(arguments: list[str]) -> tuple[list[str], list[str]]:
+def split_paths(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Separates paths from key=value arguments."""
-    places = [word for word in arguments if storage.is_path(word)]
-    return places, [word for word in arguments if word not in places]
+    paths = [word for word in arguments if storage.is_path(word)]
+    return paths, [word for word in arguments if word not in paths]
 
 
 def run_folder(word: str) -> Path | BucketPath:

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from shardformer import data, storage
-from shardformer.cli.arguments import say, split_places
+from shardformer.cli.arguments import say, split_paths
 from shardformer.cli.chat_display import ShowOptions, show_chat_file, show_conversation, show_pair, take_first_pair
 from shardformer.cli.loading import ShownProgress
 from shardformer.config import check_tokenizer, parsing
@@ -92,7 +92,7 @@ def import_data(arguments: list[str]) -> None:
 
 def prepare_data(arguments: list[str]) -> None:
     """Writes the tokens of documents and token files into a folder that `data=` accepts."""
-    names, rest = split_places(arguments)
+    names, rest = split_paths(arguments)
     options = parsing.parse_options(rest, PrepareOptions)
     if not names:
         raise UsageError("data prepare needs at least one text or token file: a file, a folder or a glob")
@@ -125,6 +125,12 @@ def prepare_data(arguments: list[str]) -> None:
     with ShownProgress() as progress:
         folder = prepare.prepare(recipe, vocabulary, out, progress.show)
     say(describe(folder))
+    empty = [name for name, split in folder.index["splits"].items() if not split["tokens"]]
+    if empty and recipe.files and not recipe.in_order and not without:
+        say(
+            f"no document is in {' or '.join(empty)}, as a hash of each chooses its split; give more documents or a "
+            "larger share (validation=0.2), or train with validation=PATH"
+        )
 
 
 def show_data(arguments: list[str]) -> None:
@@ -140,7 +146,7 @@ def show_data(arguments: list[str]) -> None:
     result = sorted(folder.index["sources"], key=lambda source: -source["tokens"])
     rows = [[escape_controls(source["path"]), source["tokens"], source["bytes"]] for source in result[:MAX_SOURCES]]
     rest = len(result) - len(rows)
-    say("\n" + format_table(rows, ["source", "tokens", "bytes"]) + (f"\n... and {rest:,} more" if rest else ""))
+    say("\n" + format_table(rows, ["source", "tokens", "file bytes"]) + (f"\n... and {rest:,} more" if rest else ""))
     if not (splits := folder.splits()):
         return
     name, split = next(iter(splits.items()))
@@ -209,7 +215,7 @@ def draw_lengths(lengths: np.ndarray, path: Path) -> Path:
 
     figure = Figure(figsize=(7, 3.5), dpi=120, layout="constrained")
     axes = figure.subplots()
-    edges = np.unique(np.geomspace(1, max(int(lengths.max()), 2), 50).astype(int))
+    edges = np.unique(np.geomspace(max(int(lengths.min()), 1), max(int(lengths.max()) + 1, 2), 50).astype(int))
     axes.hist(np.maximum(lengths, 1), bins=edges.tolist(), color="#4472c4")
     axes.set(xscale="log", xlabel="tokens of a document", ylabel="documents")
     with replacing(path) as temporary:
@@ -226,6 +232,8 @@ def _open_folder(arguments: list[str]) -> TokenFolder:
     if len(arguments) != 1:
         raise UsageError(USAGE)
     path = storage.local_path(arguments[0], say, sources.check_copy)
+    if not path.exists():
+        raise UsageError(f"{path} does not exist; expected a folder made by `data prepare`, or a file of conversations")
     if not TokenFolder.is_folder(path):
         raise UsageError(
             f"{path} is not a prepared folder: it has no index.json; make one: data prepare SRC out={path}"

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from shardformer import checkpoint
 from shardformer.checkpoint.store import Location
-from shardformer.cli.arguments import run_folder, say, split_places
+from shardformer.cli.arguments import run_folder, say, split_paths
 from shardformer.config import parsing
 from shardformer.config.keys import key
 from shardformer.convert import stored_arrays
@@ -99,7 +99,7 @@ def _compare(name: str, a: StoredArray, b: StoredArray) -> list | None:
 
 
 def _parse_sources(arguments: list[str], count: int, usage: str, options: type[T]) -> tuple[list[Location], T]:
-    places, rest = split_places(arguments)
+    places, rest = split_paths(arguments)
     if len(places) != count:
         raise UsageError(usage)
     return [stored_arrays.find_source(run_folder(name)) for name in places], parsing.parse_options(rest, options)

@@ -37,5 +37,6 @@ class ShownProgress:
             return
         self._printed = share
         left = f", {now / share - now:,.0f} s left" if 0 < share < 1 else ""
-        line = f"tokenised {done / 1e6:,.0f} of {total / 1e6:,.0f} MB in {now:,.0f} s{left}"
+        digits = 0 if total >= 10e6 else 2
+        line = f"tokenised {done / 1e6:,.{digits}f} of {total / 1e6:,.{digits}f} MB in {now:,.0f} s{left}"
         print(f"\r\x1b[K{line}" if self._on_terminal else line, end="" if self._on_terminal else "\n", flush=True)

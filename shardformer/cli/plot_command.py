@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from shardformer import storage
-from shardformer.cli.arguments import run_folder, say, split_places
+from shardformer.cli.arguments import run_folder, say, split_paths
 from shardformer.config import parsing
 from shardformer.config.keys import key
 from shardformer.config.parsing import PICTURES
@@ -29,7 +29,7 @@ def plot(arguments: list[str]) -> None:
     """Draws the metrics of runs from their metrics.csv and config.json; needs no device."""
     from shardformer.logs import run_sheet
 
-    names, rest = split_places(arguments)
+    names, rest = split_paths(arguments)
     options = parsing.parse_options(rest, PlotOptions)
     if not names:
         raise UsageError("plot takes one or more folders of runs: plot RUN [RUN ...]")

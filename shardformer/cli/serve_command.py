@@ -1,6 +1,7 @@
 """`serve`: an OpenAI-compatible endpoint of a run, whose answers are those of `generate`."""
 
 import asyncio
+import contextlib
 import dataclasses
 import importlib.util
 import logging
@@ -206,4 +207,5 @@ def _run_server(app: Any, service: "Service", listener: socket.socket) -> None:
         app, log_config=None, access_log=False, timeout_graceful_shutdown=STOP_SECONDS + 1, ws="none",
         server_header=False,
     )  # fmt: skip
-    Server(config).run(sockets=[listener])
+    with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal that ended it once more
+        Server(config).run(sockets=[listener])

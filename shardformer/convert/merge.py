@@ -59,11 +59,12 @@ def choose_base(run: Run, state: State, onto: str, stack: contextlib.ExitStack) 
             raise UsageError(f"onto=float needs the base of {run.out} with float weights; leave it out")
         return state, f"\nonto the stored weights={run.config.stored.weights}, which the adapters were trained with"
     frozen = {name: leaf for name, leaf in exact.items() if leaf.shape and name.rpartition("/")[2] in MATRICES}
-    drift = f"{stored_weights.measure_drift(state.params, frozen):.2%} of the root mean square of the matrices"
+    drift = f"{stored_weights.measure_drift(state.params, frozen):.2%} of the matrices' root mean square"
     if onto == "stored":
-        return state, f"\nonto the stored weights, as trained: {drift} from those of {run.config.training.base}"
+        floats = f"the float weights of {run.config.training.base}"
+        return state, f"\nonto the stored weights, as trained; {floats} differ by {drift}"
     merged = state._replace(params={**state.params, **exact})
-    return merged, f"\nonto the float weights: {drift} from the stored ones, as trained"
+    return merged, f"\nonto the float weights; the stored ones, with which the adapters were trained, differ by {drift}"
 
 
 def _open_base(run: Run, stack: contextlib.ExitStack) -> Leaves | None:

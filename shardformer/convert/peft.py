@@ -157,7 +157,7 @@ def run_to_peft(source: Path, target: Path, arguments: list[str], say: Callable[
         safetensors_files.write_file(temporary / WEIGHTS, created)
         (temporary / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
     count = sum(math.prod(array.shape) for array in arrays.values())
-    return f"{target}: step {state.step}, adapters of {count:,} numbers for a {family} model in {options.dtype}"
+    return f"{target}: step {state.step}, adapters of {count:,} parameters for a {family} model in {options.dtype}"
 
 
 def _read_unchanged(

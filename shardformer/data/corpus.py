@@ -352,7 +352,7 @@ def _train_bpe(wanted: str, documents: list[Source], special_tokens: bool, say: 
     size = int(wanted.removeprefix("bpe:"))
     vocabulary = hf_tokenizer.train_bpe(join_faults(source.sample for source in documents), size, special_tokens)
     if len(vocabulary) < size:
-        say(f"tokenizer=bpe:{size}: the text has pairs for {len(vocabulary)} entries only; these are all of them")
+        say(f"tokenizer=bpe:{size}: the text has pairs for {len(vocabulary):,} entries only, which are used")
     return vocabulary
 
 

@@ -84,10 +84,20 @@ def find_recipe(names: list[str], options: SourceOptions, say: Say = print, *, w
         if text_files.is_json(file) or not is_code(file):
             text_files.check_not_records(file)
     name = ",".join(name if is_url(name) else str(Path(expand_home(name)).resolve()) for name in names)
+    if tables := [file for file in documents if file.suffix.lower() == ".csv"]:
+        say(
+            f"data={name}: {len(tables):,} .csv read as text, with its header, commas and quotes; to train on its "
+            "columns as records, write them to .jsonl or .parquet"
+        )
     one_text = len(files) == 1 and bool(documents) and text_files.FileRange(documents[0], 0, 0, True).is_plain
     size = sum(file.stat().st_size for file in documents) + sum(len(open_token_file(file)) for file in token_files)
     is_chat = not options.pairs and are_chat_files(documents, options.field)
     pairs = not is_chat and are_preference_files(documents, options.field)
+    if options.pairs and not pairs and are_chat_files(documents, options.field):
+        raise UsageError(
+            f"data={name} holds conversations, expected preference pairs; give records with prompt, chosen and "
+            "rejected, or read conversations: objective=lm, without pairs=true"
+        )
     if pairs:
         is_chat = holds_messages(text_files.peek_record(documents[0]))
     return Recipe(

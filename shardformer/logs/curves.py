@@ -33,6 +33,7 @@ _REWARD_PANELS = (
 _TEACHER_PANELS = (("kl", "KL divergence", "nats per token, of student and teacher"), *_SMALL_PANELS[:2])
 _THOUSANDS = FuncFormatter(lambda value, _: f"{value:,.0f}")
 _SMOOTHED_SHARE = 0.03  # of the run: the width of the running mean's window
+_LARGEST_SPEED = 4  # medians: the top of the axis of the speed
 _LARGEST_DRAWN = 1e30  # matplotlib overflows on larger values
 
 
@@ -69,6 +70,12 @@ def _choose_panels(series: dict) -> tuple:
     return _TEACHER_PANELS if "kl" in series else _SMALL_PANELS
 
 
+def _choose_loss_label(series: dict) -> str:
+    if "reward_margin" in series:
+        return "loss of a pair"
+    return "loss of the policy" if "reward" in series else "loss (nats per token)"
+
+
 def compute_running_mean(values: np.ndarray, half: int) -> np.ndarray:
     """Averages each value with `half` neighbours on each side, so that the mean does not lag.
 
@@ -95,7 +102,7 @@ def _draw_loss(panel: Axes, series: dict) -> None:
         # The label is in the legend, because text next to the star would cover a curve.
         label = f"best validation: {loss:.4f} at step {step:,}"
         panel.plot(step, loss, "*", color=_VALIDATION, markersize=18, markeredgecolor="white", zorder=3, label=label)
-    panel.set(title="Loss", ylabel="loss (nats per token)")
+    panel.set(title="Loss", ylabel=_choose_loss_label(series))
     if panel.lines:
         panel.legend(loc="upper right", frameon=False, fontsize=11)
 
@@ -107,7 +114,10 @@ def _draw_small(panel: Axes, steps: np.ndarray, values: np.ndarray, title: str, 
         panel.text(0.5, 0.5, "no value yet", color=_GREY, ha="center", transform=panel.transAxes)
         return
     panel.plot(steps, values, color=_GREY, linewidth=1.1, marker=_choose_marker(steps))
-    panel.set_ylim(min(0, 1.1 * values.min()), 1.1 * max(values.max(), 0) or 1)
+    largest = values.max()
+    if unit == "tokens/s":  # a step that others delayed is measured short, and would flatten all others
+        largest = min(largest, _LARGEST_SPEED * np.median(values))
+    panel.set_ylim(min(0, 1.1 * values.min()), 1.1 * max(largest, 0) or 1)
     if values.max() >= 1000:
         panel.yaxis.set_major_formatter(_THOUSANDS)
     else:

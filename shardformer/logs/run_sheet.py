@@ -118,8 +118,12 @@ def _format_panel(panel: Axes, key: str, xlabel: str) -> None:
 
 
 def _crop_first_losses(panel: Axes, values: np.ndarray) -> None:
-    """Lets the first losses leave the panel if they are so high that the later curve would be flat."""
-    high, low = np.quantile(values, 0.98), values.min()
+    """Lets the first losses leave the panel if they are so high that the later curve would be flat.
+
+    The lowest loss of every run stays in it: a short run next to a long one has few of the values.
+    """
+    lowest = [losses.min() for line in panel.lines if len(losses := np.asarray(line.get_ydata()))]
+    high, low = max(np.quantile(values, 0.98), *lowest), values.min()
     if values.max() - low > 2 * (high - low) > 0:
         panel.set_ylim(low - 0.05 * (high - low), high + 0.1 * (high - low))
 

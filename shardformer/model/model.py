@@ -84,7 +84,7 @@ class Model:
         self.shard = CausalTransformerShard(self.layout)
         self.token_axes = config.parallel.token_axes
         self.has_dropout = bool(config.training.dropout or config.lora.lora_dropout)
-        # A pipeline runs the microbatches in its stages.
+        # With pp > 1, the pipeline runs the microbatches.
         in_sequence = config.training.accum > 1 and config.parallel.pp == 1
         self.run_rows = functools.partial(run_in_sequence, count=config.training.accum) if in_sequence else run_at_once
         self.count_first = choose_counts(config)
@@ -256,12 +256,12 @@ class Model:
     # Shard view: the parts of the bodies above.
 
     def number_rows(self, batch):
-        """Adds to this shard's rows their numbers in the global batch."""
+        """Returns the batch with `examples`: the index in the global batch of each of this shard's rows."""
         rows = batch["tokens"].shape[0]
         return batch | {"examples": collectives.index(self.row_spec[0]) * rows + jnp.arange(rows)}
 
     def local_objective(self, params, batch, dropout_key=None, counts=None):
-        """Returns (the minimised loss, `Loss`) of this shard's rows; `counts` are of the global batch."""
+        """Returns (the minimised loss, `Loss`) of this shard's rows; `counts` is the result of `count_first`."""
         tokens = batch["tokens"].shape[1]
         batch = self.layout.attention.take_batch(batch)
         dropout = self._draw_masks(dropout_key, batch, tokens) if self.has_dropout and dropout_key is not None else None
@@ -298,7 +298,7 @@ class Model:
         return type(losses)(*means), self.replicas.mean(grads)
 
     def _draw_masks(self, dropout_key, batch, tokens: int) -> Dropout:
-        """Returns the dropout of this shard's rows, whose complete length is `tokens`."""
+        """Returns the dropout of this shard's rows, which have `tokens` tokens over all shards of cp."""
         c, key = self.config, jax.random.wrap_key_data(dropout_key, impl=STANDARD)
         position_T = self.layout.attention.positions(tokens // c.parallel.cp) if c.parallel.cp > 1 else None
         return Dropout(c.training.dropout, key, batch["examples"], c.parallel.sequence_parallel, position_T)
@@ -309,7 +309,7 @@ def _is_split_over_dp(spec: P) -> bool:
 
 
 def choose_counts(config: Config) -> Callable:
-    """Returns the function that counts the routes of a batch before the gradients of its microbatches."""
+    """Returns the function that counts the tokens of each expert in a batch, before the gradients of its parts."""
     # The stages of a pipeline run all microbatches before the loss.
     if not config.experts.balance_loss or config.training.accum == 1 or config.parallel.pp > 1:
         return count_nothing
@@ -319,7 +319,7 @@ def choose_counts(config: Config) -> Callable:
 
 
 def count_nothing(model, params, rows, dropout_key) -> None:
-    """Returns the counts of a batch whose objective needs none."""
+    """Returns None: without a balance loss over microbatches, the objective needs no counts of the full batch."""
 
 
 def run_at_once(function: Callable, batch: dict, accumulator=None):
@@ -336,7 +336,10 @@ def average_tokens(x_BT):
 
 
 def normalise_weights(batch):
-    """Scales the weights to mean 1 over the global batch: means over its parts are then weighted. Global view."""
+    """Scales the weights of tokens to mean 1 over the global batch, so that plain means of products are weighted means.
+
+    Global view.
+    """
     if "weights" not in batch:
         return batch
     return batch | {"weights": batch["weights"] / jnp.maximum(batch["weights"].mean(), jnp.finfo(jnp.float32).tiny)}

@@ -27,9 +27,10 @@ class Replicated:
 
     # The mesh axes of the replicas of a layer's parameters, of sizes above 1; ZeRO splits all parameters over these.
     layer_axes: tuple[str, ...] = ()
-    outside_axes: tuple[str, ...] = ()  # of the other parameters: every pipeline stage has them
+    outside_axes: tuple[str, ...] = ()  # the same for parameters outside the layers: every pipeline stage has them
     count: int = 1  # shards of a batch's tokens
-    # The prefixes of the layers' parameters that the shards of dp share for good: each computes with its part.
+    # Prefixes of layer parameters that are split over dp and never gathered, as experts are: each shard of dp computes
+    # with its part.
     shared_by_dp: tuple[str, ...] = ()
 
     def with_dimensions(self, dimensions: dict) -> "Replicated":
@@ -41,7 +42,10 @@ class Replicated:
         return self
 
     def make_local(self, params: dict) -> dict:
-        """Returns the parameters of one pass; the gradients of replicated ones stay on each shard until `mean`."""
+        """Returns the parameters that a forward and backward pass uses.
+
+        Replicated ones are marked as varying over their replicas, so that their gradients are not summed before `mean`.
+        """
         return map_named(lambda name, p: collectives.vary(p, self.axes_of(name)), params)
 
     def gather_outside(self, params: dict) -> dict:
@@ -118,7 +122,7 @@ class Zero(Replicated):
 
     @property
     def without_exchange(self) -> Scattering:
-        """The scattering of gradients of many layers or a large table: an exchange would need too large buffers."""
+        """The scattering of gradients of many layers or a large table: an all-to-all would need too large buffers."""
         return Scattering(self.scattering.stages)
 
 

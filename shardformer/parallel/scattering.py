@@ -16,7 +16,8 @@ from shardformer.kernels.linear import split_columns
 from shardformer.parallel.collectives import Axes
 
 GATHERED_AT_ONCE = 32  # devices; libtpu 0.0.52 gathers over three dimensions at once on v4:2x4x4, not on v4:4x4x4
-# Of an array whose parts libtpu all-reduces over two dimensions: on v5e:8x8 those of 17 MB, and not those of 34 MB.
+# Largest full array that libtpu all-reduces instead of gathering it over two torus dimensions. On v5e:8x8 it does so
+# with 17 MB, and not with 34 MB.
 ALL_REDUCED_BYTES = 1 << 25
 
 

@@ -129,7 +129,10 @@ class TransformerLayerShard(hk.Module):
 
     @hk.name_like("__call__")  # else Haiku adds this method's name to the norm's path
     def branch(self, partial_BTD: Array, products: list[str], site: int, post_norm: str = "") -> Array:
-        """Completes a residual branch: biases come after the sum over shards, or they would count mp times."""
+        """Sums a residual branch over mp, then adds the biases of `products`; before, they would count mp times.
+
+        `site` is the number of the branch in its layer, which chooses its dropout mask.
+        """
         y_BTD = checkpoint_name(collectives.reduce(partial_BTD, self.config.parallel.sequence_parallel), SUM)
         for name in products:
             if name in self.config.model.biased:

@@ -83,16 +83,16 @@ class CausalTransformerShard:
         dropout: Dropout | None = None,
         documents_BT: Array | None = None,
         weights_BT: Array | None = None,
-        constants: Any = None,
+        counts: Any = None,
     ) -> tuple[Array, TokenLoss]:
         """Returns (the mean that training minimises, each token's loss); only the first may be differentiated.
 
         With `documents_BT`, a row has two or more documents; attention and positions stop where a document ends.
-        `constants` are those of the global batch that `records` needs, if these rows are only a part of it.
+        `counts` are the counts of the global batch that `records` needs if these rows are only a part of it.
         """
         outside, x_BTD, records = self._forward(params, tokens_BT, dropout, documents_BT)
         objective, token = self._token_loss(outside, x_BTD, targets_BT, self._tied_table(outside), weights_BT)
-        return self.records.complete(objective, records, constants), token
+        return self.records.complete(objective, records, counts), token
 
     def record(self, params: dict, tokens_BT: Array, dropout: Dropout | None, documents_BT: Array | None) -> Any:
         """Returns the records of the layers in a forward pass."""
@@ -199,14 +199,14 @@ class CausalTransformerShard:
         return self.layout if rows == self.layout.rows else self.layout.for_rows(rows)
 
     def _gather_outside(self, params):
-        """Returns the parameters outside the layers, unsharded over dp, and the stored ones of the layers."""
+        """Returns the parameters outside the layers, gathered over dp, and those of the layers, as stored."""
         if self.config.parallel.sequence_parallel:
             params = _vary_late_parameters(params)
         stacked = {module: leaves for module, leaves in params.items() if is_stacked(module)}
         return _without_prefix(self.replicas.gather_outside(params)), stacked
 
     def _describe_rows(self, attention: Attention, outside, tokens: int) -> AttentionOptions:
-        """Returns the options of attention within sequences, which are the same in all layers."""
+        """Returns the attention options of full rows, which all layers share."""
         position_T, bias = attention.positions(tokens), None
         if self.config.model.biased_by_distance:
             if attention.bias_by_distance:

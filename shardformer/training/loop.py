@@ -1,4 +1,4 @@
-"""The training loop: batches in, metrics and checkpoints out; however it ends, nothing is lost."""
+"""The training loop: dispatches steps, logs their metrics, evaluates and saves; a failure or a stop loses no step."""
 
 import math
 import time
@@ -35,13 +35,13 @@ def train(
     lock: Lock | None = None,
     sink: Observer | None = None,
 ) -> Best:
-    """Trains from the state's step to the last step, or until a stop. Every process calls it.
+    """Trains from the state's step to the last step, or until a stop; returns the best checkpoint.
 
-    `batches` are those of the steps after the state's; `sink` receives the logged rows. Returns the best checkpoint.
+    Every process calls it. `batches` yields the batch of each step after the state's. `sink` receives the logged rows.
     """
     first_step = int(state.step)
     unevaluated = run.read_unevaluated(first_step)
-    last_row = first_step - 1 if unevaluated else first_step  # the row is written again, with the evaluation
+    last_row = first_step - 1 if unevaluated else first_step  # that row is rewritten with its evaluation
     with open_outputs(run, best, first_step, lock, last_row, sink) as outputs:
         show = outputs.progress.show_message if jax.process_index() == 0 else print_line
         with stop.printed_by(show, plan="finishing the step in flight, then saving"):
@@ -67,7 +67,11 @@ class TrainingLoop:
         self.pacing = Pacing()
 
     def train(self, state: TrainState, unevaluated: dict | None = None) -> Best:
-        """Runs the steps; first evaluates the metrics `unevaluated` of a step whose evaluation a stop interrupted."""
+        """Runs the steps.
+
+        `unevaluated` contains the metrics of the last step before a stop that interrupted its evaluation: the
+        evaluation comes first.
+        """
         c, step, show = self.config, self.first_step, self.outputs.progress.show_message
         if unevaluated:
             self._complete(state, unevaluated, evaluating=True, saving=False)
@@ -165,7 +169,7 @@ class TrainingLoop:
         if saving:
             with self.outputs.throughput.pause():
                 snapshot = self.checkpoints.take_snapshot(state)
-            if evaluating:  # again: that the best before it was not saved may have come to light
+            if evaluating:  # repeated: waiting may have revealed that the previous best was not saved
                 self.checkpoints.update_best(step, evaluation.loss)
         self._log(row)  # first, because a resume from this checkpoint continues after this row
         if saving:
@@ -203,8 +207,10 @@ class Pacing:
         self._settled = time.monotonic()
 
     def count_read(self) -> None:
-        """Notes that a step has ended. Processes agree once: their clocks differ, and a non-finite step must find
-        all of them at the same step.
+        """Notes that a step has ended, and chooses how many steps to dispatch ahead.
+
+        Processes agree on the number once. Their clocks differ, and all must have dispatched the same steps when one of
+        these is not finite.
         """
         before, self._settled = self._settled, time.monotonic()
         self._reads += 1

@@ -97,7 +97,8 @@ class Run:
         if "out" in overrides and not storage.is_same(overrides["out"], folder):
             raise UsageError(f"out cannot change on resume: copy {folder} and resume the copy")
         if not (folder / "config.json").exists():
-            raise UsageError(f"{folder} is not a run: it has no config.json")
+            reason = "it has no config.json" if folder.exists() else "the folder does not exist"
+            raise UsageError(f"{folder} is not a run: {reason}")
         stored = storage.read_records(folder)
         settings = config.override_on_resume(checkpoint.read_config(stored), overrides | {"out": str(folder)})
         return Run(settings, *data.load_vocabulary(stored), data.load_special_tokens(stored))

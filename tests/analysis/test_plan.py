@@ -276,6 +276,11 @@ def test_the_slices_of_a_picture_are_those_of_the_specs():
     assert splits["o"] == [((0, 1), (0, 32), (0, 32)), ((1, 2), (0, 32), (0, 32))]
 
 
+def test_picture_shows_both_chunks_of_a_split_context():
+    chunks = [memory.tokens_of_device(shared.tiny(mesh="dp2.cp2"), device) for device in range(4)]
+    assert chunks == [[(0, 4), (12, 16)], [(4, 8), (8, 12)]] * 2
+
+
 def test_devices_are_counted_before_a_prediction_touches_them(monkeypatch):
     """Afterwards it is too late for JAX, in a process that does nothing else."""
     calls = []

@@ -3,10 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardformer
+from shardformer.errors import UsageError
 
 MESHES = [{"dp": 2, "mp": 4}, {"dp": 1, "mp": 2}]
 DRAW = np.random.default_rng(0)
@@ -29,6 +31,11 @@ def with_sum(total):
 
 def verify(function, meshes=MESHES):
     return shardformer.verify_function(function, dense, (PARAMETERS, BATCH), IN_SPECS, P(), meshes)
+
+
+def test_too_few_devices_are_named():
+    with pytest.raises(UsageError, match=r"needs 1024 devices, got \d+; for CPU devices, set XLA_FLAGS=.*count=1024"):
+        verify(with_sum(lambda y: y), [{"dp": 2, "mp": 512}])
 
 
 @jax.custom_vjp

@@ -107,7 +107,7 @@ def test_reading_a_run_does_not_touch_its_local_records(out, text):
 def test_commands_reject_a_bucket_folder_without_a_run(out, capsys):
     for words in (["eval", str(out)], ["sample", str(out)], ["show", str(out)], ["train", "--resume", str(out)]):
         assert main(words) == 2
-        assert f"{out} is not a run: it has no config.json" in capsys.readouterr().err
+        assert f"{out} is not a run: the folder does not exist" in capsys.readouterr().err
     for command, status, said in (("plot", 2, "is not a run"), ("inspect", 2, "does not exist")):
         assert main([command, str(out)]) == status
         assert said in capsys.readouterr().err

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +14,6 @@ from shardformer.__main__ import main
 from shardformer.cli import arguments as command_arguments
 from shardformer.cli import eval_command, generate_command, sample_command, train_command
 from shardformer.layout import mesh
-from shardformer.model import Model
 from shardformer.training.run_folder import Run
 from tests import runs
 from tests.surroundings import let_fail, simulate_failing_processes
@@ -185,7 +183,6 @@ def test_keys_that_are_read_are_accepted():
 
 def test_shortened_warmup_is_reported(run):
     opened = Run.open(run)
-    model = SimpleNamespace(shapes=Model.abstract_parameters(opened.config))
     for changes, line in (
         ({"warmup": 50, "decay_steps": 20}, "warmup=50 is shortened to 19 steps, as the rate is lr_min after 20"),
         (
@@ -195,8 +192,15 @@ def test_shortened_warmup_is_reported(run):
         ({"warmup": 3, "steps": 4, "decay_steps": None}, ""),
     ):
         described = dataclasses.replace(opened, config=opened.config.replace(mesh="4x2", **changes))
-        last = start_messages.describe(described, model).splitlines()[-1]
+        last = start_messages.describe(described).splitlines()[-1]
         assert last == line if line else "warmup" not in last
+
+
+def test_start_counts_parameters_rather_than_codes(run):
+    opened = Run.open(run)
+    configs = [opened.config.replace(lora_rank=2, mesh="1x1", weights=form) for form in ("float", "int8", "nf4")]
+    lines = {start_messages.describe(dataclasses.replace(opened, config=c)).split(" layers")[0] for c in configs}
+    assert len(lines) == 1
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def folder(tmp_path, monkeypatch, capsys):
         (tmp_path / f"{number}.txt").write_text(builtin.text()[number * 500 :][:500])
     assert main(["data", "prepare", "*.txt", "out=tokens", "tokenizer=chars", "validation=0.1"]) == 0
     printed = capsys.readouterr().out
-    assert "tokenised 0 of 0 MB" in printed
+    assert "tokenised 0.04 of 0.04 MB" in printed
     assert "tokens: tokenizer chars" in printed
     return TokenFolder.open(tmp_path / "tokens")
 
@@ -87,7 +87,8 @@ def test_a_folder_without_training_documents_is_shown(tmp_path, monkeypatch, cap
         ("tokenizer=bpe:N takes N from 257", ["prepare", "*.txt", "out=new", "tokenizer=bpe:many"]),
         ("validation is a share in (0, 0.5)", ["prepare", "*.txt", "out=new", "validation=0.7"]),
         ("unknown key 'tokeniser'; did you mean 'tokenizer'?", ["prepare", "*.txt", "out=new", "tokeniser=chars"]),
-        ("nowhere is not a prepared folder: it has no index.json", ["show", "nowhere"]),
+        ("nowhere does not exist; expected a folder made by `data prepare`", ["show", "nowhere"]),
+        (" is not a prepared folder: it has no index.json", ["export", ".", "out=x"]),
         ("data export needs a file to write: out=NAME_COUNT.tfrecords", ["export", "tokens", "out=x"]),
         ("tokens has no split 'dev'; there are train", ["export", "tokens", "out=x.tfrecords", "split=dev"]),
         ("fewer than one record of 2000000", ["export", "tokens", "out=x.tfrecords", "ids=2000000"]),
@@ -188,6 +189,23 @@ def test_progress_of_a_packed_file_is_shown_as_it_is_read(tmp_path, monkeypatch)
     assert calls == sorted(calls)
     assert len([share for share in calls if 0.05 < share < 0.95]) >= 3
     assert calls[-1] == 1
+
+
+def test_csv_is_read_as_text_with_a_notice(tmp_path, capsys):
+    (tmp_path / "rows.csv").write_text("prompt,completion\n" + 'a,"b, c"\n' * 40)
+    words = ["data", "prepare", str(tmp_path / "rows.csv"), f"out={tmp_path / 'tokens'}", "tokenizer=bytes"]
+    assert main(words) == 0
+    assert "1 .csv read as text, with its header, commas and quotes" in capsys.readouterr().out
+
+
+def test_split_without_a_document_is_reported(tmp_path, capsys):
+    for name in "ab":  # the splits are drawn by hash, and two documents cannot be in three
+        (tmp_path / f"{name}.txt").write_text(name * 100)
+    words = ["data", "prepare", str(tmp_path / "*.txt"), f"out={tmp_path / 'tokens'}", "tokenizer=bytes"]
+    assert main(words) == 0
+    assert "no document is in " in capsys.readouterr().out
+    assert main([*words[:3], f"out={tmp_path / 'all'}", "tokenizer=bytes", "validation=none"]) == 0
+    assert "no document is in " not in capsys.readouterr().out
 
 
 def test_progress_is_shown_in_tenths_where_there_is_no_terminal(capsys):

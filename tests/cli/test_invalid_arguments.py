@@ -68,7 +68,7 @@ LBFGS = ("optimizer=lbfgs", "clip=0", "weight_decay=0")
         ("train --resume takes the folder of a run", ["train", "--resume"]),
         ("train --resume takes the folder of a run", ["train", "--resume", "steps=9"]),
         ("train --resume takes the folder of a run", ["train", "--resume="]),
-        ("nowhere is not a run: it has no config.json", ["train", "--resume", "nowhere"]),
+        ("nowhere is not a run: the folder does not exist", ["train", "--resume", "nowhere"]),
         (". is not a run: it has no config.json", ["sample", "."]),
         ("name the folder of a run first", ["sample"]),
         ("name the folder of a run first", ["sample", "prompt=ROMEO:"]),
@@ -77,10 +77,11 @@ LBFGS = ("optimizer=lbfgs", "clip=0", "weight_decay=0")
         ("cannot read nowhere.txt", ["data", "import", "nowhere.txt"]),
         ("name a preset", ["show"]),
         ("unknown preset", ["show", "large"]),
+        ("runs/no is neither the folder of a run nor a preset; the presets are tiny", ["verify", "runs/no"]),
         ("vocab=2147483647 padded to vocab_multiple=8 must be below 2**31", ["show", "tiny", "vocab=2147483647"]),
         ("is too long for a name", ["eval", "x" * 300]),
         ("is too long for a name", ["plot", "x" * 300]),
-        ("a\\nb\\x1b[31m is not a run: it has no config.json", ["eval", "a\nb\x1b[31m"]),
+        ("a\\nb\\x1b[31m is not a run: the folder does not exist", ["eval", "a\nb\x1b[31m"]),
     ],
 )
 def test_invalid_arguments(refused, message, words):

@@ -18,8 +18,9 @@ from tests.surroundings import before_call
 
 
 def run_with(out, rows):
-    lines = [",".join("" if row.get(key) is None else repr(row[key]) for key in COLUMNS) for row in rows]
-    (out / "metrics.csv").write_text("\n".join([",".join(COLUMNS), *lines, ""]))
+    columns = *COLUMNS, *(key for row in rows[:1] for key in row if key not in COLUMNS)
+    lines = [",".join("" if row.get(key) is None else repr(row[key]) for key in columns) for row in rows]
+    (out / "metrics.csv").write_text("\n".join([",".join(columns), *lines, ""]))
     return out
 
 
@@ -89,6 +90,17 @@ def test_the_loss_axis_names_its_unit(tmp_path, figure):
     curves.draw_curves(run_with(tmp_path, [row(1)]))
     assert figure().axes[0].get_ylabel() == "loss (nats per token)"
     assert {panel.get_xlabel() for panel in figure().axes} == {"step"}
+
+
+def test_loss_of_pairs_is_not_called_nats_per_token(tmp_path, figure):
+    curves.draw_curves(run_with(tmp_path, [row(1, reward_margin=0.1, accuracy=1.0, chosen_reward=0.1)]))
+    assert figure().axes[0].get_ylabel() == "loss of a pair"
+
+
+def test_single_fast_step_does_not_flatten_the_speed(tmp_path, figure):
+    curves.draw_curves(run_with(tmp_path, [row(n, tokens_per_s=1e6 if n == 9 else 1e4) for n in range(1, 20)]))
+    speed = next(panel for panel in figure().axes if panel.get_ylabel() == "tokens/s")
+    assert 1e4 < speed.get_ylim()[1] < 1e5
 
 
 def test_running_mean_keeps_a_line_and_averages_noise():

@@ -47,6 +47,12 @@ def test_runs_share_a_sheet(tmp_path, figure, by, last):
     assert loss.get_xlabel() == run_sheet.X_AXES[by]
 
 
+def test_short_run_with_a_high_loss_stays_in_the_sheet(tmp_path, figure):
+    folders = [make_run(tmp_path / "long", range(4, 400)), make_run(tmp_path / "short", [1, 2])]
+    run_sheet.draw_runs(folders, "step", tmp_path / "runs.png")
+    assert figure().axes[0].get_ylim()[1] > 2  # the lowest loss of the short run
+
+
 @pytest.mark.filterwarnings("error")
 def test_any_run_can_be_drawn(tmp_path, figure):
     folders = [

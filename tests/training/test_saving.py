@@ -186,7 +186,10 @@ def test_a_full_disk_in_a_run(tmp_path, text, monkeypatch, capsys):
     assert checkpoint.list_steps(tmp_path / "run")[-1] == 6
     broken.clear()
     assert runs.train(*words[:-1], f"out={tmp_path}/stopped") == 1
-    assert "No space left on device; the older ones are intact" in capsys.readouterr().err
+    assert (
+        "No space left on device; the older ones are intact; free some space, and resume the run"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "stopped" / ".lock").exists()
 
 

@@ -136,7 +136,7 @@ def describe_rows(name: str, windows: ChatWindows) -> str:
         "are left out: no assistant writes in them": fit.without_loss,
     }
     parts = [f"{len(fit.lengths):,} of {total:,} conversations in {windows.count:,} rows"]
-    parts += [f"{100 * windows.efficiency:.1f}% of the places in them hold tokens"]
+    parts += [f"{100 * windows.efficiency:.1f}% of their positions hold tokens"]
     parts += [f"{count:,} {reason}" for reason, count in changed.items() if count]
     return f"{name}: {'; '.join(parts)}"
 

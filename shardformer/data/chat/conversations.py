@@ -135,9 +135,9 @@ def _check_message(message, location: str) -> dict:
     if weight not in (0, 1):
         raise RowError(location, f"has weight={weight!r:.50}; expected 0 or 1", "a weight that is neither 0 nor 1")
     if not _is_content(message.get("content"), bool(message.get("tool_calls"))):
-        kind = type(message.get("content")).__name__
-        problem = f"has a content of {kind}; expected text, or a list of parts with type text"
-        raise RowError(location, problem, f"a content of {kind}")
+        content = message.get("content")
+        kind = "no content" if content is None else f"a content of {type(content).__name__}"
+        raise RowError(location, f"has {kind}; expected text, or a list of parts with type text", kind)
     if message.get("tool_calls"):
         message = message | {"tool_calls": _parse_calls(message["tool_calls"], location)}
     reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)

@@ -26,7 +26,7 @@ def chat(tmp_path, monkeypatch):
 def test_a_run_on_conversations_stops_and_resumes(chat, tmp_path, capsys):
     words = [*WORDS, f"data={chat}"]
     assert runs.train(*words, f"out={tmp_path}/run", stop_after=2) == 0
-    assert "of the places in them hold tokens" in capsys.readouterr().out
+    assert "of their positions hold tokens" in capsys.readouterr().out
     assert runs.train("--resume", f"{tmp_path}/run") == 0
     assert runs.rows(tmp_path / "run")[-1]["step"] == "4"
 

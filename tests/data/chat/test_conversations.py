@@ -123,7 +123,7 @@ def test_tools_may_be_text():
             {"messages": [{"role": "bot", "content": "x"}]},
             "message 1, has the role 'bot'; expected system, developer, user",
         ),
-        ({"messages": [USER, {"role": "assistant"}]}, "message 2, has a content of NoneType"),
+        ({"messages": [USER, {"role": "assistant"}]}, "message 2, has no content; expected text"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "message 1, has a content of list"),
         ({"messages": [{**USER, "weight": 0.5}]}, "message 1, has weight=0.5; expected 0 or 1"),
         ({"messages": "hi"}, "is not a conversation"),

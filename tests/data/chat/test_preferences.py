@@ -121,6 +121,8 @@ def files(tmp_path, monkeypatch):
     write_lines(tmp_path / "pairs.jsonl", records)
     (tmp_path / "pairs.json").write_text(json.dumps(records))
     write_lines(tmp_path / "text.jsonl", [{"text": f"a text of {n} words " * 9} for n in range(20)])
+    (tmp_path / "chat").mkdir()
+    write_lines(tmp_path / "chat" / "a.jsonl", [{"messages": [{"role": "user", "content": "Hi"}]}])
     return tmp_path
 
 
@@ -156,6 +158,7 @@ def test_prepared_pairs_are_shown(files, capsys):
     [
         ("pairs.jsonl", {"objective": "lm"}, "holds preference pairs .* give objective=dpo"),
         ("text.jsonl", {}, "objective=dpo learns from preference pairs, and .* has none"),
+        ("chat/a.jsonl", {}, "holds conversations, expected preference pairs; give records with prompt, chosen"),
         ("*.jsonl", {}, "holds preference pairs and .* does not"),
         ("pairs.jsonl", {"chat_template": "plain"}, "chat_template=plain does nothing"),
     ],
