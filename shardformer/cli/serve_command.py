@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import logging
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -207,5 +208,6 @@ def _run_server(app: Any, service: "Service", listener: socket.socket) -> None:
         app, log_config=None, access_log=False, timeout_graceful_shutdown=STOP_SECONDS + 1, ws="none",
         server_header=False,
     )  # fmt: skip
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal that ended it once more
         Server(config).run(sockets=[listener])

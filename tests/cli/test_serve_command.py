@@ -2,6 +2,9 @@
 
 import json
 import re
+import signal
+import subprocess
+import sys
 import threading
 
 import jax
@@ -189,3 +192,28 @@ def test_port_in_use_is_rejected(run, capsys):
     with serve_command._listen(ServeOptions(port=0)) as taken:
         assert main(["serve", str(run), f"port={taken.getsockname()[1]}"]) == USAGE
     assert "cannot be listened on" in capsys.readouterr().err
+
+
+SERVER = """
+import socket
+from types import SimpleNamespace
+from shardformer.cli import serve_command
+
+async def app(scope, receive, send):
+    await receive()
+    await send({"type": "lifespan.startup.complete"})
+    print("ready", flush=True)
+    await receive()
+
+serve_command._run_server(app, SimpleNamespace(exchanges=[], end_all=None), socket.create_server(("localhost", 0)))
+print("ended")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_the_server_as_a_success(number):
+    child = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+    assert child.stdout.readline() == "ready\n"
+    child.send_signal(number)
+    assert child.communicate(timeout=60)[0] == "ended\n"
+    assert child.returncode == 0

@@ -94,7 +94,7 @@ def take(body: dict, name: str, kind: type, default: Any, least: int | None = No
         return default
     is_number = kind is float and type(value) in (int, float)
     if type(value) is not kind and not is_number:
-        raise ApiError(422, f"{name} is {value!r:.60}; expected {_describe(kind)}", name)
+        raise ApiError(400, f"{name} is {value!r:.60}; expected {_describe(kind)}", name)
     if (least is not None and value < least) or (most is not None and value > most):
         bounds = f"at least {least}" if most is None else f"{least} to {most}"
         raise ApiError(400, f"{name} is {value!r:.60}; expected {bounds}", name)
@@ -135,7 +135,7 @@ def _read_stops(body: dict) -> list[str]:
     stops = body.get("stop", [])
     stops = [stops] if isinstance(stops, str) else stops
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise ApiError(422, f"stop is {stops!r:.60}; expected text or a list of texts", "stop")
+        raise ApiError(400, f"stop is {stops!r:.60}; expected text or a list of texts", "stop")
     if len(stops) > MOST_STOPS or any(len(stop) > 1000 for stop in stops):
         raise ApiError(400, f"stop has {len(stops)} texts; expected at most {MOST_STOPS} of 1000 characters", "stop")
     return [stop for stop in stops if stop]
@@ -153,4 +153,4 @@ def read_prompts(body: dict) -> list[str] | list[list[int]]:
             return [prompt]
         if all(isinstance(part, list) and part and all(type(i) is int for i in part) for part in prompt):
             return prompt
-    raise ApiError(422, f"prompt is {prompt!r:.60}; expected text, token ids, or a list of either", "prompt")
+    raise ApiError(400, f"prompt is {prompt!r:.60}; expected text, token ids, or a list of either", "prompt")

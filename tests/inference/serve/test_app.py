@@ -135,14 +135,14 @@ BAD = [
     ({"prompt": "a", "max_tokens": 97}, 400, "context, 96"),
     ({"prompt": "a" * 9_000_000}, 400, "9,000,000 characters, too many for a context of 96"),
     ({"prompt": "a", "temperature": -1}, 400, "temperature must be"),
-    ({"prompt": "a", "top_p": "x"}, 422, "expected a number"),
-    ({"prompt": {}}, 422, "expected text, token ids"),
+    ({"prompt": "a", "top_p": "x"}, 400, "expected a number"),
+    ({"prompt": {}}, 400, "expected text, token ids"),
     ({"prompt": [260]}, 400, "outside 0..257"),
     ({"prompt": "a", "n": 129}, 400, "1 to 128"),
     ({"prompt": "a", "best_of": 2}, 400, "best_of=2 differs"),
     ({"prompt": "a", "logit_bias": {"1": 2}}, 400, "not computed here"),
     ({"prompt": "a", "tempreature": 1}, 400, "'tempreature' is not a field"),
-    ({"prompt": "a", "stop": 3}, 422, "expected text or a list"),
+    ({"prompt": "a", "stop": 3}, 400, "expected text or a list"),
     ({"prompt": "a", "model": "gpt"}, 404, "there is small"),
     ({"prompt": "a", "seed": 2**40}, 400, "seed must be"),
     ({"prompt": ["a", "b"], "n": 100}, 400, "more than 128"),
@@ -162,7 +162,7 @@ def test_bad_request_is_answered_as_openai_does(port, body, status, message):
 )
 def test_bad_messages_are_rejected(port, messages):
     status, content = send(port, "/v1/chat/completions", CHAT | {"messages": messages})
-    assert status in (400, 422), content
+    assert status == 400, content
 
 
 def test_unknown_path_is_json(port):
