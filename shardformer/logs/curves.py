@@ -1,4 +1,7 @@
-"""`curves.png`: the loss, gradient norm, learning rate and speed of a run, drawn from its metrics.csv."""
+"""`curves.png`: the loss, gradient norm, learning rate and speed of a run, drawn from its metrics.csv.
+
+Other objectives have other small panels, and a run with experts has one more, from its experts.csv.
+"""
 
 import os
 import warnings
@@ -31,6 +34,7 @@ _REWARD_PANELS = (
     ("clip_share", "Clipped tokens", "share"),
 )
 _TEACHER_PANELS = (("kl", "KL divergence", "nats per token, of student and teacher"), *_SMALL_PANELS[:2])
+_EXPERT_PANEL = (metrics_file.LARGEST_SHARE, "Busiest expert", "share of routed tokens")
 _THOUSANDS = FuncFormatter(lambda value, _: f"{value:,.0f}")
 _SMOOTHED_SHARE = 0.03  # of the run: the width of the running mean's window
 _LARGEST_SPEED = 4  # medians: the top of the axis of the speed
@@ -48,11 +52,13 @@ def draw_curves(out: Path) -> Path:
     name = escape(os.fsencode(out.resolve().name).decode(errors="replace"))  # the name may hold any bytes
     title = figure.suptitle(f"{name}: {last_step:,} steps", fontsize=15, fontweight="bold")
     title.set_parse_math(False)  # a $ in the name does not begin a formula
-    panels = _choose_panels(series)
-    axes = figure.subplot_mosaic([["loss"] * 3, [key for key, *_ in panels]], height_ratios=[2.4, 1])
+    panels = [(*panel, series) for panel in _choose_panels(series)]
+    if shares := metrics_file.read_largest_shares(out):
+        panels.append((*_EXPERT_PANEL, shares))
+    axes = figure.subplot_mosaic([["loss"] * len(panels), [key for key, *_ in panels]], height_ratios=[2.4, 1])
     _draw_loss(axes["loss"], series)
-    for key, heading, unit in panels:
-        _draw_small(axes[key], *select_drawable(series["step"], series[key]), heading, unit)
+    for key, heading, unit, source in panels:
+        _draw_small(axes[key], *select_drawable(source["step"], source[key]), heading, unit)
     for key, panel in axes.items():
         _format_axes(panel, last_step, ticks=10 if key == "loss" else 5)
     path = out / "curves.png"

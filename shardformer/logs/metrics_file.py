@@ -13,6 +13,7 @@ from shardformer.logs.csv_file import CsvFile, Row
 from shardformer.parallel.example_norms import Noise
 
 OBJECTIVE_METRICS = tuple(dict.fromkeys((*PAIR_METRICS, *POLICY_METRICS)))
+EXPERTS_FILE, LARGEST_SHARE = "experts.csv", "largest_share"
 MAX_POINTS = 20_000  # of a picture, which has 1,200 pixels
 Series = dict[str, list[float | None]]
 COLUMNS = (
@@ -104,11 +105,24 @@ class GradientsFile:
         return self._sums["variance"] / self._sums["signal"] if self._sums["signal"] > 0 else None
 
 
+def read_largest_shares(out: Path) -> Series | None:
+    """Returns the steps, and the largest share of a layer's routed tokens that one expert had; None without experts."""
+    path = Path(out) / EXPERTS_FILE
+    if not path.exists():
+        return None
+    with path.open(errors="replace") as file:
+        columns = tuple(file.readline().rstrip("\n").split(","))
+    rows = CsvFile(path, columns).read(MAX_POINTS)
+    of_layers = [column for column in columns if column.startswith(LARGEST_SHARE)]
+    largest = [max((row[column] or 0.0 for column in of_layers), default=None) for row in rows]
+    return {"step": [row["step"] for row in rows], LARGEST_SHARE: largest}
+
+
 class ExpertsFile:
     """The file of the load of experts, opened by the first write. On resume it continues after `first_step`."""
 
     def __init__(self, out: Path, first_step: int):
-        self._path, self._first_step = Path(out) / "experts.csv", first_step
+        self._path, self._first_step = Path(out) / EXPERTS_FILE, first_step
         self._file: CsvFile | None = None
 
     def write(self, step: int, load: dict[str, float]) -> None:

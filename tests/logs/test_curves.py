@@ -103,6 +103,18 @@ def test_single_fast_step_does_not_flatten_the_speed(tmp_path, figure):
     assert 1e4 < speed.get_ylim()[1] < 1e5
 
 
+def test_load_of_experts_has_a_panel(tmp_path, figure):
+    """The largest share of any layer; a run without experts has no such panel."""
+    out = run_with(tmp_path, [row(1), row(2)])
+    curves.draw_curves(out)
+    assert len(figure().axes) == 4
+    load = "step,largest_share_layer_0,entropy_layer_0,largest_share_layer_1\n1,0.25,0.9,0.5\n2,0.75,0.9,0.125\n"
+    (out / "experts.csv").write_text(load)
+    curves.draw_curves(out)
+    panel = next(panel for panel in figure().axes if panel.get_title() == "Busiest expert")
+    assert [list(values) for values in panel.lines[0].get_data()] == [[1, 2], [0.5, 0.75]]
+
+
 def test_running_mean_keeps_a_line_and_averages_noise():
     line = np.arange(50.0)
     np.testing.assert_allclose(curves.compute_running_mean(line, half=5), line[5:-5])
