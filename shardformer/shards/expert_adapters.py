@@ -25,7 +25,7 @@ class AdaptedExperts(ExpertFeedForward):
             rank, (experts, inputs, outputs) = self.config.lora.adapters[name].rank, weights[name].shape
             a = weight(f"{name}{LORA_IN}", [experts, inputs, rank], stddev=1.0).astype(jnp.float32)
             b = weight(f"{name}{LORA_OUT}", [experts, rank, outputs], stddev=0.0).astype(jnp.float32)
-            if not self.is_split:
+            if not self.config.splits_experts:
                 # As in adapters.py: the factor next to the dimension that is not split is replicated over mp.
                 a, b = (a, collectives.fan_out(b)) if name == "expert_down" else (collectives.fan_out(a), b)
             weights |= {f"{name}{LORA_IN}": a, f"{name}{LORA_OUT}": b}

@@ -1,0 +1,82 @@
+"""The balance loss of experts, whose gradient must not be rounding of a constant, and the arrays of a CPU's program."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardformer.config.names import MP
+from shardformer.kernels import grouped_product
+from shardformer.layout import resolve
+from shardformer.shards.experts import Routes, RoutesOfLayers
+from tests import asserts, sharded, shared
+
+LAYERS, ROWS, EXPERTS = 2, 3, 3
+CONFIG = shared.tiny(mesh="1x1", bias="none", experts=EXPERTS, experts_per_token=1, balance_loss=0.5)
+LOGITS = sharded.normal(0, LAYERS, ROWS, CONFIG.model.seq, EXPERTS)
+
+
+def slope_of_logits(count_LE) -> np.ndarray:
+    """Returns the gradient of the objective in the routers' logits, for these counts of the global batch."""
+
+    def objective(logits_LBTE, _):
+        score_BLE = jax.nn.softmax(logits_LBTE).sum(2).swapaxes(0, 1)
+        zeros_BL = jnp.zeros((ROWS, LAYERS))
+        routes = Routes(jnp.zeros_like(score_BLE), score_BLE, zeros_BL, zeros_BL)
+        return RoutesOfLayers(resolve(CONFIG)).complete(jnp.zeros(()), routes, jnp.asarray(count_LE, jnp.float32))
+
+    def run(mp):
+        return jax.grad(objective)(LOGITS, mp)
+
+    return np.asarray(jax.jit(jax.vmap(run, axis_name=MP))(jnp.zeros(1))[0])
+
+
+def test_equal_load_has_no_gradient():
+    count = ROWS * CONFIG.model.seq // EXPERTS
+    assert not slope_of_logits([[count] * EXPERTS] * LAYERS).any()
+
+
+def test_gradient_of_the_balance_loss_is_its_closed_form():
+    count_LE, scores = np.array([[1, 2, 9], [5, 3, 4]]), np.exp(np.float64(LOGITS))
+    scores /= scores.sum(-1, keepdims=True)
+    factor = 0.5 * EXPERTS * count_LE[:, None, None] / 12 / (ROWS * CONFIG.model.seq)
+    want = scores * (factor - (scores * factor).sum(-1, keepdims=True))
+    assert asserts.relative(slope_of_logits(count_LE), want) < 2e-7
+    assert asserts.relative(slope_of_logits(count_LE[::-1]), want) > 0.1
+
+
+MANY = {
+    "experts": 16, "expert_width": 32, "d_model": 64, "heads": 4, "seq": 32, "batch": 64, "layers": 1, "vocab": 64,
+    "bias": "none",
+}  # fmt: skip
+PAIRS = 2 * 32 * 64  # of a token and an expert
+
+
+def measure_arrays() -> tuple[int, float, int]:
+    """Returns the numbers in the largest array of a compiled step, its temporaries in arrays of all rows, and the rows.
+
+    An array of all rows has a row of d_model numbers for each pair, and one more block for each expert.
+    """
+    model, key = shared.trainer(mesh="1x1", **MANY).model, np.zeros(2, np.uint32)
+    tokens = jax.ShapeDtypeStruct((64, 32), np.int32)
+    batch = {"tokens": tokens, "targets": tokens}
+    step = jax.jit(lambda *args: model.loss_and_grad(*args)).lower(model.abstract, batch, key).compile()
+    shapes = re.findall(r"\w\d+\[([\d,]+)\]", step.as_text())
+    rows = PAIRS + 16 * model.layout.experts.block
+    temporaries = step.memory_analysis().temp_size_in_bytes / (4 * rows * 64)
+    return max(math.prod(map(int, shape.split(","))) for shape in shapes), temporaries, rows
+
+
+def test_step_has_no_array_of_all_experts_and_tokens():
+    largest, temporaries, rows = measure_arrays()
+    assert largest == rows * 64
+    assert temporaries < 16
+
+
+def test_dense_product_of_all_experts_is_noticed(broken):
+    broken(grouped_product, "multiply_blocks", lambda x, w, sizes, _: jax.lax.ragged_dot(x, w, sizes))
+    largest, temporaries, rows = measure_arrays()
+    assert largest == 16 * rows * 64
+    assert temporaries > 64
