@@ -76,6 +76,7 @@ def test_sink_receives_the_logged_rows(tmp_path):
     assert sink.closed
 
 
+@pytest.mark.slow
 def test_own_evaluation_replaces_the_validation(tmp_path):
     losses = iter([3.0, 1.0, 2.0])
     trained = create(tmp_path, own_batches(), steps=3, eval_every=1).train(evaluate=lambda params: next(losses))
@@ -88,6 +89,7 @@ def test_own_batches_of_a_wrong_shape_are_rejected(tmp_path):
         create(tmp_path, batches).train()
 
 
+@pytest.mark.slow
 def test_ended_iterator_of_batches_is_reported(tmp_path):
     batches = OwnBatches(lambda first: iter([make_batch(0)]), VOCAB)
     with pytest.raises(UsageError, match="the iterator of batches ended at step 1; give steps=1, or more batches"):

@@ -142,12 +142,14 @@ def compiled_bytes(config) -> int:
     return compiling.compile_step(config, mesh.make(config), "cpu").bytes
 
 
+@pytest.mark.slow
 def test_pairs_take_the_memory_of_twice_the_rows():
     """The references are numbers of the batch: no second model is on the devices."""
     pairs = compiled_bytes(shared.tiny(objective="dpo", batch=8, **WIDE))
     assert pairs == pytest.approx(compiled_bytes(shared.tiny(batch=16, **WIDE)), rel=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [{"mesh": "4x2"}, {"mesh": "2x4", "zero": 1, "vocab": 512}], ids=str)
 def test_distillation_is_near_the_compilers(keys, tmp_path):
     """Parameters of the teacher, its activations, and the logits of both."""

@@ -100,6 +100,7 @@ def test_int8_codes_of_dequantised_weights_are_the_same(base):
     assert not same(arrays(floats), arrays(base))
 
 
+@pytest.mark.slow
 def test_training_changes_only_the_adapters(codes, adapted):
     before, first, last = arrays(codes), arrays(adapted, 2), arrays(adapted, 4)
     frozen = [name for name in before if name.startswith("params/")]

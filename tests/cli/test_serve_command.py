@@ -71,6 +71,7 @@ def test_damaged_newest_checkpoint_is_passed_over(run, tmp_path, capsys):
     assert "older checkpoint" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_equal_arrays_of_two_runs_are_stored_once(run):
     opened = Run.open(run)
     options = ServeOptions(batch=2, mesh="1x1", models=f"twin={run}")

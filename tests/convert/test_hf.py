@@ -25,7 +25,7 @@ from tests.convert.hf_models import FOLDER, LONGROPE, MODELS, NEW
 from tests.runs import FAILED, USAGE
 
 SAME, DIFFERENT = 3e-6, 1e-3
-# One family of each type of positions, windows and feed-forward: others generate with the same layers.
+# One family of each type of positions, windows and feed-forward: others have the same layers in caches and on 8 shards.
 OF_EACH_CACHE = (
     "bloom", "cohere2", "gemma3", "gpt2", "gpt_neo", "gptj", "llama", "mistral", "mixtral", "phi3_long", "qwen2_moe",
     "smollm3",
@@ -66,8 +66,14 @@ def test_every_family_has_a_recorded_model():
     assert recorded == set(families.FAMILIES)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("shape", ["4x2", *(pytest.param(shape, marks=pytest.mark.slow) for shape in ("1x1", "1x8"))])
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [
+        *(("4x2", name) for name in MODELS),
+        *(pytest.param("1x1", name, marks=pytest.mark.slow) for name in MODELS),
+        *(pytest.param("1x8", name, marks=pytest.mark.slow) for name in OF_EACH_CACHE),
+    ],
+)
 def test_logits_are_those_of_transformers(name, shape):
     assert distance(name, shape) <= SAME
 

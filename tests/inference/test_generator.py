@@ -45,6 +45,8 @@ ROWS = {
 }
 
 
+# Each position, loop and kind of layer once: one device runs the code of a mesh, with collectives that do nothing.
+ON_ONE_DEVICE = ("rotary, parallel, scanned", "windows, unrolled", "t5 with windows", "experts")
 OVER_DP = {"experts over dp": (EXPERTS | {"experts": 4, "expert_axes": "dp"},)}
 
 
@@ -100,7 +102,7 @@ def test_cached_decoding_equals_full_passes(row):
     tokens = 2 * SEQ
     params = shared.on_host(parameters(**overrides))
     expected = plain(model(**overrides).config, params, prompt(length), tokens, stride)
-    for name in ("1x1", "2x4"):
+    for name in ("1x1", "2x4") if row in ON_ONE_DEVICE else ("2x4",):
         sampling = dataclasses.replace(GREEDY, tokens=tokens, stride=stride)
         text = generator(name, **overrides).generate(parameters(name, **overrides), prompt(length), sampling)
         assert text.shape == (1, length + tokens)

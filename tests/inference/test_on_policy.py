@@ -54,6 +54,7 @@ def ratios(mesh: str, sampling: Sampling, batch: int) -> np.ndarray:
     return np.concatenate(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "sampling"), [("4x2", DRAWINGS[0]), ("1x1", DRAWINGS[1])], ids=["temperature 0.7", "top_p"]
 )
@@ -62,6 +63,7 @@ def test_generated_tokens_have_the_trained_probability(mesh, sampling):
         assert np.abs(ratios(mesh, sampling, batch) - 1).max() <= MOST
 
 
+@pytest.mark.slow
 def test_probability_after_temperature_is_noticed(monkeypatch):
     """The negative twin: log-probabilities of what was drawn from, as other samplers give, are not the model's."""
     log_softmax = jax.nn.log_softmax

@@ -43,9 +43,9 @@ def parameters():
 
 @functools.cache
 def expected(**_):
-    config, batch = shared.tiny(mesh="1x1", **KEYS), shared.batch(0)
+    config, batch, params = shared.tiny(mesh="1x1", **KEYS), shared.batch(0), parameters()
     with jax.enable_x64(True):
-        exact = jax.tree.map(lambda p: jnp.asarray(p, jnp.float64), parameters())
+        exact = jax.tree.map(lambda p: jnp.asarray(p, jnp.float64), params)
         batch = batch | {"weights": np.ones(batch["tokens"].shape)}
         (nats, _), gradients = jax.jit(functools.partial(dense_reference.losses_and_gradients, config))(exact, batch)
         return float(nats), jax.tree.map(np.asarray, gradients)
@@ -96,7 +96,8 @@ def test_expert_without_tokens_has_zero_gradients():
 
 @pytest.mark.slow
 def test_every_token_has_all_of_its_experts():
-    counts = run("2x4", tuple(MESHES[2][1].items()))[2]
+    mesh, options = MESHES[1]
+    counts = run(mesh, tuple(options.items()))[2]
     assert (counts.sum(1) == 2 * shared.batch(0)["tokens"].size).all()
 
 
@@ -125,12 +126,14 @@ def test_expert_gradient_scaled_by_its_group_is_noticed(broken):
     assert worst(shared.on_host(gradients), expected()[1])[0] > 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["balance per microbatch", "dropped token", "bias in the gate"])
 def test_faulty_experts_are_noticed(fault, monkeypatch):
     from shardformer.kernels import grouped_product
     from shardformer.model import model as model_module
     from shardformer.shards import experts
 
+    want = expected()[1]  # computed with jax.numpy as it is, which a fault changes
     if fault == "balance per microbatch":
         monkeypatch.setattr(model_module, "choose_counts", lambda config: model_module.count_nothing)
     elif fault == "dropped token":
@@ -150,7 +153,7 @@ def test_faulty_experts_are_noticed(fault, monkeypatch):
     model = model_type.on(config, mesh.make(config))
     params = jax.device_put(parameters(), model.shardings)
     _, gradients = jax.jit(model.loss_and_grad)(params, shared.batch(0), np.zeros(2, np.uint32))
-    assert worst(shared.on_host(gradients), expected()[1])[0] > 10 * EXACT
+    assert worst(shared.on_host(gradients), want)[0] > 10 * EXACT
 
 
 def _biased(score, choice):

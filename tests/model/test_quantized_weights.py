@@ -58,7 +58,13 @@ def tokens():
 
 
 def stored(name, shape="1x1", zero=0, form="int8"):
-    """Returns the model on a mesh and its stored parameters."""
+    """Returns the model on a mesh and its stored parameters, in dicts that a test may change."""
+    model, params = stored_once(name, shape, zero, form)
+    return model, jax.tree.map(lambda leaf: leaf, params)
+
+
+@functools.cache
+def stored_once(name, shape, zero, form):
     config = settings(name, shape, zero, form)
     model = Model.on(config, mesh.make(config))
     like = model.read_abstract

@@ -231,6 +231,7 @@ def test_seed_000_micro_vmap():
     np.testing.assert_allclose(micro_vmap(expensive, microbatch_size=8)(x), jax.vmap(expensive)(x), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_seed_000_micro_grad():
     def norms(per_example):
         return jax.tree.map(jnp.linalg.norm, jax.tree.map(jnp.ravel, per_example))

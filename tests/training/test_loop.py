@@ -60,6 +60,7 @@ def test_newest_and_best_checkpoints_are_kept(finished_run):
     assert json.loads((finished_run / "final.json").read_text())["step"] == best
 
 
+@pytest.mark.slow
 def test_earlier_best_outlives_the_newest(tmp_path, text, monkeypatch):
     worse = itertools.count()
     monkeypatch.setattr(loop.TrainingLoop, "_validate", lambda *_: Evaluation(float(next(worse)), 0.5, tokens=100))

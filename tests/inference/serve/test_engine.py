@@ -81,6 +81,7 @@ def test_texts_are_those_of_the_generator(case, small_chunks):
     assert len({tuple(row.ids) for row in found}) > 4
 
 
+@pytest.mark.slow
 def test_chunk_in_another_order_changes_the_texts(broken, small_chunks):
     name, overrides = CASES["context, t5 with windows"]
     broken(context, "to_rows", lambda x, axis: x)
@@ -157,6 +158,7 @@ def differing(own, weights, seeds):
     return found
 
 
+@pytest.mark.slow
 def test_bits_do_not_depend_on_other_requests(chunked):
     assert not differing(*chunked, seeds=range(ORDERS or 8))
 
