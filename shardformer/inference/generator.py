@@ -17,7 +17,7 @@ from shardformer.config.names import is_factor_of_product
 from shardformer.devices import programs
 from shardformer.errors import UsageError
 from shardformer.inference.sampling import Drawing, Sampling, choose_tokens
-from shardformer.kernels.threefry import STANDARD
+from shardformer.kernels.threefry import THREEFRY
 from shardformer.model import ROWS, Decoder, Model
 from shardformer.parallel.context import round_up_tokens
 from shardformer.shards.parameters import map_stacked
@@ -205,7 +205,7 @@ class Generator:
 
         start: tokens drawn since the context was read.
         """
-        base = jax.random.key(seed, impl=STANDARD)
+        base = jax.random.key(seed, impl=THREEFRY)
         sample_keys = jax.vmap(lambda sample: jax.random.fold_in(base, sample))(sample_B)
         rows = len(sample_B)
         row_B = jnp.arange(rows)
