@@ -7,6 +7,7 @@ elements that `jax.random.bernoulli` keeps.
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,8 +71,8 @@ def split(key: Array, shape: tuple[int, ...]) -> Array:
     return lax.optimization_barrier(jnp.stack(_words(key, shape), axis=-1))
 
 
-def fold_in(key: Array, data: Array) -> Array:
-    """Returns the words of `jax.random.fold_in` from those of a key."""
+def fold_in(key: Array, data: Any) -> Array:
+    """Returns the words of `jax.random.fold_in` from those of a key, and a uint32 array."""
     return lax.optimization_barrier(jnp.stack(threefry((key[0], key[1]), (jnp.zeros_like(data), data))))
 
 
