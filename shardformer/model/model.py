@@ -356,9 +356,10 @@ def _initialise_stored(architecture: Config, weights: FloatWeights, seed):
 
 @functools.lru_cache
 def _parameter_shapes(architecture: Config):
-    return jax.eval_shape(lambda: _initialise(architecture, 0))
+    return jax.eval_shape(functools.partial(_initialise, architecture), np.int32(0))
 
 
+@functools.partial(jax.jit, static_argnums=0, inline=True)  # traced once for the shapes and the program
 def _initialise(architecture: Config, seed):
     """Draws the parameters by the shard modules on size-1 axes, where a shard is the full model."""
     plain = architecture.replace(lora_rank=0)  # the other parameters do not depend on adapters

