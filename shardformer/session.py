@@ -24,10 +24,10 @@ from shardformer.analysis import parameter_tables
 from shardformer.analysis.memory import predict_unless_small
 from shardformer.checkpoint import Lock
 from shardformer.config import Config, check_given, check_zero
-from shardformer.data import Characters, Data, TokenIds, Vocabulary
+from shardformer.data import Characters, Corpus, Data, TokenIds, Vocabulary
 from shardformer.data.corpus import choose_row_layout
 from shardformer.data.prepare import Progress
-from shardformer.devices import processes, programs
+from shardformer.devices import early_compilation, processes, programs
 from shardformer.errors import UsageError
 from shardformer.files import replacing
 from shardformer.inference.prompts import read_prompts
@@ -158,6 +158,9 @@ class Session:
             if self.is_new:  # check a second time: another run may have started and ended there while this one waited
                 processes.run_on_first_process(run.refuse_to_overwrite)
             self._say_start(run, trainer)
+            if early_compilation.saves_time() and _has_known_batches(run.config, self.corpus):
+                stack.callback(trainer.end_early_compilation)
+                trainer.compile_early()
             state, best = run.restore(trainer, self.say)
             self._say_step(run, trainer, int(state.step))
             corpus = self._with_references(run, trainer, state)
@@ -243,14 +246,12 @@ class Trained:
             storage.upload_records(self.run.out)
         return losses
 
-    def load_best(self) -> tuple[Model, Any, int]:
-        """Returns a model that samples, the parameters of the best checkpoint, and its step."""
-        model = self.evaluator.trainer.model
-        if self.run.config.parallel.pp > 1:
-            settings = self.run.config.without_stages()
-            model = Model.on(settings, mesh.make(settings))
-        step, params = self.run.restore_params(model, self.best.step)
-        return model, params, step
+    def make_sampling_model(self) -> Model:
+        """Returns a model that samples: the one that was trained, or one without stages."""
+        if self.run.config.parallel.pp == 1:
+            return self.evaluator.trainer.model
+        settings = self.run.config.without_stages()
+        return Model.on(settings, mesh.make(settings))
 
 
 def _check_code(config: Config) -> None:
@@ -276,6 +277,13 @@ def _check_text_field(config: Config, previous: Config) -> None:
             f"text={config.data.text} does nothing: {config.data.source} is the same with "
             f"text={previous.data.text}; leave it out"
         )
+
+
+def _has_known_batches(config: Config, corpus: Data) -> bool:
+    """Returns whether each batch of a step is one of tokens and targets only, as `Model.batch_shapes` says."""
+    plain = config.preferences.objective == "lm" and config.training.accum_mode == "scan"
+    own = isinstance(corpus, Corpus) and not corpus.has_chat
+    return plain and own and not choose_row_layout(config).weighs_targets
 
 
 def _make_monitor(run: Run, first_step: int, stop: StopSignal, say: Say) -> Monitor | None:

@@ -11,7 +11,7 @@ from unittest import mock
 
 from shardformer import preset, session
 from shardformer.__main__ import main
-from shardformer.cli import train_command
+from shardformer.cli.train_command import FinalSample
 from shardformer.config import FIELDS, LAUNCH_ONLY_KEYS, RunKeys, key_names
 from shardformer.data import builtin
 from shardformer.layout import mesh
@@ -46,7 +46,8 @@ def train(*words, stop_after=0, act: Callable[[], object] = terminate, sample=Fa
         shared_trainer = functools.partial(_SharedTrainer, stop_after, act)
         stack.enter_context(mock.patch.object(session, "Trainer", shared_trainer))
         if not sample:
-            stack.enter_context(mock.patch.object(train_command, "sample_text", return_value="(no sample)"))
+            stack.enter_context(mock.patch.object(FinalSample, "write", return_value="(no sample)"))
+            stack.enter_context(mock.patch.object(FinalSample, "compile"))
         if not curves:
             stack.enter_context(mock.patch.object(session, "draw_curves"))
         return main(["train", *map(str, words)])

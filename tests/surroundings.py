@@ -1,9 +1,12 @@
 """Surroundings and faults that tests of two or more packages simulate, each patched in one function."""
 
+import collections
+import contextlib
 import functools
 import inspect
 import os
 import shutil
+from collections.abc import Iterator
 
 import jax
 from obstore.store import MemoryStore
@@ -135,3 +138,19 @@ def change_expansion(monkeypatch, **limits) -> None:
 def change_bucket_store(monkeypatch, **sizes) -> None:
     """Changes the sizes of the parts of checkpoints in buckets, or how many are sent or read at once."""
     monkeypatch.setattr(stores, "_BUCKET", BucketStore(**sizes))
+
+
+@contextlib.contextmanager
+def counting_compilations() -> Iterator[collections.Counter]:
+    """Counts XLA's compilations by the name of the function."""
+    counts: collections.Counter = collections.Counter()
+
+    def count(event, _, fun_name="", **__):
+        if event.endswith("backend_compile_duration"):
+            counts[fun_name] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        yield counts
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)

@@ -73,12 +73,13 @@ def sample(arguments: list[str]) -> None:
     else:
         prompt = codec.encode(sampling.prompt, source="prompt")
     model, params = load_model(run, sampling)
+    generator = Generator(model)
     if sampling.samples == 1 and sys.stdout.isatty() and jax.process_index() == 0:
         terminal = Terminal(_make_stops(codec, sampling).cut, prompt[_count_hidden(codec, prompt) :])
-        list(sample_documents(codec, model, params, sampling, prompt, terminal))
+        list(sample_documents(codec, generator, params, sampling, prompt, terminal))
         print()
     else:
-        for i, text in enumerate(sample_documents(codec, model, params, sampling, prompt)):
+        for i, text in enumerate(sample_documents(codec, generator, params, sampling, prompt)):
             say_text(f"{RULE}\n{text}" if i else text)
 
 
@@ -124,18 +125,18 @@ class Terminal:
         self._printed = max(self._printed, len(text))
 
 
-def sample_text(run: Run, model: Model, params, sampling: Sampling, watch: Watch = ignore) -> str:
+def sample_text(run: Run, generator: Generator, params, sampling: Sampling, watch: Watch = ignore) -> str:
     """Returns a text of a run without a prompt."""
     codec = open_codec(run, TextOptions())
-    return next(sample_documents(codec, model, params, sampling, run.vocabulary.first_ids().tolist(), watch))
+    return next(sample_documents(codec, generator, params, sampling, run.vocabulary.first_ids().tolist(), watch))
 
 
 def sample_documents(
-    codec: TextCodec, model: Model, params, sampling: Sampling, prompt: Sequence[int], watch: Watch = ignore
+    codec: TextCodec, generator: Generator, params, sampling: Sampling, prompt: Sequence[int], watch: Watch = ignore
 ) -> Iterator[str]:
     """Yields the prompt with each of its samples, `BATCH` of which are computed together."""
     stops = _make_stops(codec, sampling)
-    rows = Generator(model).stream(params, [prompt], sampling, len(codec.vocabulary), stops, watch, BATCH)
+    rows = generator.stream(params, [prompt], sampling, len(codec.vocabulary), stops, watch, BATCH)
     printed = prompt[_count_hidden(codec, prompt) :]
     return (stops.cut([*printed, *row.ids]) for row in rows)
 

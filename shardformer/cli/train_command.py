@@ -10,8 +10,10 @@ from shardformer.cli.eval_command import loss_table
 from shardformer.cli.loading import ShownProgress
 from shardformer.cli.sample_command import sample_text
 from shardformer.config import check_zero, presets
+from shardformer.devices import early_compilation
+from shardformer.devices.early_compilation import EarlyCompilation
 from shardformer.errors import UsageError
-from shardformer.inference import Sampling
+from shardformer.inference import Generator, Sampling
 from shardformer.logs import command_start, goodput, streams
 from shardformer.session import Session, Trained
 from shardformer.training.evaluation import EvaluationStopped
@@ -79,25 +81,51 @@ def finish(trained: Trained, stop: StopSignal) -> None:
 
     A stop ends it; `train --resume` repeats it.
     """
-    with stop.printed_by(print_line, plan="ending the final evaluation; the run is saved"):
+    run, plan = trained.run, "ending the final evaluation; the run is saved"
+    with stop.printed_by(print_line, plan=plan), FinalSample(trained) as sample:
         try:
             say("evaluating the best checkpoint on all of validation and test")
             losses = trained.evaluate(stop.is_requested)
-            model, params, step = trained.load_best()
-            table = loss_table(losses, trained.run.config)
-            say(f"\nbest checkpoint: step {step}, on {trained.run.config.data.source}\n{table}")
+            step, params = run.restore_params(sample.generator.model, trained.best.step)
+            say(f"\nbest checkpoint: step {step}, on {run.config.data.source}\n{loss_table(losses, run.config)}")
             with contextlib.suppress(SampleStopped):
-                say_text(f"\nit writes:\n{write_sample(trained.run, model, params, stop)}")
+                say_text(f"\nit writes:\n{sample.write(params, stop)}")
         except EvaluationStopped:
-            say_how_to_resume(trained.run)
+            say_how_to_resume(run)
 
 
-def write_sample(run: Run, model, params, stop: StopSignal) -> str:
-    """Returns a text of the run without a prompt. Raises SampleStopped at the first tokens after a stop."""
+class FinalSample:
+    """A text of the run without a prompt, whose programs a thread compiles during the evaluation."""
 
-    def look_for_stop(*_) -> None:
-        if stop.is_requested():
-            raise SampleStopped
+    def __init__(self, trained: Trained):
+        c = trained.run.config
+        self._run, self.generator = trained.run, Generator(trained.make_sampling_model())
+        self._sampling = Sampling(tokens=400, seed=c.training.seed, stride=max(c.model.seq // 4, 1))
+        self._early = EarlyCompilation(self.compile) if early_compilation.saves_time() else None
 
-    sampling = Sampling(tokens=400, seed=run.config.training.seed, stride=max(run.config.model.seq // 4, 1))
-    return sample_text(run, model, params, sampling, look_for_stop).strip()
+    def __enter__(self) -> "FinalSample":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._end_compilation()
+
+    def write(self, params, stop: StopSignal) -> str:
+        """Returns the text. Raises SampleStopped at the first tokens after a stop."""
+        self._end_compilation()
+
+        def look_for_stop(*_) -> None:
+            if stop.is_requested():
+                raise SampleStopped
+
+        return sample_text(self._run, self.generator, params, self._sampling, look_for_stop).strip()
+
+    def compile(self) -> None:
+        """Compiles the programs that `write` runs first."""
+        run = self._run
+        prompt = run.vocabulary.first_ids().tolist()
+        self.generator.compile(run.abstract_params(self.generator.model), prompt, self._sampling, len(run.vocabulary))
+
+    def _end_compilation(self) -> None:
+        if self._early:
+            with goodput.CLOCK.spending("compile"):
+                self._early.wait()

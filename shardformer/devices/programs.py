@@ -124,6 +124,11 @@ def use_store(store: ProgramStore | None) -> None:
     _store = store
 
 
+def has_store() -> bool:
+    """Returns whether a store keeps the programs of this process."""
+    return _store is not None
+
+
 def jit(function: Callable, *, is_agreed: bool = True, **options: Any) -> Any:
     """Returns jax.jit(function, **options), which must have out_shardings; with a store, its KeptProgram.
 

@@ -17,8 +17,8 @@ from shardformer.config.names import is_factor_of_product
 from shardformer.devices import programs
 from shardformer.errors import UsageError
 from shardformer.inference.sampling import Drawing, Sampling, choose_tokens
-from shardformer.kernels.threefry import STANDARD
-from shardformer.model import ROWS, Decoder, Model
+from shardformer.kernels.threefry import THREEFRY
+from shardformer.model import ROWS, Decoder, Model, with_shardings
 from shardformer.parallel.context import round_up_tokens
 from shardformer.shards.parameters import map_stacked
 
@@ -83,11 +83,12 @@ class Generator:
         self.model, self.decoder = model, Decoder(model)
         rows, replicated = model.sharding(ROWS), model.sharding(P())
         self._to_rows = functools.partial(place, sharding=rows)
-        unstacked = jax.tree.map(model.sharding, self.decoder.unstacked_specs)
-        self._unstack_layers = programs.jit(functools.partial(unstack_layers, model.config), out_shardings=unstacked)
+        self._unstacked = jax.tree.map(model.sharding, self.decoder.unstacked_specs)
+        unstack = functools.partial(unstack_layers, model.config)
+        self._unstack_layers = programs.jit(unstack, out_shardings=self._unstacked)
         # Both functions are given the layout: otherwise the second call of one compiles it for the other's layout.
         logits, caches = model.sharding(P("dp", "mp")), model.sharding(self.decoder.cache_spec)
-        layout = _Decoding._make((logits, caches, replicated, rows, rows))
+        layout = self._layout = _Decoding._make((logits, caches, replicated, rows, rows))
         self._read = programs.jit(self._read_context, static_argnames="cache_size", out_shardings=layout)
         results = layout, replicated, replicated
         self._draw = programs.jit(self._draw_tokens, donate_argnames="decoding", out_shardings=results)
@@ -147,6 +148,20 @@ class Generator:
                 self._fill_contexts(request, rows)
             yield from (Continuation(row.ids, row.logprobs, row.stopped) for row in rows)
 
+    def compile(self, params, prompt: Sequence[int], sampling: Sampling, vocab_size: int) -> None:
+        """Compiles the programs that `stream` runs first for a prompt; `params` are shapes with shardings."""
+        row = Row(0, list(prompt), 0)
+        row.shorten_context(self.model.config.model.seq, sampling.stride)
+        count = self._count_new([row], [row.context], sampling)
+        *arguments, sample_B, drawn_B, cache_size = self._place_rows([row], [row.context], len(row.context) + count)
+        unstacking = self._unstack_layers.lower(params)
+        reading = self._read.lower(params, *arguments, cache_size=cache_size)
+        unstacked, decoding = _add_shardings(unstacking, self._unstacked), _add_shardings(reading, self._layout)
+        values = _list_values(sampling, min(CHUNK, count), 0, vocab_size)
+        drawing = self._draw.lower(unstacked, decoding, sample_B, drawn_B, *values)
+        for lowered in (unstacking, reading, drawing):
+            lowered.compile()
+
     def _fill_contexts(self, request: _Request, rows: list["Row"]) -> None:
         """Reads every row's context and draws tokens until one context is full or all rows have ended."""
         sampling, seq = request.sampling, self.model.config.model.seq
@@ -154,17 +169,14 @@ class Generator:
             row.shorten_context(seq, sampling.stride)
         # The context of an ended row is cut to one token: it must not fill the window of the others.
         contexts = [row.prompt[:1] if row.ended(sampling) else row.context for row in rows]
-        longest = max(map(len, contexts))
-        missing = max(sampling.tokens - len(row.ids) for row in rows if not row.ended(sampling))
-        count = min(missing, seq - longest + 1)
-        if limit := self.model.config.model.longest_short_row:  # a row that becomes longer is reread
-            count = min([count, *(limit - len(context) + 1 for context in contexts if len(context) <= limit)])
-        decoding, samples, drawn = self._read_rows(request, rows, contexts, longest + count)
-        drawing = Drawing.from_sampling(sampling)
+        count = self._count_new(rows, contexts, sampling)
+        length = max(map(len, contexts)) + count
+        *arguments, samples, drawn, cache_size = self._place_rows(rows, contexts, length)
+        decoding = self._read(request.params.stacked, *arguments, cache_size=cache_size)
         for start in range(0, count, CHUNK):
             size = min(CHUNK, count - start)
-            values = np.int32(sampling.seed), np.int32(size), np.int32(start), np.int32(request.vocab_size)
-            decoding, *results = self._draw(request.params.unstacked, decoding, samples, drawn, *values, drawing)
+            values = _list_values(sampling, size, start, request.vocab_size)
+            decoding, *results = self._draw(request.params.unstacked, decoding, samples, drawn, *values)
             ids, logprobs = map(np.asarray, results)
             for i, row in enumerate(rows):
                 new = row.take(ids[i, :size].tolist(), logprobs[i, :size].tolist(), sampling, request.stops)
@@ -173,10 +185,18 @@ class Generator:
             if all(row.ended(sampling) for row in rows):
                 return
 
-    def _read_rows(self, request: _Request, rows: list["Row"], contexts: list[list[int]], length: int):
-        """Returns the decoding state after the contexts, each row's sample number and its count of drawn tokens.
+    def _count_new(self, rows: list["Row"], contexts: list[list[int]], sampling: Sampling) -> int:
+        """Returns how many tokens to draw before a context is full or all rows have ended."""
+        missing = max(sampling.tokens - len(row.ids) for row in rows if not row.ended(sampling))
+        count = min(missing, self.model.config.model.seq - max(map(len, contexts)) + 1)
+        if limit := self.model.config.model.longest_short_row:  # a row that becomes longer is reread
+            count = min([count, *(limit - len(context) + 1 for context in contexts if len(context) <= limit)])
+        return count
 
-        length: tokens that the caches must hold.
+    def _place_rows(self, rows: list["Row"], contexts: list[list[int]], length: int) -> tuple:
+        """Returns the contexts and their lengths, the longest, each row's sample number and its count of drawn tokens.
+
+        The last value is the size of caches that hold `length` tokens.
         """
         seq, dp, cp = self.model.config.model.seq, self.model.config.parallel.dp, self.model.config.parallel.cp
         longest = max(map(len, contexts))
@@ -189,8 +209,7 @@ class Generator:
             lengths[i], samples[i], drawn[i] = len(context), row.sample, len(row.ids)
         cache_size = min(round_up(length, SMALLEST_CACHE), seq)
         placed = [self._to_rows(array) for array in (window, lengths, samples, drawn)]
-        decoding = self._read(request.params.stacked, *placed[:2], np.int32(longest), cache_size=cache_size)
-        return decoding, *placed[2:]
+        return *placed[:2], np.int32(longest), *placed[2:], cache_size
 
     def _read_context(self, params, window_BP, length_B, end, *, cache_size: int) -> _Decoding:
         logits_BV, caches = self.decoder.prefill(params, window_BP, length_B, end, cache_size)
@@ -205,7 +224,7 @@ class Generator:
 
         start: tokens drawn since the context was read.
         """
-        base = jax.random.key(seed, impl=STANDARD)
+        base = jax.random.key(seed, impl=THREEFRY)
         sample_keys = jax.vmap(lambda sample: jax.random.fold_in(base, sample))(sample_B)
         rows = len(sample_B)
         row_B = jnp.arange(rows)
@@ -261,6 +280,16 @@ class Row:
             self.logprobs.append(logprob)
             self.stopped = stops(self.ids)
         return self.ids[before:]
+
+
+def _list_values(sampling: Sampling, size: int, start: int, vocab_size: int) -> tuple:
+    """Returns the last arguments of `_draw_tokens`, for a chunk of `size` tokens."""
+    return (*map(np.int32, (sampling.seed, size, start, vocab_size)), Drawing.from_sampling(sampling))
+
+
+def _add_shardings(lowered: jax.stages.Lowered, shardings):
+    """Returns the shapes of a program's results with their shardings, of which one may be that of a list."""
+    return with_shardings(lowered.out_info, jax.tree.broadcast(shardings, lowered.out_info))
 
 
 def check_stages(model: Model) -> None:

@@ -7,6 +7,7 @@ elements that `jax.random.bernoulli` keeps.
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,12 +66,23 @@ def _wrap_for_jax(key):
     return jax.random.wrap_key_data(key, impl=STANDARD)
 
 
-# For `impl=` of jax.random.key. Small draws, for example keys, are left to JAX.
+def split(key: Array, shape: tuple[int, ...]) -> Array:
+    """Returns the words of `jax.random.split` from those of a key."""
+    return lax.optimization_barrier(jnp.stack(_words(key, shape), axis=-1))
+
+
+def fold_in(key: Array, data: Any) -> Array:
+    """Returns the words of `jax.random.fold_in` from those of a key, and a uint32 array."""
+    return lax.optimization_barrier(jnp.stack(threefry((key[0], key[1]), (jnp.zeros_like(data), data))))
+
+
+# For `impl=` of jax.random.key. JAX's own loops took half of the compilation of a model's first parameters, though
+# they compute only keys.
 THREEFRY = define_prng_impl(
     key_shape=(2,),
     seed=lambda seed: jax.random.key_data(jax.random.key(seed, impl=STANDARD)),
-    split=lambda key, shape: jax.random.key_data(jax.random.split(_wrap_for_jax(key), shape)),
-    fold_in=lambda key, data: jax.random.key_data(jax.random.fold_in(_wrap_for_jax(key), data)),
+    split=split,
+    fold_in=fold_in,
     random_bits=random_bits,
     name="threefry2x32_in_one_loop",
     tag="fry1",

@@ -5,6 +5,7 @@ to `lost`, and the time between the two starts to `waiting`. So the kinds add up
 """
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,10 +49,14 @@ class Goodput:
 
     @contextlib.contextmanager
     def noting_compilation(self) -> Iterator[None]:
-        """Moves the seconds that JAX reports to `compile`, from the kind in which they passed."""
+        """Moves the seconds that JAX reports to `compile`, from the kind in which they passed.
+
+        The seconds of other threads pass beside those that this clock charges.
+        """
+        thread = threading.get_ident()
 
         def move(event: str, duration_secs: float, **_) -> None:
-            if event in COMPILING:
+            if event in COMPILING and threading.get_ident() == thread:
                 self.seconds[self._kind] -= duration_secs
                 self.seconds["compile"] += duration_secs
 

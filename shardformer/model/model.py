@@ -20,7 +20,7 @@ from shardformer.config import Config
 from shardformer.config.names import Stream
 from shardformer.devices import programs
 from shardformer.errors import UsageError
-from shardformer.kernels.threefry import STANDARD, THREEFRY
+from shardformer.kernels.threefry import THREEFRY
 from shardformer.layout import Layout, resolve, specs
 from shardformer.layout.choose_attention import NoKernel
 from shardformer.layout.float_weights import FloatWeights
@@ -299,7 +299,7 @@ class Model:
 
     def _draw_masks(self, dropout_key, batch, tokens: int) -> Dropout:
         """Returns the dropout of this shard's rows, which have `tokens` tokens over all shards of cp."""
-        c, key = self.config, jax.random.wrap_key_data(dropout_key, impl=STANDARD)
+        c, key = self.config, jax.random.wrap_key_data(dropout_key, impl=THREEFRY)
         position_T = self.layout.attention.positions(tokens // c.parallel.cp) if c.parallel.cp > 1 else None
         return Dropout(c.training.dropout, key, batch["examples"], c.parallel.sequence_parallel, position_T)
 
@@ -359,9 +359,10 @@ def _initialise_stored(architecture: Config, weights: FloatWeights, seed):
 
 @functools.lru_cache
 def _parameter_shapes(architecture: Config):
-    return jax.eval_shape(lambda: _initialise(architecture, 0))
+    return jax.eval_shape(functools.partial(_initialise, architecture), np.int32(0))
 
 
+@functools.partial(jax.jit, static_argnums=0, inline=True)  # traced once for the shapes and the program
 def _initialise(architecture: Config, seed):
     """Draws the parameters by the shard modules on size-1 axes, where a shard is the full model."""
     plain = architecture.replace(lora_rank=0)  # the other parameters do not depend on adapters

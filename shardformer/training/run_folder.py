@@ -256,7 +256,7 @@ class Run:
         """
         step, known = self.choose_step(step, averaged), checkpoint.list_steps(self.out)
         has_codes = self.config.stored.quantized
-        like = model.abstract if has_codes else model.read_abstract
+        like = self._find_shapes(model)
         like = like if has_adapters else lora.remove_adapters(like)
         wanted = {"params": master_weights.round_shapes(like, self.config)}
         unread = ["step", "optimizer", "masters", "guard", "rollout"]
@@ -278,6 +278,13 @@ class Run:
             rounded = master_weights.round_parameters(means, self.config)
             return step, rounded if has_codes else model.store(rounded)
         return step, state["params"] if has_codes else model.name_parts(state["params"])
+
+    def _find_shapes(self, model: Model) -> dict:
+        return model.abstract if self.config.stored.quantized else model.read_abstract
+
+    def abstract_params(self, model: Model) -> dict:
+        """Returns the shapes and shardings of the parameters that `restore_params` reads for a model of the run."""
+        return master_weights.round_shapes(self._find_shapes(model), self.config)
 
     def choose_step(self, step: int = 0, averaged: bool = False) -> int:
         """Returns the step of the checkpoint to read: the best by validation unless `step` names another."""

@@ -18,7 +18,7 @@ from shardformer.config import Config
 from shardformer.config.names import Stream
 from shardformer.devices import programs
 from shardformer.devices.chips import find_options
-from shardformer.kernels.threefry import STANDARD
+from shardformer.kernels.threefry import THREEFRY
 from shardformer.model import Loss, Model
 
 NO_ARRAYS: dict = {}  # no code adds to it
@@ -179,7 +179,7 @@ class Update:
 
     def dropout_key(self, step) -> jax.Array:
         """Returns the key data of a step's dropout masks."""
-        key = jax.random.fold_in(jax.random.key(self.config.training.seed, impl=STANDARD), Stream.DROPOUT)
+        key = jax.random.fold_in(jax.random.key(self.config.training.seed, impl=THREEFRY), Stream.DROPOUT)
         return jax.random.key_data(jax.random.fold_in(key, step))
 
     def start(self, params) -> TrainState:

@@ -14,7 +14,7 @@ from shardformer.inference.sampling import Sampling
 from shardformer.layout import mesh
 from shardformer.model import Decoder, Model
 from tests import sharded, shared
-from tests.surroundings import before_call
+from tests.surroundings import before_call, counting_compilations
 
 SEQ = 8
 GREEDY = Sampling(temperature=0)
@@ -170,6 +170,10 @@ def test_every_token_is_drawn_with_its_own_key():
 def test_other_sampling_values_do_not_recompile(monkeypatch):
     own, traced = Generator(model()), []
     before_call(monkeypatch, own.decoder, "prefill", lambda *_: traced.append(1))
+    own.compile(own.model.abstract, prompt(1), Sampling(tokens=4), shared.VOCAB)
+    with counting_compilations() as compiled:
+        own.generate(parameters(), prompt(1), Sampling(tokens=4), vocab_size=shared.VOCAB - 1)
+    assert not [name for name in compiled if "_context" in name or "_tokens" in name or "_layers" in name]
     for options in ({"temperature": 0}, {"top_k": 3}, {"top_p": 0.5, "seed": 2}, {"tokens": 3 * SEQ, "stride": 3}):
         for length in (1, 3, SEQ + 1):
             own.generate(parameters(), prompt(length), Sampling(**{"tokens": 4} | options), vocab_size=shared.VOCAB - 1)

@@ -30,6 +30,15 @@ def test_numbers_equal_those_of_jax(seed):
     jax.tree.map(np.testing.assert_array_equal, draws(seed, THREEFRY), draws(seed, "threefry2x32"))
 
 
+def test_keys_are_computed_once_and_not_within_each_draw():
+    def program(key):
+        return jax.random.normal(jax.random.split(key)[1], (64, 64))
+
+    text = jax.jit(program).lower(jax.random.key(0, impl=THREEFRY)).compile().as_text()
+    largest = max(body.count(" xor(") for body in text.split("\n}\n"))
+    assert largest < 30  # 20 rounds and the schedule; 44 with the key's rounds
+
+
 def test_another_rotation_gives_other_numbers(monkeypatch):
     counters = np.array([[0] * 9, range(9)], np.uint32)
 

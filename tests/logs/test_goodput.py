@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -59,6 +60,18 @@ def test_compilation_is_moved_out_of_the_kind_around_it():
     jax.monitoring.record_event_duration_secs(COMPILING[0], 3)  # after the run
     goodput.begin_steps()
     assert (goodput.seconds["start"], goodput.seconds["compile"]) == (5, 3)
+
+
+def test_compilation_in_another_thread_is_not_moved():
+    clock = Clock()
+    goodput = Goodput(clock)
+    with goodput.noting_compilation():
+        thread = threading.Thread(target=jax.monitoring.record_event_duration_secs, args=(COMPILING[0], 3))
+        thread.start()
+        thread.join()
+        clock.now += 8
+    goodput.begin_steps()
+    assert (goodput.seconds["start"], goodput.seconds["compile"]) == (8, 0)
 
 
 def test_repeated_steps_are_lost_and_the_gap_is_waiting(tmp_path):

@@ -227,13 +227,13 @@ def test_stop_during_the_sample_ends_it(tmp_path, text, monkeypatch, capfd, fini
     """Everything is written by then, so there is nothing to resume."""
     drawn, watched = [], train_command.sample_text
 
-    def interrupted(run, model, params, sampling, watch):
+    def interrupted(run, generator, params, sampling, watch):
         def watch_and_terminate(row, ids):
             drawn.append(ids)
             runs.terminate()
             watch(row, ids)
 
-        return watched(run, model, params, sampling, watch_and_terminate)
+        return watched(run, generator, params, sampling, watch_and_terminate)
 
     monkeypatch.setattr(train_command, "sample_text", interrupted)
     out = tmp_path / "run"

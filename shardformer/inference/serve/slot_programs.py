@@ -13,7 +13,7 @@ from shardformer.devices import programs
 from shardformer.inference.generator import CHUNK, SMALLEST_CACHE, place, round_up, unstack_layers
 from shardformer.inference.sampling import Drawing, choose_tokens
 from shardformer.kernels.attention import Cache
-from shardformer.kernels.threefry import STANDARD
+from shardformer.kernels.threefry import THREEFRY
 from shardformer.model import ROWS, Chunk, Decoder, Model
 from shardformer.parallel.context import round_up_tokens
 
@@ -140,7 +140,7 @@ class SlotPrograms:
         seed_B, sample_B, drawn_B, position_B, active_B, top_k_B = integers
         rules = Drawing(floats[0], top_k_B, *floats[1:])
         count, vocab_size, with_top = control
-        key_B = jax.vmap(lambda seed, sample: jax.random.fold_in(jax.random.key(seed, impl=STANDARD), sample))(
+        key_B = jax.vmap(lambda seed, sample: jax.random.fold_in(jax.random.key(seed, impl=THREEFRY), sample))(
             seed_B, sample_B
         )
         row_B, active_B = jnp.arange(self.rows), active_B > 0

@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers import decoders, models
 
 from shardformer.__main__ import main
-from shardformer.cli import train_command
+from shardformer.cli.train_command import FinalSample
 from tests.convert.hf_models import FOLDER
 from tests.data.chat import families
 from tests.data.chat.chats import write_lines
@@ -58,7 +58,8 @@ def walk(monkeypatch, folder: Path) -> list[int]:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # a conversion runs in a separate process
     write_base(Path("HF_FOLDER"))
     write_lines(Path("chat.jsonl"), [record(n) for n in range(60)])
-    monkeypatch.setattr(train_command, "sample_text", lambda *_: "(no sample)")
+    monkeypatch.setattr(FinalSample, "write", lambda *_: "(no sample)")
+    monkeypatch.setattr(FinalSample, "compile", lambda _: None)
     statuses = []
     for words in commands():
         added = next((small for command, small in SMALL.items() if " ".join(words).startswith(command)), [])
