@@ -94,6 +94,7 @@ def _row(scales: Array, y: Array) -> Array:
     return scales.reshape((1,) * (y.ndim - 1) + (-1,))
 
 
+@functools.partial(jax.jit, static_argnames=("transposed", "preferred"))  # layers of equal shapes are lowered once
 def _multiply_codes(x_BTI: Array, codes: Array, transposed: bool, preferred=None) -> Array:
     """Returns the product with the float values of the codes; a CPU converts a tile at a time.
 
@@ -122,13 +123,6 @@ def _multiply_on_cpu(x_NI, codes, transposed, preferred):
 
 def _multiply_tiles(x_NI, codes, transposed, preferred):
     """Multiplies by some rows of the stored codes at a time, which are contiguous."""
-    size = tiles.rows_of_tile(codes.shape[1])
-    if codes.shape[0] < 2 * size:
+    if codes.shape[0] < 2 * tiles.rows_of_tile(codes.shape[1]):
         return _multiply_at_once(x_NI, codes, transposed, preferred)
-
-    def rows(start, size):
-        return lax.dynamic_slice_in_dim(codes, start, size).astype(x_NI.dtype)
-
-    if transposed:
-        return tiles.join_outputs(x_NI, rows, codes.shape[0], size, preferred)
-    return tiles.sum_over_inputs(x_NI, rows, size, preferred)
+    return (tiles.join_outputs if transposed else tiles.sum_over_inputs)(x_NI, codes, preferred)
