@@ -12,15 +12,13 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from shardformer.config import Config
-from shardformer.config.names import is_factor_of_product
 from shardformer.devices import programs
 from shardformer.errors import UsageError
 from shardformer.inference.sampling import Drawing, Sampling, choose_tokens
+from shardformer.inference.unstacking import Unstacking
 from shardformer.kernels.threefry import STANDARD
 from shardformer.model import ROWS, Decoder, Model
 from shardformer.parallel.context import round_up_tokens
-from shardformer.shards.parameters import map_stacked
 
 CHUNK = 16  # tokens drawn between two looks of the host
 SMALLEST_CACHE = 16
@@ -83,8 +81,7 @@ class Generator:
         self.model, self.decoder = model, Decoder(model)
         rows, replicated = model.sharding(ROWS), model.sharding(P())
         self._to_rows = functools.partial(place, sharding=rows)
-        unstacked = jax.tree.map(model.sharding, self.decoder.unstacked_specs)
-        self._unstack_layers = programs.jit(functools.partial(unstack_layers, model.config), out_shardings=unstacked)
+        self._unstack_layers = Unstacking(model)
         # Both functions are given the layout: otherwise the second call of one compiles it for the other's layout.
         logits, caches = model.sharding(P("dp", "mp")), model.sharding(self.decoder.cache_spec)
         layout = _Decoding._make((logits, caches, replicated, rows, rows))
@@ -276,19 +273,6 @@ def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
         raise UsageError("a prompt has no tokens; give at least one")
     if not all(0 <= min(prompt) <= max(prompt) < vocab_size for prompt in prompts):
         raise UsageError(f"a prompt has token ids outside 0..{vocab_size - 1}, which the model does not know")
-
-
-def unstack_layers(config: Config, params):
-    """Returns the parameters for `Decoder.decode`: each layer's arrays in a list, in the dtype of the products.
-
-    From a stacked array XLA would copy each layer's part for every token.
-    """
-
-    def unstack(name, leaf):
-        dtype = config.parallel.dtype if is_factor_of_product(name) else leaf.dtype
-        return [leaf[i].astype(dtype) for i in range(len(config.layers_of(name)))]
-
-    return map_stacked(unstack, params)
 
 
 def place(rows: np.ndarray, sharding: jax.NamedSharding) -> jax.Array:
