@@ -39,7 +39,7 @@ def live_bytes() -> int:
     return sum(leaf.nbytes for leaf in jax.live_arrays())
 
 
-def test_layers_are_the_slices_of_the_stack_and_the_rest_is_shared(model, params):
+def test_layers_are_slices_and_other_arrays_are_shared(model, params):
     unstacked = Unstacking(model)(params)
     for (module, name), leaf in list_stacked(params).items():
         layers = unstacked[module][name]
