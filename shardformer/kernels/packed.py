@@ -108,13 +108,14 @@ def _look_up(codes: Array, levels: tuple[float, ...]) -> Array:
 def multiply(x_BTI: Array, w_IO: PackedMatrix) -> Array:
     """Returns x @ w in x's dtype; sums are float32."""
     x_NI = x_BTI.reshape(-1, x_BTI.shape[-1])
-    y_NO = _multiply(x_NI, w_IO, few=x_NI.shape[0] <= FEW_ROWS)
+    few = x_NI.shape[0] <= FEW_ROWS
+    y_NO = _multiply(x_NI, w_IO, few, _group(w_IO) // 2 if few else _bytes_of_tile(w_IO))
     return y_NO.astype(x_BTI.dtype).reshape(*x_BTI.shape[:-1], -1)
 
 
-@functools.partial(jax.jit, static_argnames="few")  # layers of equal shapes are lowered once
-def _multiply(x_NI: Array, w_IO: PackedMatrix, few: bool) -> Array:
-    multiply_tiles = functools.partial(_multiply_tiles, few=few)
+@functools.partial(jax.jit, static_argnums=(2, 3))  # layers of equal shapes are lowered once
+def _multiply(x_NI: Array, w_IO: PackedMatrix, few: bool, size: int) -> Array:
+    multiply_tiles = functools.partial(_multiply_tiles, few=few, size=size)
     if x_NI.shape[0] > 1:
         return multiply_tiles(x_NI, w_IO)
     return lax.platform_dependent(x_NI, w_IO, cpu=_multiply_row, default=multiply_tiles)
@@ -141,10 +142,9 @@ def _multiply_row(x_1I: Array, w_IO: PackedMatrix) -> Array:
     return total_rO.sum(0, keepdims=True)
 
 
-def _multiply_tiles(x_NI: Array, w_IO: PackedMatrix, few: bool) -> Array:
-    """Returns the float32 product, for a tile of codes at a time; that of few rows is one group."""
+def _multiply_tiles(x_NI: Array, w_IO: PackedMatrix, few: bool, size: int) -> Array:
+    """Returns the float32 product, for a tile of `size` rows of codes at a time; that of few rows is one group."""
     x_NP2 = x_NI.reshape(x_NI.shape[0], -1, 2)
-    size = _group(w_IO) // 2 if few else _bytes_of_tile(w_IO)
 
     def multiply_tile(start):
         high_pO, low_pO, scales_GO = _values(w_IO, start, size)

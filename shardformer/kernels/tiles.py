@@ -32,10 +32,10 @@ def contract(x_NI: Array, w: Array, transposed: bool, preferred=None) -> Array:
     return lax.dot_general(x_NI, w, contracted, preferred_element_type=preferred)
 
 
-def sum_over_inputs(x_NI: Array, codes_IO: Array, preferred=None) -> Array:
-    """Returns x @ codes: adds up, in float32, the products with a tile of rows at a time."""
+def sum_over_inputs(x_NI: Array, codes_IO: Array, most_rows: int, preferred=None) -> Array:
+    """Returns x @ codes: adds up, in float32, the products with a tile of at most so many rows at a time."""
     inputs, outputs = codes_IO.shape
-    count = count_tiles(inputs, rows_of_tile(outputs))
+    count = count_tiles(inputs, most_rows)
     size = -(-inputs // count)
 
     def add_tile(i, y_NO):
@@ -50,10 +50,10 @@ def sum_over_inputs(x_NI: Array, codes_IO: Array, preferred=None) -> Array:
     return lax.fori_loop(0, count, add_tile, zeros_NO).astype(preferred or x_NI.dtype)
 
 
-def join_outputs(x_NI: Array, codes_OI: Array, preferred=None) -> Array:
-    """Returns x @ codes.T: joins the products with a tile of rows at a time."""
-    outputs, inputs = codes_OI.shape
-    count = count_tiles(outputs, rows_of_tile(inputs))
+def join_outputs(x_NI: Array, codes_OI: Array, most_rows: int, preferred=None) -> Array:
+    """Returns x @ codes.T: joins the products with a tile of at most so many rows at a time."""
+    outputs = codes_OI.shape[0]
+    count = count_tiles(outputs, most_rows)
     size = -(-outputs // count)
 
     def fill_tile(i, y_NO):
