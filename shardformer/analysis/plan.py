@@ -103,7 +103,7 @@ def estimate(config: Config, chips: Slice) -> Plan:
     stored, layout = memory.predict_bytes(config), resolve_on(config, chips)
     sent = traced.find_collectives(layout)
     traffic = traced.traffic_bytes(layout) + 2 * _updated_bytes(config, stored)  # read and written
-    times = roofline.predict_times(layout, chips, traffic, sent)
+    times = roofline.predict_times(layout, chips, traffic, sent, stored.host)
     return Plan(config, chips, stored, _temporaries(config, chips), sent, times)
 
 
@@ -274,13 +274,23 @@ def format_collectives(config: Config, result: list[Collective]) -> str:
 
 def _format_times(plan: Plan) -> str:
     times = plan.times
-    rows = [[name.replace("_", " "), _milliseconds(seconds)] for name, seconds in times._asdict().items()]
+    resources = times._asdict()
+    if not plan.stored.host:
+        del resources["host_link"]
+    rows = [[name.replace("_", " "), _milliseconds(seconds)] for name, seconds in resources.items()]
     rows.append(["step", _milliseconds(times.seconds)])
     return (
         format_table(rows, ["at best", "ms a step"])
         + f"\n{times.binding} binds: at most {plan.tokens_per_second:,.0f} tokens/s, {plan.utilization:.0%} MFU\n"
-        f"chip constants: {plan.chips.chip.source}"
+        f"chip constants: {plan.chips.chip.source}{_describe_link(plan)}"
     )
+
+
+def _describe_link(plan: Plan) -> str:
+    """Formats the rate of the link to the host's memory if the step uses it."""
+    rate = f"{plan.chips.chip.host_link / 1e9:g} GB/s each way between a device and its host"
+    origin = "assumed, as that of a v4 by jax-ml.github.io/scaling-book/tpus" if plan.chips.is_tpu else "PCIe"
+    return f"; {rate} ({origin})" if plan.stored.host else ""
 
 
 def _milliseconds(seconds: float) -> str:

@@ -19,17 +19,19 @@ from shardformer.parallel.replicas import Replicated, Zero
 class Roofline(NamedTuple):
     """The seconds of one step that each resource takes at its peak rate.
 
-    Compute, memory and overlapped wire traffic run side by side. Nothing runs next to the exposed wire traffic.
+    Compute, memory and overlapped wire traffic run side by side. Nothing runs next to the exposed wire traffic. Next to
+    the copies from and to the host's memory, only the update runs, which takes little of their time.
     """
 
     compute: float
     memory: float
     overlapped_wire: float
     exposed_wire: float
+    host_link: float = 0.0
 
     @property
     def seconds(self) -> float:
-        return max(self[:-1]) + self.exposed_wire
+        return max(self.compute, self.memory, self.overlapped_wire) + self.exposed_wire + self.host_link
 
     @property
     def binding(self) -> str:
@@ -37,8 +39,13 @@ class Roofline(NamedTuple):
         return max(self._fields, key=lambda name: getattr(self, name)).replace("_", " ")
 
 
-def predict_times(layout: Layout, chips: Slice, traffic: int, result: Iterable[Collective]) -> Roofline:
-    """Predicts a step's seconds from the bytes that a device reads and writes and from its collectives."""
+def predict_times(
+    layout: Layout, chips: Slice, traffic: int, result: Iterable[Collective], hosted: int = 0
+) -> Roofline:
+    """Predicts a step's seconds from the bytes that a device reads and writes and from its collectives.
+
+    hosted: bytes that come from the host's memory and go back; both directions run side by side.
+    """
     config = layout.config
     tokens = config.training.batch * config.model.seq
     compute = tokens * _timed_flops_per_token(layout) / (config.parallel.devices * chips.chip.flops)
@@ -48,7 +55,8 @@ def predict_times(layout: Layout, chips: Slice, traffic: int, result: Iterable[C
         wire[_overlaps(each, axes, layout.replicas)] += (
             each.times * wire_bytes(each) / axis_bandwidth(axes, config, chips)
         )
-    return Roofline(compute, traffic / chips.chip.bandwidth, wire[True], wire[False])
+    memory, link = traffic / chips.chip.bandwidth, hosted / chips.chip.host_link
+    return Roofline(compute, memory, wire[True], wire[False], link)
 
 
 def _overlaps(collective: Collective, axes: str, replicas: Replicated) -> bool:

@@ -88,7 +88,7 @@ def _choose_settings(model: Config, preset: Config, overrides: dict) -> Config:
         if overrides[name] != fixed[name]:
             raise UsageError(
                 f"{name}={overrides[name]} contradicts base={preset.training.base}, which has "
-                f"{name}={model.shown(name)}"
+                f"{name}={model.shown(name)}; leave {name}= out"
             )
     return preset.replace(**fixed).override(overrides | {"out": preset.run.out, "base": preset.training.base})
 

@@ -102,7 +102,7 @@ def _open_output(run: Run, options: GenerateOptions, prompts: list[str]) -> Reco
 def _continue(model, params, ids, options: GenerateOptions, vocab_size: int, stops: Stops, done: int):
     """Yields the continuations after the first `done`, by the engine of `serve`, whose bits they have."""
     engine = Engine(model, options.batch or _choose_rows(len(ids) * options.samples, model), vocab_size)
-    jobs = make_jobs(ids, options, engine.load(params), stops)
+    jobs = make_jobs(ids, options, engine.load(params, donate=True), stops)
     del params
     yield from (job.result() for job in engine.run(itertools.islice(jobs, done, None)))
 

@@ -63,14 +63,14 @@ class ServedRun:
     @staticmethod
     def load(run: Run, name: str, thread: EngineThread, model: Model, params, step: int, averaged: bool) -> "ServedRun":
         """Loads the run whose model the engine was made for."""
-        weights = thread.engine.load(params, f"step {step}")
+        weights = thread.engine.load(params, f"step {step}", donate=True)
         return ServedRun(run, thread, model, Served(name, weights), step, averaged)
 
     def add(self, name: str, other: Run, model: Model) -> "ServedRun":
         """Loads the best checkpoint of another run; arrays that are equal to this run's are stored once."""
         step, params = other.restore_params(model, averaged=self.averaged)
         programs = None if model is self.model else self.thread.engine.make_programs(model)
-        weights = self.thread.engine.load(params, f"step {step}", programs)
+        weights = self.thread.engine.load(params, f"step {step}", programs, donate=True)
         weights = share_equal_arrays(weights, self.served.weights)
         return ServedRun(other, self.thread, model, Served(name, weights), step, self.averaged)
 
@@ -91,7 +91,7 @@ class ServedRun:
             except checkpoint.Damaged as error:
                 print(f"{error}; step {self.step} is still served", file=sys.stderr, flush=True)
                 continue
-            self.served.weights = self.thread.engine.load(params, f"step {step}")
+            self.served.weights = self.thread.engine.load(params, f"step {step}", donate=True)
             self.step = step
             self.thread.metrics.reloads += 1
             print(f"step {step} is served", file=sys.stderr, flush=True)

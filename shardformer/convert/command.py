@@ -105,8 +105,9 @@ def _choose_converter(source: Path | BucketPath, arguments: list[str]):
     inside = (
         next((path.parent for path in sorted(source.glob("*/shard_0"))), None) if isinstance(source, Path) else None
     )
+    reason = "cannot be converted" if source.exists() else "does not exist"
     raise UsageError(
-        f"{source} cannot be converted; expected a run, a Hugging Face folder, PEFT's adapters, GPT-J's shards "
+        f"{source} {reason}; expected a run, a Hugging Face folder, PEFT's adapters, GPT-J's shards "
         f"(shard_0/0.npz) or Grok-1's checkpoint (ckpt-0/tensor00000_000)"
         f"{f'; did you mean {inside}?' if inside else ''}"
     )

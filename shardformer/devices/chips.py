@@ -19,6 +19,9 @@ GiB, MiB = 2**30, 2**20
 RESERVED = GiB // 4  # of a TPU's memory: its compiler for v5e reports 15.75 GiB of 16 as its limit
 GPU_SHARE = 0.75  # of a GPU's memory: JAX's limit unless XLA_PYTHON_CLIENT_MEM_FRACTION is set
 GPUS_OF_A_NODE = 8
+# Bytes per second each way between a chip and its host's memory: of a v4 ("16GB / second each way" by
+# jax-ml.github.io/scaling-book/tpus, assumed of every TPU), and of 16 lanes of PCIe 4 or 5 by the GPUs' data sheets.
+TPU_HOST_LINK, PCIE_4, PCIE_5 = 16e9, 32e9, 64e9
 GPU_NETWORK = 400e9 / 8  # between nodes, bytes per second for each GPU; an assumption, which `source` states
 
 
@@ -40,6 +43,7 @@ class Chip(NamedTuple):
     capability: float = 0.0  # compute capability of an NVIDIA GPU
     clock: float = 0.0  # cycles per second of a TPU, from its peak and its matrix units
     devices: int = 1  # of one chip
+    host_link: float = TPU_HOST_LINK  # between a device and its host's memory, each way, bytes per second
     exchanging: int = 0  # chips of a slice up to which an all-to-all overlaps with arithmetic; 0: any number
 
     @property
@@ -48,13 +52,27 @@ class Chip(NamedTuple):
         return self.wire / max(self.dimensions, 1)
 
 
-def _gpu(flops: float, memory: float, bandwidth: float, wire: float, capability: float, data_sheet: str) -> Chip:
+def _gpu(
+    flops: float, memory: float, bandwidth: float, wire: float, capability: float, data_sheet: str, pcie: float = PCIE_5
+) -> Chip:
     source = (
         f"{data_sheet}; {GPU_SHARE:.0%} of its {memory / 1e9:g} GB, which JAX takes unless "
         f"XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise; assumed: nodes of {GPUS_OF_A_NODE} GPUs, with a network of "
         f"{GPU_NETWORK * 8 / 1e9:g} Gbit/s for each GPU between them, which the GPUs of one node share"
     )
-    return Chip(flops, GPU_SHARE * memory, bandwidth, wire, 0, 0, source, GPUS_OF_A_NODE, GPU_NETWORK, capability)
+    return Chip(
+        flops,
+        GPU_SHARE * memory,
+        bandwidth,
+        wire,
+        0,
+        0,
+        source,
+        GPUS_OF_A_NODE,
+        GPU_NETWORK,
+        capability,
+        host_link=pcie,
+    )
 
 
 SYSTOLIC = 2 * 128 * 128  # FLOPs of a cycle of a matrix unit; a v6e's has four times as many
@@ -71,12 +89,14 @@ CHIPS = {
     "tpu7x": Chip(2307e12 / 2, 96 * GiB - RESERVED, 7380e9 / 2, 600e9 / 2, 3, 64 * MiB,
                   "docs.cloud.google.com/tpu/docs/tpu7x, half of a chip: ICI 1200 GB/s, two ways; unconfirmed: no step "
                   "was measured, and the clock, the fast memory and the reserved memory are assumed",
-                  clock=2307e12 / 2 / (4 * 4 * SYSTOLIC), devices=2),
-    "a100": _gpu(312e12, 80e9, 2039e9, 300e9, 8.0, "NVIDIA A100 80GB SXM data sheet: NVLink 600 GB/s both ways"),
+                  clock=2307e12 / 2 / (4 * 4 * SYSTOLIC), devices=2, host_link=TPU_HOST_LINK / 2),
+    "a100": _gpu(312e12, 80e9, 2039e9, 300e9, 8.0, "NVIDIA A100 80GB SXM data sheet: NVLink 600 GB/s both ways",
+                 PCIE_4),
     "h100": _gpu(989e12, 80e9, 3350e9, 450e9, 9.0, "NVIDIA H100 SXM data sheet: NVLink 900 GB/s both ways"),
     "h200": _gpu(989e12, 141e9, 4800e9, 450e9, 9.0, "NVIDIA H200 SXM data sheet: NVLink 900 GB/s both ways"),
-    "rtx4090": _gpu(165e12, 24e9, 1008e9, 32e9, 8.9, "NVIDIA Ada whitepaper, RTX 4090: PCIe 64 GB/s both ways"),
-    "l40s": _gpu(362e12, 48e9, 864e9, 32e9, 8.9, "NVIDIA L40S data sheet: PCIe 64 GB/s both ways"),
+    "rtx4090": _gpu(165e12, 24e9, 1008e9, 32e9, 8.9, "NVIDIA Ada whitepaper, RTX 4090: PCIe 64 GB/s both ways",
+                    PCIE_4),
+    "l40s": _gpu(362e12, 48e9, 864e9, 32e9, 8.9, "NVIDIA L40S data sheet: PCIe 64 GB/s both ways", PCIE_4),
     "b200": _gpu(2250e12, 180e9, 8000e9, 900e9, 10.0, "NVIDIA HGX B200 data sheet: NVLink 1.8 TB/s both ways"),
 }  # fmt: skip
 LARGEST = {

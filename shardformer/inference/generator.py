@@ -12,15 +12,13 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from shardformer.config import Config
-from shardformer.config.names import is_factor_of_product
 from shardformer.devices import programs
 from shardformer.errors import UsageError
 from shardformer.inference.sampling import Drawing, Sampling, choose_tokens
+from shardformer.inference.unstacking import Unstacking
 from shardformer.kernels.threefry import THREEFRY
 from shardformer.model import ROWS, Decoder, Model, with_shardings
 from shardformer.parallel.context import round_up_tokens
-from shardformer.shards.parameters import map_stacked
 
 CHUNK = 16  # tokens drawn between two looks of the host
 SMALLEST_CACHE = 16
@@ -83,9 +81,7 @@ class Generator:
         self.model, self.decoder = model, Decoder(model)
         rows, replicated = model.sharding(ROWS), model.sharding(P())
         self._to_rows = functools.partial(place, sharding=rows)
-        self._unstacked = jax.tree.map(model.sharding, self.decoder.unstacked_specs)
-        unstack = functools.partial(unstack_layers, model.config)
-        self._unstack_layers = programs.jit(unstack, out_shardings=self._unstacked)
+        self._unstack_layers = Unstacking(model)
         # Both functions are given the layout: otherwise the second call of one compiles it for the other's layout.
         logits, caches = model.sharding(P("dp", "mp")), model.sharding(self.decoder.cache_spec)
         layout = self._layout = _Decoding._make((logits, caches, replicated, rows, rows))
@@ -154,12 +150,12 @@ class Generator:
         row.shorten_context(self.model.config.model.seq, sampling.stride)
         count = self._count_new([row], [row.context], sampling)
         *arguments, sample_B, drawn_B, cache_size = self._place_rows([row], [row.context], len(row.context) + count)
-        unstacking = self._unstack_layers.lower(params)
+        unstacking, unstacked = self._unstack_layers.lower(params)
         reading = self._read.lower(params, *arguments, cache_size=cache_size)
-        unstacked, decoding = _add_shardings(unstacking, self._unstacked), _add_shardings(reading, self._layout)
+        decoding = with_shardings(reading.out_info, jax.tree.broadcast(self._layout, reading.out_info))
         values = _list_values(sampling, min(CHUNK, count), 0, vocab_size)
         drawing = self._draw.lower(unstacked, decoding, sample_B, drawn_B, *values)
-        for lowered in (unstacking, reading, drawing):
+        for lowered in (*unstacking, reading, drawing):
             lowered.compile()
 
     def _fill_contexts(self, request: _Request, rows: list["Row"]) -> None:
@@ -287,11 +283,6 @@ def _list_values(sampling: Sampling, size: int, start: int, vocab_size: int) -> 
     return (*map(np.int32, (sampling.seed, size, start, vocab_size)), Drawing.from_sampling(sampling))
 
 
-def _add_shardings(lowered: jax.stages.Lowered, shardings):
-    """Returns the shapes of a program's results with their shardings, of which one may be that of a list."""
-    return with_shardings(lowered.out_info, jax.tree.broadcast(shardings, lowered.out_info))
-
-
 def check_stages(model: Model) -> None:
     if model.config.parallel.pp > 1:
         raise UsageError(
@@ -305,19 +296,6 @@ def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
         raise UsageError("a prompt has no tokens; give at least one")
     if not all(0 <= min(prompt) <= max(prompt) < vocab_size for prompt in prompts):
         raise UsageError(f"a prompt has token ids outside 0..{vocab_size - 1}, which the model does not know")
-
-
-def unstack_layers(config: Config, params):
-    """Returns the parameters for `Decoder.decode`: each layer's arrays in a list, in the dtype of the products.
-
-    From a stacked array XLA would copy each layer's part for every token.
-    """
-
-    def unstack(name, leaf):
-        dtype = config.parallel.dtype if is_factor_of_product(name) else leaf.dtype
-        return [leaf[i].astype(dtype) for i in range(len(config.layers_of(name)))]
-
-    return map_stacked(unstack, params)
 
 
 def place(rows: np.ndarray, sharding: jax.NamedSharding) -> jax.Array:

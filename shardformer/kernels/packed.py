@@ -108,11 +108,17 @@ def _look_up(codes: Array, levels: tuple[float, ...]) -> Array:
 def multiply(x_BTI: Array, w_IO: PackedMatrix) -> Array:
     """Returns x @ w in x's dtype; sums are float32."""
     x_NI = x_BTI.reshape(-1, x_BTI.shape[-1])
-    if x_NI.shape[0] == 1:
-        y_NO = lax.platform_dependent(x_NI, w_IO, cpu=_multiply_row, default=_multiply_tiles)
-    else:
-        y_NO = _multiply_tiles(x_NI, w_IO)
+    few = x_NI.shape[0] <= FEW_ROWS
+    y_NO = _multiply(x_NI, w_IO, few, _group(w_IO) // 2 if few else _bytes_of_tile(w_IO))
     return y_NO.astype(x_BTI.dtype).reshape(*x_BTI.shape[:-1], -1)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))  # layers of equal shapes are lowered once
+def _multiply(x_NI: Array, w_IO: PackedMatrix, few: bool, size: int) -> Array:
+    multiply_tiles = functools.partial(_multiply_tiles, few=few, size=size)
+    if x_NI.shape[0] > 1:
+        return multiply_tiles(x_NI, w_IO)
+    return lax.platform_dependent(x_NI, w_IO, cpu=_multiply_row, default=multiply_tiles)
 
 
 def _multiply_row(x_1I: Array, w_IO: PackedMatrix) -> Array:
@@ -132,16 +138,15 @@ def _multiply_row(x_1I: Array, w_IO: PackedMatrix) -> Array:
         scales_1O = lax.dynamic_slice_in_dim(w_IO.scales, i * size * run // half, 1)
         return sum(term(i * size + j) for j in range(size)) * scales_1O
 
-    return row_products.add_steps(step, codes_RrO.shape[0] // size).sum(0, keepdims=True)
+    total_rO = row_products.add_steps(step, codes_RrO.shape[0] // size, (run, outputs), x_1I, w_IO.codes, w_IO.scales)
+    return total_rO.sum(0, keepdims=True)
 
 
-def _multiply_tiles(x_NI: Array, w_IO: PackedMatrix) -> Array:
-    """Returns the float32 product, for a tile of codes at a time."""
+def _multiply_tiles(x_NI: Array, w_IO: PackedMatrix, few: bool, size: int) -> Array:
+    """Returns the float32 product, for a tile of `size` rows of codes at a time; that of few rows is one group."""
     x_NP2 = x_NI.reshape(x_NI.shape[0], -1, 2)
-    few = x_NI.shape[0] <= FEW_ROWS
-    size = _group(w_IO) // 2 if few else _bytes_of_tile(w_IO)
 
-    def multiply_tile(start, size):
+    def multiply_tile(start):
         high_pO, low_pO, scales_GO = _values(w_IO, start, size)
         if not few:
             high_pO, low_pO = (_scale(values, scales_GO) for values in (high_pO, low_pO))
@@ -150,13 +155,10 @@ def _multiply_tiles(x_NI: Array, w_IO: PackedMatrix) -> Array:
         y_NO = sum(tiles.contract(x, values.astype(x.dtype), False, jnp.float32) for x, values in factors)
         return y_NO * scales_GO if few else y_NO  # the tile is one group
 
-    count, rest = divmod(w_IO.codes.shape[0], size)
-    y_NO = multiply_tile(0, size) if count else multiply_tile(0, rest)
-    if count > 1:
-        y_NO = lax.fori_loop(1, count, lambda i, y_NO: y_NO + multiply_tile(i * size, size), y_NO)
-    if count and rest:
-        y_NO = y_NO + multiply_tile(count * size, rest)
-    return y_NO
+    shape = x_NI.shape[0], w_IO.codes.shape[1]
+    return row_products.add_steps(
+        lambda i: multiply_tile(i * size), w_IO.codes.shape[0] // size, shape, x_NI, w_IO.codes, w_IO.scales
+    )
 
 
 def _multiply_forward(x_BTI, w_IO):
@@ -167,19 +169,13 @@ def _multiply_backward(w_IO, d_BTO):
     d_NO = d_BTO.reshape(-1, d_BTO.shape[-1])
     size = _bytes_of_tile(w_IO)
 
-    def multiply_tile(start, size):
-        high_pO, low_pO, scales_GO = _values(w_IO, start, size)
+    def multiply_tile(i):
+        high_pO, low_pO, scales_GO = _values(w_IO, i * size, size)
         values = (_scale(values, scales_GO).astype(d_NO.dtype) for values in (high_pO, low_pO))
         return jnp.stack([tiles.contract(d_NO, values_pO, True) for values_pO in values], axis=-1)
 
-    count, rest = divmod(w_IO.codes.shape[0], size)
-    parts = []
-    if count:
-        d_tNp2 = lax.map(lambda i: multiply_tile(i * size, size), jnp.arange(count))
-        parts.append(jnp.moveaxis(d_tNp2, 0, 1).reshape(d_NO.shape[0], -1))
-    if rest:
-        parts.append(multiply_tile(count * size, rest).reshape(d_NO.shape[0], -1))
-    return jnp.concatenate(parts, axis=1).reshape(*d_BTO.shape[:-1], -1), None
+    d_tNp2 = lax.map(multiply_tile, jnp.arange(w_IO.codes.shape[0] // size))
+    return jnp.moveaxis(d_tNp2, 0, 1).reshape(*d_BTO.shape[:-1], -1), None
 
 
 multiply.defvjp(_multiply_forward, _multiply_backward)
@@ -190,8 +186,10 @@ def _group(w_IO: PackedMatrix) -> int:
 
 
 def _bytes_of_tile(w_IO: PackedMatrix) -> int:
-    """Returns the rows of codes in a tile, which has full groups."""
-    return -(-tiles.rows_of_tile(w_IO.shape[1]) // _group(w_IO)) * (_group(w_IO) // 2)
+    """Returns the rows of codes in a tile: full groups, as many as divide the matrix."""
+    groups, size = w_IO.scales.shape[0], _group(w_IO)
+    least = -(-groups * size // max(tiles.rows_of_tile(w_IO.shape[1]), size))
+    return groups // next(count for count in range(least, groups + 1) if groups % count == 0) * size // 2
 
 
 def _values(w_IO: PackedMatrix, start: Array | int, size: int) -> tuple[Array, Array, Array]:

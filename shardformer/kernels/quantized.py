@@ -95,6 +95,11 @@ def _row(scales: Array, y: Array) -> Array:
 
 
 def _multiply_codes(x_BTI: Array, codes: Array, transposed: bool, preferred=None) -> Array:
+    return _multiply_in_tiles(x_BTI, codes, transposed, preferred, tiles.rows_of_tile(codes.shape[1]))
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))  # layers of equal shapes are lowered once
+def _multiply_in_tiles(x_BTI: Array, codes: Array, transposed: bool, preferred, most_rows: int) -> Array:
     """Returns the product with the float values of the codes; a CPU converts a tile at a time.
 
     Compilers of TPUs and GPUs convert inside the product. That of a CPU would store the complete float matrix.
@@ -103,7 +108,7 @@ def _multiply_codes(x_BTI: Array, codes: Array, transposed: bool, preferred=None
     y_NO = lax.platform_dependent(
         x_NI,
         codes,
-        cpu=functools.partial(_multiply_on_cpu, transposed=transposed, preferred=preferred),
+        cpu=functools.partial(_multiply_on_cpu, transposed=transposed, preferred=preferred, most_rows=most_rows),
         default=functools.partial(_multiply_at_once, transposed=transposed, preferred=preferred),
     )
     return y_NO.reshape(*x_BTI.shape[:-1], y_NO.shape[-1])
@@ -113,22 +118,15 @@ def _multiply_at_once(x_NI, codes, transposed, preferred):
     return tiles.contract(x_NI, codes.astype(x_NI.dtype), transposed, preferred)
 
 
-def _multiply_on_cpu(x_NI, codes, transposed, preferred):
+def _multiply_on_cpu(x_NI, codes, transposed, preferred, most_rows):
     if x_NI.shape[0] > 1 or (transposed and not row_products.choose_lanes(codes.shape[1])):
-        return _multiply_tiles(x_NI, codes, transposed, preferred)
+        return _multiply_tiles(x_NI, codes, transposed, preferred, most_rows)
     y_1O = (row_products.multiply_by_rows if transposed else row_products.multiply)(x_NI, codes)
     return y_1O.astype(preferred or x_NI.dtype)
 
 
-def _multiply_tiles(x_NI, codes, transposed, preferred):
+def _multiply_tiles(x_NI, codes, transposed, preferred, most_rows):
     """Multiplies by some rows of the stored codes at a time, which are contiguous."""
-    size = tiles.rows_of_tile(codes.shape[1])
-    if codes.shape[0] < 2 * size:
+    if codes.shape[0] < 2 * most_rows:
         return _multiply_at_once(x_NI, codes, transposed, preferred)
-
-    def rows(start, size):
-        return lax.dynamic_slice_in_dim(codes, start, size).astype(x_NI.dtype)
-
-    if transposed:
-        return tiles.join_outputs(x_NI, rows, codes.shape[0], size, preferred)
-    return tiles.sum_over_inputs(x_NI, rows, size, preferred)
+    return (tiles.join_outputs if transposed else tiles.sum_over_inputs)(x_NI, codes, most_rows, preferred)

@@ -30,8 +30,8 @@ def multiply(x_1I: Array, codes_IO: Array) -> Array:
         return sum(take(x_Rr1, first + i) * take(codes_RrO, first + i).astype(jnp.float32) for i in range(size))
 
     count, rest = divmod(inputs // run, TERMS)
-    y_rO = add_steps(lambda i: step(i * TERMS), count) if count else step(0, rest)
-    if count and rest:
+    y_rO = add_steps(lambda i: step(i * TERMS), count, (run, outputs), x_1I, codes_IO)
+    if rest:
         y_rO = y_rO + step(count * TERMS, rest)
     return y_rO.sum(0, keepdims=True)
 
@@ -54,9 +54,13 @@ def multiply_by_rows(x_1D: Array, codes_VD: Array) -> Array:
     return lax.fori_loop(0, -(-entries // rows), fill, empty_VL).sum(-1)[None]
 
 
-def add_steps(step: Callable, count: int) -> Array:
-    """Returns step(0) + step(1) + ... of a loop."""
-    return lax.fori_loop(1, count, lambda i, total: total + step(i), step(0)) if count > 1 else step(0)
+def add_steps(step: Callable, count: int, shape: tuple[int, ...], *arrays: Array) -> Array:
+    """Returns the float32 sum step(0) + step(1) + ... of a loop; its value varies over the axes of the arrays.
+
+    A first step outside of the loop would be compiled a second time, which takes as long as the loop.
+    """
+    zeros = vary_like(jnp.zeros(shape, jnp.float32), *arrays)
+    return lax.fori_loop(0, count, lambda i, total: total + step(i), zeros)
 
 
 def take(x: Array, number: Array | int) -> Array:

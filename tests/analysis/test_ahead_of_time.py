@@ -283,6 +283,23 @@ def test_offloaded_state_is_copied_by_layer_beside_arithmetic():
         beside = count_arithmetic_beside_copies(step.as_text(), copy)
         assert len(beside) == arrays, copy
         assert sum(count > 0 for count in beside) > arrays / 2, copy
+    assert_host_link_starts_early(step.as_text())
+    for start in (" copy-start(", " dynamic-update-slice-start("):
+        late = sorted(step.as_text().splitlines(), key=lambda line: start in line)
+        with pytest.raises(AssertionError):
+            assert_host_link_starts_early("\n".join(late))
+
+
+def assert_host_link_starts_early(text: str) -> None:
+    """Asserts that the table's state comes before the backward pass, and a layer's goes back while others come."""
+    lines = text.splitlines()
+
+    def find(pattern: str) -> list[int]:
+        return [i for i, line in enumerate(lines) if re.search(pattern, line)]
+
+    (backward,) = find(r" while\(.*transpose\(jvp\(\)\)/while")
+    assert min(find(r"S\(5\).* copy-start\(")) < backward
+    assert min(find(r"S\(5\).* dynamic-update-slice-start\(")) < max(find(r" dynamic-slice-done\("))
 
 
 def test_state_on_the_device_is_not_copied():

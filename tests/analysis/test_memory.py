@@ -9,11 +9,12 @@ import pytest
 
 from shardformer.__main__ import main
 from shardformer.analysis import compiling, live, memory, plan, traced
-from shardformer.config.names import HOST
+from shardformer.config.names import HOST, is_stacked
 from shardformer.config.presets import preset
 from shardformer.devices import chips
 from shardformer.errors import UsageError
 from shardformer.layout import mesh, resolve
+from shardformer.model import Model
 from tests import shared
 from tests.surroundings import simulate_devices
 
@@ -189,3 +190,18 @@ def test_one_microbatch_is_one_program():
     assert set(measured.live["optimizer"].values()) == {measured.predicted.optimizer}
     alone = memory.predict_bytes(shared.tiny(mesh="4x2"))
     assert measured.predicted.optimizer >= alone.optimizer + alone.gradients
+
+
+def test_offloaded_state_outside_of_layers_is_on_the_device_during_a_step():
+    """Its copies from the host start before the backward pass. Moments are two float32 values a parameter."""
+
+    config = shared.tiny(mesh="1x1", layers=1, batch=32)
+
+    def moment_bytes(is_counted):
+        shapes = Model.abstract_parameters(config)
+        leaves = (leaf for module, leaves in shapes.items() if is_counted(module) for leaf in leaves.values())
+        return sum(2 * 4 * leaf.size for leaf in leaves if leaf.ndim >= 2)
+
+    hosted, kept = (memory.estimate_temporaries(resolve(config.replace(offload=o))) for o in ("optimizer", "none"))
+    assert hosted - kept == moment_bytes(lambda module: not is_stacked(module))
+    assert hosted - kept < moment_bytes(lambda module: True)

@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from shardformer.analysis import plan, roofline
+from shardformer.analysis import memory, plan, roofline
 from shardformer.analysis.program_collectives import Collective
 from shardformer.config.parsing import parse_mesh
 from shardformer.devices import chips
@@ -41,9 +41,9 @@ def test_only_gathers_of_zero_in_a_loop_overlap():
         return predict_times(config, four, 0, [sent])
 
     seconds = 3 * 3 / 4 * 4e8 / 200e9  # each device sends 3 of 4 parts
-    assert times("all-gather", True)[2:] == pytest.approx((seconds, 0))
-    assert times("all-gather", False)[2:] == pytest.approx((0, seconds))
-    assert times("all-reduce", True)[2:] == pytest.approx((0, 2 * seconds))
+    assert times("all-gather", True)[2:4] == pytest.approx((seconds, 0))
+    assert times("all-gather", False)[2:4] == pytest.approx((0, seconds))
+    assert times("all-reduce", True)[2:4] == pytest.approx((0, 2 * seconds))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_rings_of_the_context_overlap(mesh, in_loop, overlaps):
     """A v5e sends 200 GB/s if an exchange takes both dimensions of the torus; stages wait for what they receive."""
     config = shared.tiny(mesh=mesh, layers=4, accum=4) if mesh == "1x1x4" else shared.tiny(mesh=mesh)
     sent = Collective("collective-permute", "f32", (10**8,), ((0, 1), (1, 2), (2, 3), (3, 0)), in_loop, 3)
-    overlapped, exposed = predict_times(config, chips.parse_slice("v5e:2x2"), 0, [sent])[2:]
+    overlapped, exposed = predict_times(config, chips.parse_slice("v5e:2x2"), 0, [sent])[2:4]
     assert (overlapped > 0, exposed > 0) == (overlaps, not overlaps)
     assert overlapped + exposed == pytest.approx(3 * 4e8 / 200e9)
 
@@ -74,7 +74,7 @@ def test_scatters_of_layers_are_exchanges_on_a_tpu(chip, mesh, in_loop, overlaps
         tuple(range(place, config.parallel.devices, config.parallel.mp)) for place in range(config.parallel.mp)
     )
     sent = Collective("reduce-scatter", "f32", (10**8,), over_dp, in_loop, 3)
-    overlapped, exposed = predict_times(config, chips.parse_slice(chip), 0, [sent])[2:]
+    overlapped, exposed = predict_times(config, chips.parse_slice(chip), 0, [sent])[2:4]
     assert (overlapped > 0, exposed > 0) == (overlaps, not overlaps)
 
 
@@ -82,6 +82,16 @@ def test_exposed_wire_traffic_adds_to_the_longest_time():
     times = roofline.Roofline(compute=3.0, memory=2.0, overlapped_wire=5.0, exposed_wire=1.0)
     assert times.seconds == 6.0
     assert times.binding == "overlapped wire"
+
+
+def test_host_link_adds_the_bytes_of_one_direction():
+    """Moments of the matrices of one device: 8 bytes a parameter come and go at once."""
+    config = shared.tiny(mesh="1x1", offload="optimizer")
+    hosted, link = memory.predict_bytes(config).host, V5E.chip.host_link
+    planned = plan.estimate(config, V5E).times
+    assert planned.host_link == pytest.approx(hosted / link)
+    assert planned.seconds == pytest.approx(planned._replace(host_link=0).seconds + hosted / link)
+    assert roofline.predict_times(plan.resolve_on(config, V5E), V5E, 0, []).host_link == 0
 
 
 def test_frozen_weights_take_two_thirds_of_the_flops():

@@ -69,12 +69,12 @@ def test_loss_changes_little_with_4_bits(score, form, monkeypatch):
     exact, small = score(), score(f"weights={form}")
     assert exact != small
     assert abs(small / exact - 1) < MOST_4_BITS
-    levels = packed._look_up
+    multiply = packed.multiply
 
-    def flip_signs(codes, given):
-        return -levels(codes, given)
+    def flip_signs(x, w):
+        return -multiply(x, w)
 
-    monkeypatch.setattr(packed, "_look_up", flip_signs)
+    monkeypatch.setattr(packed, "multiply", flip_signs)
     assert abs(score(f"weights={form}") / exact - 1) > MOST_4_BITS
 
 

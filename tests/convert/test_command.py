@@ -250,6 +250,7 @@ def test_wrong_options_for_a_run(refused, trained, message, words):
 
 def test_sources_that_are_none(refused, recorded, tmp_path, trained):
     refused(USAGE, "cannot be converted; expected a run, a Hugging Face folder, PEFT's adapters, GPT-J's", tmp_path)
+    refused(USAGE, "does not exist; expected a run", tmp_path / "missing")
     refused(USAGE, f"did you mean {recorded / 'fixed-2'}?", recorded)
     refused(USAGE, "name its run", trained / "step_00000004")
     refused(USAGE, "no native run has", GOLDENS / "seed")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardformer.kernels import quantized
+from shardformer.kernels import quantized, tiles
 from shardformer.kernels.quantized import Int8Matrix
 
 ROWS, INPUTS, OUTPUTS = 3, 600, 1600  # two tiles or more of either orientation, and a remainder
@@ -97,3 +97,28 @@ def test_compiled_product_has_no_float_matrix(transposed):
     assert not float_shapes(tiled.as_text()) & full
     assert tiled.memory_analysis().temp_size_in_bytes < 4 * INPUTS * OUTPUTS / 2
     assert float_shapes(jax.jit(multiply_at_once).lower(x, w).compile().as_text()) & full
+
+
+def test_matrices_are_converted_one_tile_at_a_time():
+    """The conversion of a tile needs no activations: outside of the loop, XLA would convert those of all matrices."""
+    shapes = [(INPUTS, OUTPUTS), (OUTPUTS, INPUTS)] * 2
+    matrices = [
+        Int8Matrix(jax.ShapeDtypeStruct(shape, jnp.int8), jax.ShapeDtypeStruct((1, shape[1]), jnp.float32))
+        for shape in shapes
+    ]
+
+    def temporary_bytes(multiply):
+        def chain(x, matrices):
+            for w in matrices:
+                x = multiply(x, w)
+            return x
+
+        x = jax.ShapeDtypeStruct((1, ROWS, INPUTS), jnp.float32)
+        return jax.jit(chain).lower(x, matrices).compile().memory_analysis().temp_size_in_bytes
+
+    def convert_first_rows_apart(x, w):
+        first = w.codes[:256].astype(x.dtype)
+        return x[..., :256] @ first + x[..., 256:] @ w.codes[256:].astype(x.dtype)
+
+    assert temporary_bytes(quantized.multiply) < 2 * 4 * tiles.TILE_ELEMENTS
+    assert temporary_bytes(convert_first_rows_apart) > 4 * 4 * tiles.TILE_ELEMENTS

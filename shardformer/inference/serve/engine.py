@@ -37,9 +37,12 @@ class Engine:
         self._last_draw: dict[tuple[int, int], int] = {}  # of each pool and weights
         self.drawn = 0  # tokens of each row that the last step drew
 
-    def load(self, params, name: str = "", programs: SlotPrograms | None = None) -> Weights:
-        """Returns the parameters in the form for decoding, by default those of the engine's model."""
-        return Weights((programs or self.programs).unstack(params), name, programs)
+    def load(self, params, name: str = "", programs: SlotPrograms | None = None, donate: bool = False) -> Weights:
+        """Returns the parameters in the form for decoding, by default those of the engine's model.
+
+        donate: delete the stacked arrays of the layers; the caller needs them no more.
+        """
+        return Weights((programs or self.programs).unstack(params, donate), name, programs)
 
     def make_programs(self, model: Model) -> SlotPrograms:
         """Returns programs of another model for the same rows; its caches have the same shapes."""

@@ -10,8 +10,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from shardformer.devices import programs
-from shardformer.inference.generator import CHUNK, SMALLEST_CACHE, place, round_up, unstack_layers
+from shardformer.inference.generator import CHUNK, SMALLEST_CACHE, place, round_up
 from shardformer.inference.sampling import Drawing, choose_tokens
+from shardformer.inference.unstacking import Unstacking
 from shardformer.kernels.attention import Cache
 from shardformer.kernels.threefry import THREEFRY
 from shardformer.model import ROWS, Chunk, Decoder, Model
@@ -66,8 +67,7 @@ class SlotPrograms:
         rows, everywhere = model.sharding(ROWS), model.sharding(P())
         self._to_rows = functools.partial(place, sharding=rows)
         self._to_all = functools.partial(place, sharding=everywhere)
-        unstacked = jax.tree.map(model.sharding, self.decoder.unstacked_specs)
-        self.unstack = programs.jit(functools.partial(unstack_layers, model.config), out_shardings=unstacked)
+        self.unstack = Unstacking(model)
         cache = model.sharding(self.decoder.cache_spec)
         layout = State._make((model.sharding(P("dp", "mp")), cache, rows))
         self._empty = programs.jit(self._make_empty, static_argnames="size", out_shardings=layout)
