@@ -28,6 +28,7 @@ from shardformer.data import Characters, Corpus, Data, TokenIds, Vocabulary
 from shardformer.data.corpus import choose_row_layout
 from shardformer.data.prepare import Progress
 from shardformer.devices import early_compilation, processes, programs
+from shardformer.devices.early_compilation import EarlyCompilation
 from shardformer.errors import UsageError
 from shardformer.files import replacing
 from shardformer.inference.prompts import read_prompts
@@ -158,9 +159,10 @@ class Session:
             if self.is_new:  # check a second time: another run may have started and ended there while this one waited
                 processes.run_on_first_process(run.refuse_to_overwrite)
             self._say_start(run, trainer)
+            early = None
             if early_compilation.saves_time() and _has_known_batches(run.config, self.corpus):
-                stack.callback(trainer.end_early_compilation)
-                trainer.compile_early()
+                early = EarlyCompilation(trainer.compile_step)
+                stack.callback(early.wait)
             state, best = run.restore(trainer, self.say)
             self._say_step(run, trainer, int(state.step))
             corpus = self._with_references(run, trainer, state)
@@ -177,6 +179,9 @@ class Session:
             batches = corpus.train_batches(run.config, int(state.step), trainer.local_rows)
             stack.callback(batches.close)
             run.write_documents()
+            if early:
+                with goodput.CLOCK.spending("compile"):
+                    early.wait()
             try:
                 best = loop.train(run, evaluator, batches, state, best, stop, lock, sink)
             finally:

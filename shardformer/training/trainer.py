@@ -9,9 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer.config import Config
 from shardformer.devices import programs
-from shardformer.devices.early_compilation import EarlyCompilation
 from shardformer.layout import Layout
-from shardformer.logs import goodput
 from shardformer.model import Sums, with_shardings
 from shardformer.training.accumulation import make_accumulation
 from shardformer.training.example_gradients import ExampleGradients
@@ -45,7 +43,6 @@ class Trainer:
         self.shardings = self.update.make_shardings()
         self.accumulation = make_accumulation(config, self.update, self.shardings)
         self._start = programs.jit(self.update.start, donate_argnums=0, out_shardings=self.shardings)
-        self._early: EarlyCompilation | None = None
         self._sums = programs.jit(choose_sums(config, self.model), out_shardings=self.model.sharding(P()))
 
     @property
@@ -62,24 +59,13 @@ class Trainer:
         """Returns the state before the first step, from float32 parameters, which it consumes."""
         return self._start(params)
 
-    def compile_early(self) -> None:
-        """Starts to compile the step in another thread, for batches of `batch_shapes`."""
-        self._early = EarlyCompilation(self._compile_step)
-
-    def _compile_step(self) -> None:
+    def compile_step(self) -> None:
+        """Compiles the step for batches of `batch_shapes`: the first call finds it compiled."""
         for lowered in self.lower(self.abstract, self.abstract_batch):
             lowered.compile()
 
-    def end_early_compilation(self) -> None:
-        """Waits for the thread of `compile_early`."""
-        if self._early:
-            with goodput.CLOCK.spending("compile"):
-                self._early.wait()
-            self._early = None
-
     def step(self, state: TrainState, batch, step: int) -> tuple[TrainState, jax.Array]:
         """Dispatches one update with the batch made for `step`; consumes `state`. The metrics are one array."""
-        self.end_early_compilation()
         return self.accumulation.step(state, self.to_devices(batch) | self.constants, np.int32(step))
 
     def lower(self, state: TrainState, batch) -> list[jax.stages.Lowered]:
