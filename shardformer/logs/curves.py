@@ -37,7 +37,7 @@ _TEACHER_PANELS = (("kl", "KL divergence", "nats per token, of student and teach
 _EXPERT_PANEL = (metrics_file.LARGEST_SHARE, "Busiest expert", "share of routed tokens")
 _THOUSANDS = FuncFormatter(lambda value, _: f"{value:,.0f}")
 _SMOOTHED_SHARE = 0.03  # of the run: the width of the running mean's window
-_LARGEST_SPEED = 4  # medians: the top of the axis of the speed
+_SPEEDS_AVERAGED = 9  # rows, at least: those before an evaluation are read at once, so each seems to take no time
 _LARGEST_DRAWN = 1e30  # matplotlib overflows on larger values
 
 
@@ -58,7 +58,8 @@ def draw_curves(out: Path) -> Path:
     axes = figure.subplot_mosaic([["loss"] * len(panels), [key for key, *_ in panels]], height_ratios=[2.4, 1])
     _draw_loss(axes["loss"], series)
     for key, heading, unit, source in panels:
-        _draw_small(axes[key], *select_drawable(source["step"], source[key]), heading, unit)
+        points = select_drawable(source["step"], source[key])
+        _draw_small(axes[key], *(_average_speed(*points) if key == "tokens_per_s" else points), heading, unit)
     for key, panel in axes.items():
         _format_axes(panel, last_step, ticks=10 if key == "loss" else 5)
     path = out / "curves.png"
@@ -91,6 +92,16 @@ def compute_running_mean(values: np.ndarray, half: int) -> np.ndarray:
     return np.convolve(values, np.full(width, 1 / width), "valid")
 
 
+def _average_speed(steps: np.ndarray, speeds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the speed over neighbouring rows: their tokens in the sum of their times."""
+    half = max(int(len(speeds) * _SMOOTHED_SHARE), _SPEEDS_AVERAGED) // 2
+    is_measured = speeds > 0
+    steps, speeds = steps[is_measured], speeds[is_measured]
+    if len(speeds) <= 2 * half:
+        return steps, speeds
+    return steps[half:-half], 1 / compute_running_mean(1 / speeds, half)
+
+
 def _draw_loss(panel: Axes, series: dict) -> None:
     steps, losses = select_drawable(series["step"], series["loss"])
     half = int(len(losses) * _SMOOTHED_SHARE / 2)
@@ -120,10 +131,7 @@ def _draw_small(panel: Axes, steps: np.ndarray, values: np.ndarray, title: str, 
         panel.text(0.5, 0.5, "no value yet", color=_GREY, ha="center", transform=panel.transAxes)
         return
     panel.plot(steps, values, color=_GREY, linewidth=1.1, marker=_choose_marker(steps))
-    largest = values.max()
-    if unit == "tokens/s":  # a step that others delayed is measured short, and would flatten all others
-        largest = min(largest, _LARGEST_SPEED * np.median(values))
-    panel.set_ylim(min(0, 1.1 * values.min()), 1.1 * max(largest, 0) or 1)
+    panel.set_ylim(min(0, 1.1 * values.min()), 1.1 * max(values.max(), 0) or 1)
     if values.max() >= 1000:
         panel.yaxis.set_major_formatter(_THOUSANDS)
     else:

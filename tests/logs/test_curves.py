@@ -103,6 +103,16 @@ def test_single_fast_step_does_not_flatten_the_speed(tmp_path, figure):
     assert 1e4 < speed.get_ylim()[1] < 1e5
 
 
+def test_drawn_speed_is_tokens_over_time(tmp_path, figure):
+    """Of each ten steps of 1,000 tokens in 0.1 s, three are read at once, after the time of all four has passed."""
+    speeds = [1000 / (0.397 if n % 10 == 0 else 0.001 if n % 10 < 4 else 0.1) for n in range(300)]
+    curves.draw_curves(run_with(tmp_path, [row(n + 1, tokens_per_s=speed) for n, speed in enumerate(speeds)]))
+    speed = next(panel for panel in figure().axes if panel.get_ylabel() == "tokens/s")
+    drawn = speed.lines[0].get_ydata()
+    assert abs(np.median(drawn) / 10_000 - 1) < 0.12
+    assert 7_000 < drawn.min() < drawn.max() < 16_000
+
+
 def test_load_of_experts_has_a_panel(tmp_path, figure):
     """The largest share of any layer; a run without experts has no such panel."""
     out = run_with(tmp_path, [row(1), row(2)])
