@@ -251,6 +251,12 @@ class Trained:
             storage.upload_records(self.run.out)
         return losses
 
+    def load_best(self) -> tuple[Model, Any, int]:
+        """Returns a model that samples, the parameters of the best checkpoint, and its step."""
+        model = self.make_sampling_model()
+        step, params = self.run.restore_params(model, self.best.step)
+        return model, params, step
+
     def make_sampling_model(self) -> Model:
         """Returns a model that samples: the one that was trained, or one without stages."""
         if self.run.config.parallel.pp == 1:

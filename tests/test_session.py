@@ -41,6 +41,8 @@ def test_run_of_a_preset_takes_three_lines(tmp_path, text, capsys):
     trained = session.train()
     losses = trained.evaluate()
     assert trained.best.step == 2
+    model, params, step = trained.load_best()
+    assert (step, params.keys()) == (2, model.abstract.keys())
     assert not trained.stopped
     assert "validation" in losses
     assert "mesh 2x1" in capsys.readouterr().out
