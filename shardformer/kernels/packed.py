@@ -107,15 +107,18 @@ def _look_up(codes: Array, levels: tuple[float, ...]) -> Array:
 @jax.custom_vjp
 def multiply(x_BTI: Array, w_IO: PackedMatrix) -> Array:
     """Returns x @ w in x's dtype; sums are float32."""
-    x_NI = x_BTI.reshape(-1, x_BTI.shape[-1])
-    few = x_NI.shape[0] <= FEW_ROWS
-    y_NO = _multiply(x_NI, w_IO, few, _group(w_IO) // 2 if few else _bytes_of_tile(w_IO))
+    y_NO = _multiply(x_BTI.reshape(-1, x_BTI.shape[-1]), w_IO, _bytes_of_tile(w_IO))
     return y_NO.astype(x_BTI.dtype).reshape(*x_BTI.shape[:-1], -1)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))  # layers of equal shapes are lowered once
-def _multiply(x_NI: Array, w_IO: PackedMatrix, few: bool, size: int) -> Array:
-    multiply_tiles = functools.partial(_multiply_tiles, few=few, size=size)
+@functools.partial(jax.jit, static_argnums=2)  # layers of equal shapes are lowered once
+def _multiply(x_NI: Array, w_IO: PackedMatrix, size: int) -> Array:
+    return tiles.fold_batches(functools.partial(_multiply_rows, size=size))(x_NI, w_IO)
+
+
+def _multiply_rows(x_NI: Array, w_IO: PackedMatrix, size: int) -> Array:
+    few = x_NI.shape[0] <= FEW_ROWS
+    multiply_tiles = functools.partial(_multiply_tiles, few=few, size=_group(w_IO) // 2 if few else size)
     if x_NI.shape[0] > 1:
         return multiply_tiles(x_NI, w_IO)
     return lax.platform_dependent(x_NI, w_IO, cpu=_multiply_row, default=multiply_tiles)

@@ -104,13 +104,10 @@ def _multiply_in_tiles(x_BTI: Array, codes: Array, transposed: bool, preferred, 
 
     Compilers of TPUs and GPUs convert inside the product. That of a CPU would store the complete float matrix.
     """
-    x_NI = x_BTI.reshape(-1, x_BTI.shape[-1])
-    y_NO = lax.platform_dependent(
-        x_NI,
-        codes,
-        cpu=functools.partial(_multiply_on_cpu, transposed=transposed, preferred=preferred, most_rows=most_rows),
-        default=functools.partial(_multiply_at_once, transposed=transposed, preferred=preferred),
-    )
+    on_cpu = functools.partial(_multiply_on_cpu, transposed=transposed, preferred=preferred, most_rows=most_rows)
+    elsewhere = functools.partial(_multiply_at_once, transposed=transposed, preferred=preferred)
+    multiply_rows = tiles.fold_batches(functools.partial(lax.platform_dependent, cpu=on_cpu, default=elsewhere))
+    y_NO = multiply_rows(x_BTI.reshape(-1, x_BTI.shape[-1]), codes)
     return y_NO.reshape(*x_BTI.shape[:-1], y_NO.shape[-1])
 
 
