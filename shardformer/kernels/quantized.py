@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from shardformer.kernels import row_products, tiles
+from shardformer.kernels import digit_products, row_products, tiles
 
 LARGEST_CODE = 127
 UNIT = np.float32(1 / LARGEST_CODE)  # XLA would divide by a constant as it likes: by a product, or not
@@ -116,10 +116,14 @@ def _multiply_at_once(x_NI, codes, transposed, preferred):
 
 
 def _multiply_on_cpu(x_NI, codes, transposed, preferred, most_rows):
-    if x_NI.shape[0] > 1 or (transposed and not row_products.choose_lanes(codes.shape[1])):
+    rows = x_NI.shape[0]
+    if rows == 1 and not (transposed and not row_products.choose_lanes(codes.shape[1])):
+        y_NO = (row_products.multiply_by_rows if transposed else row_products.multiply)(x_NI, codes)
+    elif rows <= digit_products.MOST_ROWS and digit_products.is_available():
+        y_NO = digit_products.multiply(x_NI, codes, transposed)
+    else:
         return _multiply_tiles(x_NI, codes, transposed, preferred, most_rows)
-    y_1O = (row_products.multiply_by_rows if transposed else row_products.multiply)(x_NI, codes)
-    return y_1O.astype(preferred or x_NI.dtype)
+    return y_NO.astype(preferred or x_NI.dtype)
 
 
 def _multiply_tiles(x_NI, codes, transposed, preferred, most_rows):

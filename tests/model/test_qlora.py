@@ -9,7 +9,7 @@ import pytest
 from shardformer.analysis import dense_reference as reference
 from shardformer.config import weight_keys
 from shardformer.config.names import CODES, LAYERS, LORA_OUT
-from shardformer.kernels import nf4, tiles
+from shardformer.kernels import digit_products, nf4, tiles
 from shardformer.layout import mesh
 from shardformer.model import Model, lora
 from shardformer.model.preference_model import PreferenceModel
@@ -28,6 +28,7 @@ def small_tiles(monkeypatch):
     """Small matrices are multiplied in tiles, and have groups of 8 inputs."""
     monkeypatch.setattr(tiles, "ROWS", 4)
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", 12 * 16)
+    monkeypatch.setattr(digit_products, "MOST_ROWS", 0)
     monkeypatch.setattr(weight_keys, "GROUP", 8)
     monkeypatch.setattr(nf4, "BLOCK", 6)
 

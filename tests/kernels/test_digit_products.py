@@ -1,0 +1,90 @@
+"""Products of a few rows with int8 codes, by int8 digits of the rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardformer.kernels import digit_products, quantized
+from shardformer.kernels.quantized import Int8Matrix
+
+ROWS, INPUTS, OUTPUTS = 5, 96, 160
+
+
+@pytest.fixture(autouse=True)
+def new_programs():
+    """The number of digits and of rows is no argument of a compiled product."""
+    yield
+    jax.clear_caches()
+
+
+def draw_rows(dtype=np.float32):
+    """Returns rows of several magnitudes; one has an outlier and one is zero."""
+    x = np.random.RandomState(0).normal(size=(ROWS, INPUTS)) * np.array([[1, 1e-20, 1e20, 1, 0]]).T
+    x[3, 7] = 1000
+    return jnp.asarray(x, dtype)
+
+
+def draw_codes(transposed):
+    shape = (OUTPUTS, INPUTS) if transposed else (INPUTS, OUTPUTS)
+    return np.random.RandomState(1).randint(-127, 128, shape).astype(np.int8)
+
+
+def largest_difference(x, codes, transposed):
+    """Returns the largest difference from the product in float64, relative to each row's largest value."""
+    exact = np.asarray(x, np.float64) @ (codes.T if transposed else codes).astype(np.float64)
+    got = np.asarray(digit_products.multiply(x, codes, transposed), np.float64)
+    size = np.abs(exact).max(-1)
+    return (np.abs(got - exact).max(-1) / np.where(size > 0, size, 1)).max()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-6), ("bfloat16", 4e-4)])
+def test_digits_have_the_precision_of_the_dtype(dtype, bound, transposed, monkeypatch):
+    x, codes = draw_rows(dtype), draw_codes(transposed)
+    assert largest_difference(x, codes, transposed) < bound
+    monkeypatch.setitem(digit_products.DIGITS, dtype, digit_products.DIGITS[dtype] - 1)
+    assert largest_difference(x, codes, transposed) > 10 * bound
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_rows_that_are_not_finite_stay_so(value):
+    x = draw_rows().at[0, 3].set(value)
+    y = np.asarray(digit_products.multiply(x, draw_codes(False), False))
+    assert not np.isfinite(y[0]).any()
+    assert np.isfinite(y[1:]).all()
+
+
+def test_zero_rows_have_zero_products():
+    assert (np.asarray(digit_products.multiply(draw_rows(), draw_codes(False), False))[4] == 0).all()
+
+
+def temporary_bytes(rows):
+    x = jax.ShapeDtypeStruct((rows, 512), jnp.float32)
+    w = Int8Matrix(jax.ShapeDtypeStruct((512, 2048), jnp.int8), jax.ShapeDtypeStruct((1, 2048), jnp.float32))
+    return jax.jit(lambda x, w: quantized.multiply(x[None], w)).lower(x, w).compile().memory_analysis()
+
+
+def test_no_converted_matrix_is_stored():
+    assert digit_products.is_available()
+    assert temporary_bytes(2).temp_size_in_bytes < 512 * 2048 / 8
+
+
+def test_few_rows_are_multiplied_by_digits(monkeypatch):
+    counted = []
+    multiply = digit_products.multiply
+    monkeypatch.setattr(digit_products, "multiply", lambda x, *args: counted.append(len(x)) or multiply(x, *args))
+    w = Int8Matrix(*quantized.quantize(jnp.asarray(draw_codes(False), jnp.float32), -2))
+
+    def count_rows(shape, function=quantized.multiply):
+        counted.clear()
+        jax.eval_shape(function, jax.ShapeDtypeStruct((*shape, INPUTS), jnp.float32), w)
+        return list(counted)
+
+    assert count_rows((2, 3)) == [6]
+    assert count_rows((1, 1)) == []
+    assert count_rows((1, digit_products.MOST_ROWS + 1)) == []
+    assert 4 in count_rows((4, 1, 1), jax.vmap(quantized.multiply, (0, None)))
+    monkeypatch.setattr(digit_products, "is_available", lambda: False)
+    jax.clear_caches()
+    assert count_rows((2, 3)) == []
