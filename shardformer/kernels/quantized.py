@@ -95,12 +95,12 @@ def _row(scales: Array, y: Array) -> Array:
 
 
 def _multiply_codes(x_BTI: Array, codes: Array, transposed: bool, preferred=None) -> Array:
-    return _multiply_in_tiles(x_BTI, codes, transposed, preferred, tiles.rows_of_tile(codes.shape[1]))
+    return _multiply_on_device(x_BTI, codes, transposed, preferred, tiles.rows_of_tile(codes.shape[1]))
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))  # layers of equal shapes are lowered once
-def _multiply_in_tiles(x_BTI: Array, codes: Array, transposed: bool, preferred, most_rows: int) -> Array:
-    """Returns the product with the float values of the codes; a CPU converts a tile at a time.
+def _multiply_on_device(x_BTI: Array, codes: Array, transposed: bool, preferred, most_rows: int) -> Array:
+    """Returns the product with the float values of the codes.
 
     Compilers of TPUs and GPUs convert inside the product. That of a CPU would store the complete float matrix.
     """
