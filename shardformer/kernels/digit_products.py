@@ -25,8 +25,8 @@ def is_available() -> bool:
     if jax.default_backend() != "cpu":
         return False
     rows, codes = (jax.ShapeDtypeStruct((size, 64), jnp.int8) for size in (2, 64))
-    compiled = jax.jit(_contract, static_argnums=2).lower(rows, codes, True).compile()
-    return compiled.memory_analysis().temp_size_in_bytes < codes.size
+    memory = jax.jit(_contract, static_argnums=2).lower(rows, codes, True).compile().memory_analysis()
+    return memory is not None and memory.temp_size_in_bytes < codes.size
 
 
 def multiply(x_NI: Array, codes: Array, transposed: bool) -> Array:
