@@ -12,6 +12,7 @@ import dataclasses
 import importlib
 import json
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from shardformer import checkpoint, data, start_messages, storage
+from shardformer import checkpoint, data, jax_releases, start_messages, storage
 from shardformer.analysis import parameter_tables
 from shardformer.analysis.memory import predict_unless_small
 from shardformer.checkpoint import Lock
@@ -33,7 +34,7 @@ from shardformer.errors import UsageError
 from shardformer.files import replacing
 from shardformer.inference.prompts import read_prompts
 from shardformer.layout import mesh
-from shardformer.logs import goodput, observers
+from shardformer.logs import command_start, goodput, observers
 from shardformer.logs.observers import Observer
 from shardformer.model import Model, lora
 from shardformer.storage import BucketPath
@@ -193,6 +194,7 @@ class Session:
         """Starts JAX, and returns the run with its mesh, which mesh=auto chooses from the devices."""
         check_zero(self.run.config)
         config = mesh.start(self.run.config, predict_unless_small, self.say, self.previous)
+        warn_of_compiler()
         check_zero(config)  # check a second time, as mesh=auto has a shape now
         return dataclasses.replace(self.run, config=config)
 
@@ -263,6 +265,13 @@ class Trained:
             return self.evaluator.trainer.model
         settings = self.run.config.without_stages()
         return Model.on(settings, mesh.make(settings))
+
+
+def warn_of_compiler() -> None:
+    """Warns a program of the user of the installed JAX's faults; a command runs only this package's tested programs."""
+    fault = "" if command_start.is_command() or jax.default_backend() != "cpu" else jax_releases.describe_faults()
+    if fault and jax.process_index() == 0:
+        warnings.warn(fault, stacklevel=2)
 
 
 def _check_code(config: Config) -> None:

@@ -11,7 +11,6 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, Mesh
 
-from shardformer import jax_releases
 from shardformer.config import Config
 from shardformer.config.names import AXES, DP, MP
 from shardformer.config.parsing import parse_mesh
@@ -66,8 +65,6 @@ def start(
     processes.join_processes(config)
     devices, multiple, rows = find_devices(), jax.process_count() > 1, 0
     virtual = devices[0].platform == "cpu" and not multiple
-    if devices[0].platform == "cpu" and jax.process_index() == 0 and (fault := jax_releases.describe_faults()):
-        print(fault, file=sys.stderr)
     if previous and previous.parallel.mesh != "auto":
         rows = previous.training.batch // (previous.parallel.dp * max(previous.training.accum, 1))
         if config.parallel.mesh == previous.parallel.mesh:
