@@ -15,8 +15,8 @@ from shardformer import checkpoint
 from shardformer.checkpoint import folders
 from shardformer.devices import processes
 from shardformer.errors import RunError
+from shardformer.files import GrowingFile
 from shardformer.logs import goodput
-from shardformer.logs.csv_file import CsvFile
 from shardformer.training import saving
 from shardformer.training.checkpoint_progress import Best
 from shardformer.training.run_folder import Run
@@ -203,7 +203,7 @@ def full_from(step: int, monkeypatch) -> list[int]:
             failed.append(step)
             raise RunError(f"cannot write {self._path}: [Errno 28] No space left on device")
 
-    before_call(monkeypatch, CsvFile, "flush", full)
+    before_call(monkeypatch, GrowingFile, "flush", full)
     return failed
 
 
