@@ -21,7 +21,7 @@ class ShownProgress:
     """The progress of tokenising: one line of a terminal that is rewritten, else a line for every tenth."""
 
     def __init__(self):
-        self._began, self._printed, self._on_terminal = time.monotonic(), -1.0, sys.stdout.isatty()
+        self._started, self._printed, self._on_terminal = time.monotonic(), -1.0, sys.stdout.isatty()
 
     def __enter__(self) -> "ShownProgress":
         return self
@@ -31,7 +31,7 @@ class ShownProgress:
             print()
 
     def show(self, done: int, total: int) -> None:
-        now, share = time.monotonic() - self._began, done / max(total, 1)
+        now, share = time.monotonic() - self._started, done / max(total, 1)
         step = 0.0 if self._on_terminal else 0.1
         if share < 1 and self._printed >= 0 and share < self._printed + step:
             return
