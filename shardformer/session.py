@@ -77,6 +77,7 @@ class Session:
             raise UsageError("lora_rank trains adapters beside the frozen weights of a trained run; name it: base=RUN")
         _check_code(config)
         if corpus is None:
+            Run(config, TokenIds(config.model.vocab or 1), "").refuse_to_overwrite()  # before the data are read
             vocabulary = open_vocabulary_of_base(config) if config.training.base else None
             corpus = data.load_corpus(config, say, vocabulary, progress)
         run = Run.create(config, corpus)

@@ -62,9 +62,9 @@ def format_stop(stop: Stop) -> str:
     ]
     # NaN counts as the largest difference; max() would skip it.
     worst = max(stop.differences, key=lambda row: math.inf if math.isnan(row.relative) else row.relative)
-    return "\n".join([
-        f"{stop.title} (mesh {config.parallel.mesh}{zero})",
-        textwrap.fill(stop.explanation, 100, break_on_hyphens=False),
+    title = f"{stop.title} (mesh {config.parallel.mesh}{zero})"
+    return "\n\n".join([
+        f"{title}\n{'=' * len(title)}\n{textwrap.fill(stop.explanation, 100, break_on_hyphens=False)}",
         format_table(stored, ["on one device", "bytes"]),
         format_table(sent, ["collective", "over", "tensors", "bytes sent by one device"]) if sent else "no collective",
         *([format_routes(stop.routes, config.parallel.devices)] if stop.routes else []),

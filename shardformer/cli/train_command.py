@@ -87,7 +87,7 @@ def finish(trained: Trained, stop: StopSignal) -> None:
             step, params = run.restore_params(sample.generator.model, trained.best.step)
             say(f"\nbest checkpoint: step {step}, on {run.config.data.source}\n{loss_table(losses, run.config)}")
             with contextlib.suppress(SampleStopped):
-                say_text(f"\nit writes:\n{sample.write(params, stop)}")
+                say_text(f"\nit writes:\n{sample.write(params, stop)}\n")
         except EvaluationStopped:
             say_how_to_resume(run)
 
