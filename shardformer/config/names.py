@@ -27,7 +27,7 @@ def is_stacked(module: str) -> bool:
 
 
 def is_part(name: str) -> bool:
-    """Returns whether a parameter is one of those of a quantised matrix."""
+    """Returns whether a parameter is a part of a quantised matrix: codes or scales."""
     return name.endswith((CODES, SCALES, BLOCKS))
 
 

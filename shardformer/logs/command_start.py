@@ -1,4 +1,4 @@
-"""When this process started its command: before the imports of JAX and TensorFlow, which take seconds."""
+"""Whether this process is a command, and when it started: before the imports of JAX and TensorFlow, of seconds."""
 
 import contextlib
 import os
