@@ -272,7 +272,7 @@ def warn_of_compiler() -> None:
     """Warns a program of the user of the installed JAX's faults; a command runs only this package's tested programs."""
     fault = "" if command_start.is_command() or jax.default_backend() != "cpu" else jax_releases.describe_faults()
     if fault and jax.process_index() == 0:
-        warnings.warn(fault, stacklevel=2)
+        warnings.warn(fault, stacklevel=5)  # the line of the user that calls Session.train
 
 
 def _check_code(config: Config) -> None:
