@@ -137,12 +137,13 @@ def _check_address_space() -> None:
 
 
 def _versions() -> str:
-    """Returns the versions in one line, for a bug report, without importing the packages."""
+    """Returns the versions, for a bug report, and known faults, without importing the packages."""
     packages = [
         f"{package} {jax_releases.find_version(package) or 'is not installed'}"
         for package in ("jax", "jaxlib", "dm-haiku", "optax")
     ]
-    return f"shardformer {shardformer.__version__} ({', '.join(packages)}, Python {platform.python_version()})"
+    versions = f"shardformer {shardformer.__version__} ({', '.join(packages)}, Python {platform.python_version()})"
+    return "\n".join(filter(None, (versions, jax_releases.describe_faults())))
 
 
 def _print_any_character() -> None:

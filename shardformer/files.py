@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from shardformer.errors import UsageError
+from shardformer.errors import RunError, UsageError
 
 MAX_BYTES = 64 << 20  # the default limit, that of a settings file
 _TEMPORARY = re.compile(r"\..+\.tmp-[0-9a-f]{16}(\.[^.]*)?", re.DOTALL)  # the names that `replacing` chooses
@@ -53,6 +53,29 @@ def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
 def read_text(path: Path, most: int = MAX_BYTES) -> str:
     """Returns the text of a file, with all line ends as line feeds."""
     return io.StringIO(read_bytes(path, most).decode("utf-8"), newline=None).read()
+
+
+class GrowingFile:
+    """The end of a file; bytes that a full disk rejects stay pending until the next call."""
+
+    def __init__(self, path: Path):
+        self._path, self._unwritten = path, b""
+
+    def append(self, content: bytes) -> None:
+        """Writes bytes after all pending ones; raises RunError if some stay pending."""
+        self._unwritten += content
+        self.flush()
+
+    def flush(self) -> None:
+        """Writes all pending bytes."""
+        if not self._unwritten:
+            return
+        try:
+            with self._path.open("ab", buffering=0) as file:
+                while self._unwritten:
+                    self._unwritten = self._unwritten[file.write(self._unwritten) :]
+        except OSError as error:
+            raise RunError(f"cannot write {self._path}: {error}") from None
 
 
 @contextlib.contextmanager

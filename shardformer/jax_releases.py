@@ -18,7 +18,7 @@ OLDEST = (0, 10)
 #
 # Without these fusions a step of shakespeare_cpu takes 8 to 15% more time. So `legacy` and `verify_function`, which run
 # anyone's programs, leave them out. Commands keep them for this package's programs, which tests compare with
-# references, and print a line.
+# references. `Session.train` warns a program of the user, `--version` and a failed `verify` print the line.
 FAULTY_FUSIONS = ("0.10.2", "0.11.0")
 FUSIONS = "--xla_cpu_experimental_ynn_fusion_type"
 SLOW_SLICES = ("0.11.1",)  # a small dynamic_update_slice in a loop copies its whole buffer on a CPU (jax#40101)
@@ -37,8 +37,8 @@ def describe_faults() -> str:
     version = find_version("jaxlib")
     if version in FAULTY_FUSIONS and FUSIONS not in os.environ.get("XLA_FLAGS", ""):
         return (
-            f"jaxlib {version} compiles some programs wrongly on a CPU (jax#39103); no program of shardformer is known "
-            f"to be among them. To rule it out: XLA_FLAGS={FUSIONS}= (a step takes about a tenth longer)"
+            f"jaxlib {version} compiles some programs wrongly on a CPU (jax#39103), none of shardformer's as far as is "
+            f"known. To rule it out: XLA_FLAGS={FUSIONS}= (a step takes about a tenth longer)"
         )
     if version in SLOW_SLICES:
         return f"jaxlib {version} is slow where a loop changes a part of a buffer (jax#40101); newer releases are not"

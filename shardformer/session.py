@@ -12,6 +12,7 @@ import dataclasses
 import importlib
 import json
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from shardformer import checkpoint, data, start_messages, storage
+from shardformer import checkpoint, data, jax_releases, start_messages, storage
 from shardformer.analysis import parameter_tables
 from shardformer.analysis.memory import predict_unless_small
 from shardformer.checkpoint import Lock
@@ -33,7 +34,7 @@ from shardformer.errors import UsageError
 from shardformer.files import replacing
 from shardformer.inference.prompts import read_prompts
 from shardformer.layout import mesh
-from shardformer.logs import goodput, observers
+from shardformer.logs import command_start, goodput, observers
 from shardformer.logs.observers import Observer
 from shardformer.model import Model, lora
 from shardformer.storage import BucketPath
@@ -76,6 +77,7 @@ class Session:
             raise UsageError("lora_rank trains adapters beside the frozen weights of a trained run; name it: base=RUN")
         _check_code(config)
         if corpus is None:
+            Run(config, TokenIds(config.model.vocab or 1), "").refuse_to_overwrite()  # before the data are read
             vocabulary = open_vocabulary_of_base(config) if config.training.base else None
             corpus = data.load_corpus(config, say, vocabulary, progress)
         run = Run.create(config, corpus)
@@ -193,6 +195,7 @@ class Session:
         """Starts JAX, and returns the run with its mesh, which mesh=auto chooses from the devices."""
         check_zero(self.run.config)
         config = mesh.start(self.run.config, predict_unless_small, self.say, self.previous)
+        warn_of_compiler()
         check_zero(config)  # check a second time, as mesh=auto has a shape now
         return dataclasses.replace(self.run, config=config)
 
@@ -263,6 +266,13 @@ class Trained:
             return self.evaluator.trainer.model
         settings = self.run.config.without_stages()
         return Model.on(settings, mesh.make(settings))
+
+
+def warn_of_compiler() -> None:
+    """Warns a program of the user of the installed JAX's faults; a command runs only this package's tested programs."""
+    fault = "" if command_start.is_command() or jax.default_backend() != "cpu" else jax_releases.describe_faults()
+    if fault and jax.process_index() == 0:
+        warnings.warn(fault, stacklevel=5)  # the line of the user that calls Session.train
 
 
 def _check_code(config: Config) -> None:

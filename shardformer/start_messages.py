@@ -15,6 +15,7 @@ from shardformer.devices.chips import find_chip
 from shardformer.layout import specs
 from shardformer.model import Model, flops, lora
 from shardformer.optim.schedule import decay_end, warmup_steps, wsd_decay_steps
+from shardformer.tables import format_count
 from shardformer.training.run_folder import Run
 
 
@@ -27,8 +28,8 @@ def describe(run: Run) -> str:
     chip = find_chip(kind)
     processes_noted = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
     return (
-        f"{run.out}: {parameters}, {c.model.layers} layers, d_model {c.model.d_model}, "
-        f"{c.model.heads} heads; {c.data.source}, {len(run.vocabulary)} {run.vocabulary.units}; "
+        f"{run.out}: {parameters}, {format_count(c.model.layers, 'layer')}, d_model {c.model.d_model}, "
+        f"{format_count(c.model.heads, 'head')}; {c.data.source}, {len(run.vocabulary)} {run.vocabulary.units}; "
         f"mesh {c.parallel.mesh} ({c.parallel.mesh_axes}) of {kind} devices{processes_noted}, {c.parallel.dtype}\n"
         f"on each device: {summarize_bytes(c)}, besides activations"
         + (f"\n{flops.describe_peak(c, chip)}" if chip else "")
@@ -45,12 +46,20 @@ def parameter_count(parameters: dict, trainable: dict) -> str:
 
 
 def _describe_short_warmup(c: Config) -> str:
-    """Formats a line if the decay is too short for the full warm-up; otherwise returns an empty text."""
-    if c.optimizer.name == "lbfgs" or (steps := warmup_steps(c)) == c.optimizer.warmup:
+    """Formats a line if the decay or the run is too short for the full warm-up; otherwise returns an empty text."""
+    if c.optimizer.name == "lbfgs":
+        return ""
+    steps, last = warmup_steps(c), c.training.steps
+    if steps > last:
+        return (
+            f"\nthe run ends in its warm-up, at a rate of {c.optimizer.lr * last / steps:.2e}: warmup={steps} exceeds "
+            f"steps={last}; for a short run, give warmup={max(last // 10, 1)}"
+        )
+    if steps == c.optimizer.warmup:
         return ""
     return (
-        f"\nwarmup={c.optimizer.warmup} is shortened to {steps} steps, as the rate is lr_min after "
-        f"{c.optimizer.decay_steps or c.training.steps}"
+        f"\nwarmup={c.optimizer.warmup} is shortened to {format_count(steps, 'step')}, as the rate is lr_min after "
+        f"{decay_end(c)}; for a short run, give warmup={max(decay_end(c) // 10, 1)}"
     )
 
 
@@ -63,9 +72,8 @@ def describe_short_decay(c: Config) -> str:
         or (steps := wsd_decay_steps(c)) == c.optimizer.decay
     ):
         return ""
-    return (
-        f"\ndecay={c.optimizer.decay} is shortened to {steps} steps, those between the warm-up and step {decay_end(c)}"
-    )
+    shortened = f"is shortened to {format_count(steps, 'step')}"
+    return f"\ndecay={c.optimizer.decay} {shortened} between the warm-up and step {decay_end(c)}"
 
 
 def describe_resume(previous: Config, current: Config, step: int, replicated: NamedSharding | None = None) -> str:

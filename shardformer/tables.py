@@ -35,6 +35,11 @@ def format_number(value: float | None) -> str:
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 or not math.isfinite(value) else f"{value:.2e}"
 
 
+def format_count(count: int, noun: str) -> str:
+    """Formats a number and its noun, in the singular for 1: '1 layer', '2,000 layers'."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def _is_number(cell: object) -> bool:
     if not isinstance(cell, str):
         return True

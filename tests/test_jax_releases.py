@@ -5,18 +5,17 @@ import re
 import subprocess
 import sys
 import tomllib
+import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
+import jax
 import jaxlib
 import pytest
 
-from shardformer import jax_releases
+from shardformer import jax_releases, session
 from shardformer.__main__ import main
 from shardformer.errors import UsageError
-from shardformer.layout import mesh
-from tests import shared
-from tests.surroundings import simulate_devices
+from shardformer.logs import command_start
 
 ROOT = Path(__file__).parents[1]
 IS_FAULTY = jaxlib.__version__ in jax_releases.FAULTY_FUSIONS
@@ -125,11 +124,19 @@ def test_faults_of_a_release_are_named(monkeypatch, version, flags, named):
     assert bool(line) == bool(named)
 
 
-@pytest.mark.parametrize(("platform", "lines"), [("cpu", 1), ("tpu", 0)])
-def test_start_prints_the_faults_of_a_cpu(monkeypatch, capsys, platform, lines):
+@pytest.mark.parametrize(("platform", "is_command", "count"), [("cpu", False, 1), ("cpu", True, 0), ("tpu", False, 0)])
+def test_programs_of_users_are_warned_of_a_cpu(monkeypatch, platform, is_command, count):
     install(monkeypatch, "0.10.2")
     monkeypatch.setenv("XLA_FLAGS", "")
-    simulate_devices(monkeypatch, [SimpleNamespace(platform=platform)] * 8)
-    monkeypatch.setattr(mesh, "device_memory", lambda: 1e12)
-    mesh.start(shared.tiny(mesh="4x2"))
-    assert capsys.readouterr().err.count("jax#39103") == lines
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    monkeypatch.setattr(command_start, "_is_command", is_command)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        session.warn_of_compiler()
+    assert ["jax#39103" in str(each.message) for each in caught] == [True] * count
+
+
+def test_version_names_the_faults(monkeypatch, capsys):
+    install(monkeypatch, "0.11.1")
+    assert main(["--version"]) == 0
+    assert "jax#40101" in capsys.readouterr().out

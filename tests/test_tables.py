@@ -1,4 +1,4 @@
-from shardformer.tables import format_table
+from shardformer.tables import format_count, format_table
 
 
 def test_table_aligns_columns_and_numbers():
@@ -9,3 +9,7 @@ def test_table_aligns_columns_and_numbers():
         "validation + test                7  16x16      -",
     ]
     assert format_table([], ["a", "b"]) == "a  b"
+
+
+def test_only_one_thing_is_in_the_singular():
+    assert [format_count(count, "layer") for count in (0, 1, 2000)] == ["0 layers", "1 layer", "2,000 layers"]

@@ -103,7 +103,7 @@ def list_candidates(config: Config, chips: Slice, free: tuple[str, ...]) -> Iter
 def bound_activations(config: Config) -> int:
     """Returns the bytes of the activations that a backward pass needs at least: those that remat= stores."""
     c, p = config.model, config.parallel
-    tokens = config.training.batch * c.seq // (p.dp * p.cp * p.pp * config.training.accum)
+    tokens = config.microbatch_rows * c.seq // (p.cp * p.pp)
     width = jnp.dtype(p.dtype).itemsize
     entered = c.d_model // (p.mp if p.sequence_parallel else 1)
     products = (c.attention_size + 2 * c.key_value_heads * c.head_size + (1 + c.gated) * c.ff_size) // p.mp

@@ -13,6 +13,7 @@ from shardformer.config import Config
 from shardformer.config.presets import preset
 from shardformer.layout import mesh
 from shardformer.model import Model
+from shardformer.model.measuring import measure_routes
 
 DEVICES = 4
 STOPS: dict[str, tuple[dict[str, Any], str]] = {
@@ -78,7 +79,7 @@ class Stop(NamedTuple):
     """A method to split the model, and its measured costs."""
 
     title: str
-    words: str
+    explanation: str
     config: Config
     stored: DeviceBytes
     sent: dict[tuple[str, str], tuple[int, float]]  # by (operation, axis): tensors, bytes sent by one device
@@ -95,7 +96,7 @@ def tour(titles: Iterable[str] = tuple(STOPS)) -> Iterator[Stop]:
     batch = verify.random_batch(small_model())
     of_models: dict[Config, tuple] = {}  # the parameters and the dense results of each architecture
     for title in titles:
-        changes, words = STOPS[title]
+        changes, explanation = STOPS[title]
         config = small_model().replace(**changes)
         dense = config.replace(mesh="1x1", zero=0, accum=small_model().training.accum)
         if config.architecture not in of_models:
@@ -110,12 +111,11 @@ def tour(titles: Iterable[str] = tuple(STOPS)) -> Iterator[Stop]:
             program_collectives.parse_collectives(program), config.parallel.mesh_shape
         )
         routes = follow_tokens(model, parameters, batch) if config.experts.experts else None
-        yield Stop(title, words, config, memory.predict_bytes(config), sent, differences, routes)
+        yield Stop(title, explanation, config, memory.predict_bytes(config), sent, differences, routes)
 
 
 def follow_tokens(model: Model, parameters: dict, batch: dict) -> Routes:
     """Returns the routes of a batch through a model with experts."""
-    from shardformer.model.route_counts import measure_routes  # not imported without experts
 
     def count(parameters, batch):
         return measure_routes(model, parameters, batch)

@@ -95,7 +95,7 @@ def format_measured(m: Measured) -> str:
     rows: list[tuple[str, float | str, float | str, float | str]] = [
         ("parameters", m.predicted.parameters, "", most["params"]),
         ("optimizer", m.predicted.optimizer, "", most["optimizer"]),
-        ("average", m.predicted.average, "", most["average"]),
+        *([("average", m.predicted.average, "", most["average"])] if m.config.training.ema else []),
         ("state and batch", stored, m.compiled_state, ""),
         ("gradients", m.predicted.gradients, "", ""),
         ("activations, temporaries", m.temporaries, "", ""),

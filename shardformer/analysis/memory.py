@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer.analysis import liveness, traced
 from shardformer.config import Config
-from shardformer.config.names import AXES, EXPERT_MATRICES, HOST, MATRICES, SHARED_MATRICES, is_stacked
+from shardformer.config.names import AXES, EXPERT_MATRICES, HOST, LAYERS, MATRICES, SHARED_MATRICES, is_stacked
 from shardformer.devices.chips import find_chip
 from shardformer.layout import Layout, resolve, torus
 from shardformer.layout.mesh import describe_hardware, device_memory
@@ -172,13 +172,12 @@ def split_of_layer(config: Config) -> tuple[dict[str, list], dict[str, tuple[int
     model = traced.make_trainer(config).model
     shapes = {"batch": (1, config.training.batch, config.model.seq)}
     splits = {"batch": _slices(P(None, *model.row_spec), shapes["batch"], config)}
-    for name in filter(model.shapes["transformer/layers"].__contains__, MATRICES):
-        layers, *matrix = model.shapes["transformer/layers"][name].shape
-        shapes[name] = (layers if config.parallel.pp > 1 else 1, *matrix)
-        splits[name] = _slices(model.specs["transformer/layers"][name], shapes[name], config)
-    for name in filter(model.shapes["transformer/layers"].__contains__, EXPERT_MATRICES):
-        shapes[name] = model.shapes["transformer/layers"][name].shape[1:]
-        splits[name] = _slices(P(*model.specs["transformer/layers"][name][1:]), shapes[name], config)
+    stacked, specs = model.shapes[LAYERS], model.specs[LAYERS]
+    for name in filter(stacked.__contains__, (*MATRICES, *EXPERT_MATRICES)):
+        layers, *matrix = stacked[name].shape
+        of_one_layer = name in EXPERT_MATRICES
+        shapes[name] = tuple(matrix) if of_one_layer else (layers if config.parallel.pp > 1 else 1, *matrix)
+        splits[name] = _slices(P(*specs[name][1:]) if of_one_layer else specs[name], shapes[name], config)
     return splits, shapes
 
 

@@ -306,7 +306,8 @@ def _short_milliseconds(seconds: float) -> str:
 def format_verdict(plan: Plan) -> str:
     limit = plan.chips.chip.memory
     if plan.fits:
-        return f"fits: {format_bytes(limit - plan.bytes)} to spare on each device"
+        origin = "compiled" if plan.bytes != plan.estimate else "estimated"
+        return f"fits, as {origin}: {format_bytes(limit - plan.bytes)} to spare on each device"
     arguments = f"does not fit: {format_bytes(plan.bytes - limit)} too much on each device"
     if plan.compiled and plan.compiled.refused:
         arguments = f"does not fit: {plan.compiled.refused}"

@@ -14,11 +14,12 @@ from jax.sharding import PartitionSpec as P
 from shardformer.analysis import dense_reference
 from shardformer.analysis.shard_runs import match_shardings, name_path
 from shardformer.config import Config
+from shardformer.config.names import ROUTER_BIAS
 from shardformer.errors import UsageError
 from shardformer.layout import mesh
 from shardformer.model import Loss, Model, lora
 from shardformer.optim import lbfgs
-from shardformer.tables import format_table
+from shardformer.tables import format_count, format_table
 from shardformer.training.step import TrainState
 from shardformer.training.trainer import Trainer
 
@@ -100,8 +101,8 @@ def draw_parameters(dense: Trainer) -> Any:
     tokens += 2 * tokens.std() * signs
     layers["router"][:, :, 0] = -signs
     if config.experts.balance_rate:
-        biases = draw.normal(size=layers["router_bias"].shape) / (10 * config.experts.experts)
-        layers["router_bias"] = biases.astype(np.float32)
+        biases = draw.normal(size=layers[ROUTER_BIAS].shape) / (10 * config.experts.experts)
+        layers[ROUTER_BIAS] = biases.astype(np.float32)
     return parameters
 
 
@@ -206,7 +207,8 @@ def format_differences(rows: list[Difference], most: int = 8) -> str:
     """Returns a table with the worst first, and a verdict."""
     printed = [[row.name, f"{row.relative:.1e}", f"{row.allowed:.0e}", "yes" if row.passes else "NO"] for row in rows]
     listed = printed[:most] + [row for row in printed[most:] if row[-1] == "NO" or row[0].startswith("loss")]
-    hidden = f"\n({len(printed) - len(listed)} more gradients are closer)" if len(listed) < len(printed) else ""
+    rest = len(printed) - len(listed)
+    hidden = f"\n({format_count(rest, 'gradient')} not listed, with smaller differences)" if rest else ""
     failed = [row for row in rows if not row.passes]
     verdict = f"sharded and dense differ; the worst is {failed[0].name}" if failed else "sharded equals dense"
     table = format_table(listed, ["compared with dense", "relative difference", "allowed", "passes"])

@@ -23,7 +23,7 @@ from shardformer.bench.contenders import Measuring
 from shardformer.config import Config
 from shardformer.errors import RunError, UsageError
 from shardformer.layout import mesh
-from shardformer.tables import format_table
+from shardformer.tables import format_count, format_table
 from shardformer.training.trainer import Trainer
 
 MESHES = ("1x1", "4x2")
@@ -88,7 +88,8 @@ def bench_checkpoint(options: Measuring, base: Config) -> None:
     mesh.use_cpu_devices(8)
     check_room(options.mb)
     print(
-        f"a TrainState of random float32 on {jax.devices()[0].device_kind}; medians of {options.rounds} turns\n"
+        f"a TrainState of random float32 on {jax.devices()[0].device_kind}; "
+        f"medians of {format_count(options.rounds, 'turn')}\n"
         f"in {tempfile.gettempdir()} (TMPDIR chooses). np.save and shardformer wait for the disk, Orbax as it comes; "
         "all restores\nread from a warm page cache, np.load into host memory, the others onto the devices. "
         "`of`: times as fast as that"

@@ -16,6 +16,7 @@ from shardformer.config.keys import key
 from shardformer.config.parsing import PICTURES
 from shardformer.errors import UsageError
 from shardformer.layout import mesh
+from shardformer.tables import format_count
 from shardformer.training.trainer import IN_FLIGHT, Trainer
 
 
@@ -47,6 +48,10 @@ class Measuring:
         if not all(number.isdecimal() and int(number) for number in self.rows.split(",")):
             raise UsageError(f"rows takes numbers with commas, such as 1,16; got {self.rows!r}")
 
+    def describe_turns(self) -> str:
+        """Formats how often steps are timed: 'medians of 15 turns of 8 steps'."""
+        return f"medians of {format_count(self.rounds, 'turn')} of {format_count(self.turn, 'step')}"
+
     @property
     def row_counts(self) -> list[int]:
         return [int(number) for number in self.rows.split(",")]
@@ -69,7 +74,7 @@ class Contender:
     def run(self, steps: int) -> float:
         """Runs some steps, waits for the last one and returns its loss."""
         pending: deque = deque()
-        began = time.process_time()
+        started = time.process_time()
         for _ in range(steps):
             self.state, metrics = self.step(self.state, self.done)
             self.done += 1
@@ -77,7 +82,7 @@ class Contender:
             if len(pending) > IN_FLIGHT:  # as the training loop does
                 jax.block_until_ready(pending.popleft())
         loss = float(np.ravel(metrics)[0])
-        self.cpu_seconds += time.process_time() - began
+        self.cpu_seconds += time.process_time() - started
         return loss
 
     def read_parameters(self) -> dict:

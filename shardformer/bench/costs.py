@@ -36,7 +36,7 @@ def bench_accumulation(options: Measuring, base: Config) -> None:
         row += [f"{np.median(contender.times):.1f}", f"{contender.speed(contenders[0]):.2f}"]
     print(
         f"{title(options, settings, base)}, mesh {settings.parallel.mesh}, on "
-        f"{jax.devices()[0].device_kind}; medians of {options.rounds} turns of {options.turn} steps\n"
+        f"{jax.devices()[0].device_kind}; {options.describe_turns()}\n"
         + format_table(rows, ["accum_mode", "accum", "temporary MB/device", "compile s", "ms", "speed"])
     )
 

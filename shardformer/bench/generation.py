@@ -24,7 +24,7 @@ from shardformer.errors import UsageError
 from shardformer.inference import Generator, Sampling
 from shardformer.layout import mesh
 from shardformer.model import Model
-from shardformer.tables import format_table
+from shardformer.tables import format_count, format_table
 
 PROMPT = 16  # tokens
 
@@ -81,9 +81,11 @@ def bench_generate(options: Measuring, settings: Config) -> None:
         theirs = load_transformers(settings, params)
     except UsageError as reason:  # transformers has no such model
         why = str(reason)
-    sizes = f"{settings.model.layers} layers, d_model {settings.model.d_model}, {settings.parallel.dtype}"
-    sizes += f", {PROMPT} + {options.tokens} tokens"
-    print(f"{sizes}, medians of {options.rounds} turns on {describe_machine()}")
+    sizes = (
+        f"{format_count(settings.model.layers, 'layer')}, d_model {settings.model.d_model}, {settings.parallel.dtype}"
+    )
+    sizes += f", {PROMPT} + {format_count(options.tokens, 'token')}"
+    print(f"{sizes}, medians of {format_count(options.rounds, 'turn')} on {describe_machine()}")
     for count in options.row_counts:
         prompts = np.random.default_rng(count).integers(0, settings.model.vocab, (count, PROMPT))
         contenders = [Contender(f"shardformer {settings.parallel.mesh}", ours)]
@@ -98,7 +100,7 @@ def bench_generate(options: Measuring, settings: Config) -> None:
             for contender in contenders:
                 contender.run(prompts, options.tokens)
             slopes.append(_last_against_first(arrivals))
-        print(f"\n{count} rows{same}\n{_format(contenders, count * options.tokens)}")
+        print(f"\n{format_count(count, 'row')}{same}\n{_format(contenders, count * options.tokens)}")
         print(_describe_bandwidth(params, contenders[0], options.tokens))
         print(f"the last tenth of the tokens costs {np.median(slopes):.2f} times the first tenth")
     if not theirs:

@@ -37,9 +37,9 @@ class Track:
 
     def run(self, steps: int) -> None:
         """Runs a turn and adds its times."""
-        cpu_before, began = self.contender.cpu_seconds, time.perf_counter()
+        cpu_before, started = self.contender.cpu_seconds, time.perf_counter()
         self.contender.run(steps)
-        self.seconds.append(_last(self.seconds) + time.perf_counter() - began)
+        self.seconds.append(_last(self.seconds) + time.perf_counter() - started)
         self.cpu_seconds.append(_last(self.cpu_seconds) + self.contender.cpu_seconds - cpu_before)
 
 

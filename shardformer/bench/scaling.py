@@ -11,7 +11,7 @@ from shardformer.config import Config
 from shardformer.config.parsing import MeshSizes
 from shardformer.errors import UsageError
 from shardformer.layout import mesh
-from shardformer.tables import format_table
+from shardformer.tables import format_count, format_table
 
 FACTORS = (1, 2, 4)
 SIZES = {
@@ -43,10 +43,9 @@ def bench_scaling(options: Measuring, base: Config) -> None:
         jax.clear_caches()
     header = ["doubled twice", "ms", "exponent", "compile s", "exponent", "temporary MB/device", "exponent"]
     print(
-        f"{options.preset}: {base.training.batch} x {base.model.seq} tokens a step, {base.model.layers} layers, "
-        f"d_model {base.model.d_model}, "
-        f"mesh {base.parallel.mesh}; medians of {options.rounds} turns of {options.turn} steps; 1 is proportional\n"
-        + format_table(rows, header)
+        f"{options.preset}: {base.training.batch} x {base.model.seq} tokens a step, "
+        f"{format_count(base.model.layers, 'layer')}, d_model {base.model.d_model}, "
+        f"mesh {base.parallel.mesh}; {options.describe_turns()}; 1 is proportional\n" + format_table(rows, header)
     )
 
 

@@ -25,7 +25,7 @@ from shardformer.devices.chips import find_chip
 from shardformer.errors import RunError, UsageError
 from shardformer.layout import mesh
 from shardformer.model.flops import describe_formula, flops_per_token
-from shardformer.tables import format_table
+from shardformer.tables import format_count, format_table
 
 PRODUCTS = "products"  # the only peer without a loss
 PEERS = {
@@ -172,9 +172,9 @@ def report(contenders: list[Contender], options: Measuring, c: Config) -> str:
         share, megabytes = f"{rate / peak:.1%}" if peak else "-", f"{it.bytes / 1e6:.1f}" if it.bytes else "-"
         rows.append([it.name, *times, speed, f"{rate / 1e12:.3f}", share, megabytes, f"{it.speed(contenders[0]):.2f}"])
     title = (
-        f"{options.preset}: {c.training.batch} x {c.model.seq} tokens a step, {c.model.layers} layers, d_model "
-        f"{c.model.d_model}, {c.parallel.dtype}, on "
-        f"{describe_machine()}; medians of {options.rounds} turns of {options.turn} steps"
+        f"{options.preset}: {c.training.batch} x {c.model.seq} tokens a step, "
+        f"{format_count(c.model.layers, 'layer')}, d_model {c.model.d_model}, {c.parallel.dtype}, on "
+        f"{describe_machine()}; {options.describe_turns()}"
     )
     if options.json:
         storage.on_disk(options.json, "json").write_text(

@@ -18,10 +18,10 @@ def run_steps(connection, c: Config, compiled: bool, on_gpu: bool, parameters, d
             if request == PARAMETERS:
                 connection.send({name: value.detach().cpu().numpy() for name, value in current.items()})
                 continue
-            began = time.process_time()
+            started = time.process_time()
             for batch in request:
                 loss = step(batch)
-            connection.send((float(loss), time.process_time() - began))
+            connection.send((float(loss), time.process_time() - started))
     except (EOFError, ConnectionError):  # the parent process has ended
         return
     except Exception as error:  # any error of torch, such as a missing compiler

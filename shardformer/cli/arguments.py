@@ -71,7 +71,7 @@ def run_folder(word: str) -> Path | BucketPath:
 def parse_run_and_options(arguments: list[str], options: type[T]) -> tuple[Path | BucketPath, T]:
     """Parses 'RUN key=value ...'."""
     if not arguments or not storage.is_path(arguments[0]):
-        raise UsageError("name the folder of a run first")
+        raise UsageError("name the folder of a run first, such as checkpoints/NAME")
     return run_folder(arguments[0]), parsing.parse_options(arguments[1:], options)
 
 

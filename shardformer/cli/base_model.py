@@ -1,4 +1,4 @@
-"""`train [PRESET] base=...`: the model is the base's, which is a run, or a Hugging Face folder to convert to a run.
+"""Models that `train` starts from: `base=` and `teacher=`, a run, or a Hugging Face folder to convert to a run.
 
 With `base=RUN/step_N`, the new run continues another run's checkpoint.
 """
@@ -125,6 +125,31 @@ def convert_in_process(source: str, target: Path, *words: str) -> str:
         kind = UsageError if done.returncode == 2 else RunError
         raise kind(message.removeprefix("error: ").removeprefix("failed: ") or f"{source} could not be converted")
     return done.stdout.strip()
+
+
+def convert_teacher(config: Config) -> Config:
+    """Returns the configuration of a new run with its teacher as a run, OUT.teacher, which a resume finds again."""
+    from shardformer.model.distillation_model import check_teacher  # not imported without a teacher
+
+    name = config.preferences.teacher
+    if not hf_settings.is_hf_folder(storage.location(name)):
+        return config
+    target = storage.local_folder(storage.location(f"{config.run.out}.teacher"))
+    if (target / "config.json").is_file():
+        teacher = read_config(target)
+    else:  # reject what training would reject afterwards, before gigabytes are copied and written
+        teacher = hf_settings.read_model(storage.location(name), seq=_choose_positions(name, config)).config
+    check_teacher(config, teacher, name)
+    check_zero(config)
+    Run(config, TokenIds(config.model.vocab or 1), "").refuse_to_overwrite()
+    source = str(storage.local_path(name, say))
+    return config.replace(teacher=convert_once("teacher", source, target, {"seq": _choose_positions(name, config)}))
+
+
+def _choose_positions(name: str, config: Config) -> int:
+    """Returns the student's context if the teacher has a longer table of learned positions, of which a part is read."""
+    model = hf_settings.read_model(storage.location(name)).config.model
+    return config.model.seq if model.positions == "learned" and config.model.seq < model.seq else 0
 
 
 def names_step(arguments: list[str]) -> bool:

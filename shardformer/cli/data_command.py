@@ -24,7 +24,7 @@ from shardformer.data.tokens import describe_largest_id
 from shardformer.data.vocabulary import TokenIds
 from shardformer.errors import RunError, UsageError
 from shardformer.files import replacing
-from shardformer.tables import escape_controls, format_table
+from shardformer.tables import escape_controls, format_count, format_table
 
 BPE = "bpe:32768"  # the default for documents
 USAGE = (
@@ -186,7 +186,8 @@ def export_data(arguments: list[str]) -> None:
     tfrecords.write_records(out, (tokens.take(record * options.ids, options.ids) for record in range(count)))
     with replacing(index) as temporary:
         temporary.write_text(f"{out}\n", "utf-8")
-    say(f"{out}: {count:,} records of {options.ids} ids, {left} tokens left over; {index} names it for data= and GPT-J")
+    records = f"{format_count(count, 'record')} of {options.ids} ids, {format_count(left, 'token')} left over"
+    say(f"{out}: {records}; {index} names it for data= and GPT-J")
 
 
 def describe(folder: TokenFolder) -> str:

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from shardformer import storage
+from shardformer import jax_releases, storage
 from shardformer.analysis import live, traced, verify
 from shardformer.analysis.memory import format_device_bytes
 from shardformer.cli.arguments import parse_settings, say
@@ -60,4 +60,7 @@ def run_verify(arguments: list[str]) -> int:
     except (ValueError, TypeError) as error:  # raised by JAX and Haiku for impossible slices and sums
         raise RunError(f"the sharded model cannot be traced: {' '.join(str(error).split())[:500]}") from None
     say(verify.format_differences(rows))
-    return 0 if all(row.passes for row in rows) else 1
+    passes = all(row.passes for row in rows)
+    if not passes and mesh.find_devices()[0].platform == "cpu" and (fault := jax_releases.describe_faults()):
+        say(fault)
+    return 0 if passes else 1

@@ -31,10 +31,10 @@ def run_explain(arguments: list[str]) -> int:
     """Prints every stop of the tour; returns 1 if one differs from the dense result."""
     options = parsing.parse_options(arguments, ExplainOptions)
     mesh.use_cpu_devices(explain.DEVICES)
-    sound = True
+    passes = True
     for stop in explain.tour():
         say(format_stop(stop))
-        sound &= all(row.passes for row in stop.differences)
+        passes &= all(row.passes for row in stop.differences)
         if options.pictures:
             from shardformer.analysis import pictures
 
@@ -49,7 +49,7 @@ def run_explain(arguments: list[str]) -> int:
             if stop.routes:
                 pictures.draw_routes(stop.routes, path.with_stem(f"{path.stem}_routes"))
                 say(f"drawn in {path.with_stem(f'{path.stem}_routes')}\n")
-    return 0 if sound else 1
+    return 0 if passes else 1
 
 
 def format_stop(stop: Stop) -> str:
@@ -62,9 +62,9 @@ def format_stop(stop: Stop) -> str:
     ]
     # NaN counts as the largest difference; max() would skip it.
     worst = max(stop.differences, key=lambda row: math.inf if math.isnan(row.relative) else row.relative)
-    return "\n".join([
-        f"{stop.title} (mesh {config.parallel.mesh}{zero})",
-        textwrap.fill(stop.words, 100, break_on_hyphens=False),
+    title = f"{stop.title} (mesh {config.parallel.mesh}{zero})"
+    return "\n\n".join([
+        f"{title}\n{'=' * len(title)}\n{textwrap.fill(stop.explanation, 100, break_on_hyphens=False)}",
         format_table(stored, ["on one device", "bytes"]),
         format_table(sent, ["collective", "over", "tensors", "bytes sent by one device"]) if sent else "no collective",
         *([format_routes(stop.routes, config.parallel.devices)] if stop.routes else []),

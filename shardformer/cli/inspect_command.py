@@ -13,7 +13,7 @@ from shardformer.config.keys import key
 from shardformer.convert import stored_arrays
 from shardformer.convert.stored_arrays import StoredArray
 from shardformer.errors import RunError, UsageError
-from shardformer.tables import escape, format_bytes, format_table
+from shardformer.tables import escape, format_bytes, format_count, format_table
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ def inspect(arguments: list[str]) -> None:
         state = "all bytes read" if options.norms else "arrays not read (norms=false)"
         if options.norms and (path / "manifest.json").is_file():
             state += ", all checksums right"
-        say(f"{len(arrays)} arrays, {values:,} numbers, {format_bytes(total)}; {state}")
+        say(f"{format_count(len(arrays), 'array')}, {format_count(values, 'number')}, {format_bytes(total)}; {state}")
 
 
 _HEADER = ["array", "shape", "dtype", "split", "norm", "largest", "note"]
@@ -85,7 +85,7 @@ def diff(arguments: list[str]) -> int:
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             say(f"only in {path}: {escape(', '.join(names[:5]))}{more}")
-    say(f"{len(both) - len(rows)} arrays are equal, {len(rows)} differ")
+    say(f"arrays: {len(both) - len(rows)} equal, {len(rows)} different")
     return int(bool(rows) or any(names for _, names in unpaired))
 
 

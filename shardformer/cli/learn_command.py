@@ -53,7 +53,8 @@ def list_lessons() -> str:
         rows.append([lesson.number, lesson.title, state])
     table = format_table(rows, ["", "lesson", "here"])
     return (
-        f"{table}\n\nlearn 1 writes lesson_1.py here; learn check lesson_1.py checks it; learn glossary explains words"
+        f"{table}\n\n`python -m shardformer learn 1` writes lesson_1.py here, `... learn check lesson_1.py` checks it, "
+        "`... learn glossary` explains words"
     )
 
 

@@ -7,6 +7,9 @@ from shardformer import data
 from shardformer.cli.arguments import say
 from shardformer.config import Config
 from shardformer.data import Corpus, Vocabulary
+from shardformer.tables import format_bytes
+
+SMALL = 1_000_000  # bytes of which only the end is printed
 
 
 def load_corpus(
@@ -21,7 +24,7 @@ class ShownProgress:
     """The progress of tokenising: one line of a terminal that is rewritten, else a line for every tenth."""
 
     def __init__(self):
-        self._began, self._printed, self._on_terminal = time.monotonic(), -1.0, sys.stdout.isatty()
+        self._started, self._printed, self._on_terminal = time.monotonic(), -1.0, sys.stdout.isatty()
 
     def __enter__(self) -> "ShownProgress":
         return self
@@ -31,12 +34,11 @@ class ShownProgress:
             print()
 
     def show(self, done: int, total: int) -> None:
-        now, share = time.monotonic() - self._began, done / max(total, 1)
+        now, share = time.monotonic() - self._started, done / max(total, 1)
         step = 0.0 if self._on_terminal else 0.1
-        if share < 1 and self._printed >= 0 and share < self._printed + step:
+        if share < 1 and (total < SMALL or (self._printed >= 0 and share < self._printed + step)):
             return
         self._printed = share
         left = f", {now / share - now:,.0f} s left" if 0 < share < 1 else ""
-        digits = 0 if total >= 10e6 else 2
-        line = f"tokenised {done / 1e6:,.{digits}f} of {total / 1e6:,.{digits}f} MB in {now:,.0f} s{left}"
+        line = f"tokenised {format_bytes(done)} of {format_bytes(total)} in {now:,.0f} s{left}"
         print(f"\r\x1b[K{line}" if self._on_terminal else line, end="" if self._on_terminal else "\n", flush=True)

@@ -25,7 +25,7 @@ class RecordOutput:
             digest = hashlib.sha256(json.dumps(prompts).encode("utf-8", "surrogatepass")).hexdigest()
             self.done = self._continue_file(path, (settings or {}) | {"prompts_sha256": digest})
         self._file = path.open("a", encoding="utf-8") if path else None
-        self._started = self._shown = time.monotonic()
+        self._started = self._printed = time.monotonic()
         self._first, self._tokens = self.done, 0
 
     def __enter__(self) -> "RecordOutput":
@@ -48,9 +48,9 @@ class RecordOutput:
 
     def _show_progress(self) -> None:
         now = time.monotonic()
-        if self.done < self._total and now < self._shown + PROGRESS_SECONDS:
+        if self.done < self._total and now < self._printed + PROGRESS_SECONDS:
             return
-        self._shown, seconds = now, max(now - self._started, 1e-9)
+        self._printed, seconds = now, max(now - self._started, 1e-9)
         left = (self._total - self.done) * seconds / (self.done - self._first)
         say(f"{self.done:,} of {self._total:,} texts, {self._tokens / seconds:,.0f} tokens/s, {left:,.0f} s left")
 
@@ -60,16 +60,16 @@ class RecordOutput:
 
     def _continue_file(self, path: Path, settings: dict) -> int:
         """Returns the number of complete lines, and removes an incomplete one; raises UsageError for another's file."""
-        beside = self._settings_path(path)
+        settings_path = self._settings_path(path)
         if not path.exists():
-            with replacing(beside) as temporary:
+            with replacing(settings_path) as temporary:
                 temporary.write_text(json.dumps(settings) + "\n", "utf-8")
             return 0
         try:
-            known = json.loads(beside.read_text("utf-8"))
+            known = json.loads(settings_path.read_text("utf-8"))
         except (OSError, ValueError):
             raise UsageError(
-                f"out={path} exists, and no {beside.name} says that it is incomplete; name another file"
+                f"out={path} exists, and no {settings_path.name} says that it is incomplete; name another file"
             ) from None
         if changed := [name for name in settings if known.get(name) != settings[name]]:
             raise UsageError(

@@ -38,12 +38,12 @@ def show(arguments: list[str]) -> None:
     mesh.use_cpu_devices(1)
     say(settings.to_json())
     parameters = Model.abstract_parameters(settings)
-    say(parameter_tables.format_splits(resolve(settings).weights.store(parameters), settings))
+    tables = [parameter_tables.format_splits(resolve(settings).weights.store(parameters), settings)]
     trained = lora.select_trainable(parameters, settings)
     if settings.optimizer.lr_rules:
-        say(parameter_tables.format_rules(trained, settings))
-    say(format_device_bytes(settings))
-    say(format_choices(settings))
+        tables.append(parameter_tables.format_rules(trained, settings))
+    tables += [format_device_bytes(settings), format_choices(settings)]
+    say("\n\n".join(tables) + "\n")
     say(parameter_count(parameters, trained) + flops.describe_active(settings))
 
 

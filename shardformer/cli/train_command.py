@@ -5,7 +5,7 @@ import shlex
 
 from shardformer import storage
 from shardformer.cli.arguments import parse_keys, parse_preset, run_folder, say, say_text
-from shardformer.cli.base_model import names_base, names_step, parse_base, parse_branch
+from shardformer.cli.base_model import convert_teacher, names_base, names_step, parse_base, parse_branch
 from shardformer.cli.eval_command import loss_table
 from shardformer.cli.loading import ShownProgress
 from shardformer.cli.sample_command import sample_text
@@ -53,8 +53,6 @@ def open_session(arguments: list[str]) -> Session:
             return Session.branch(*parse_branch(arguments), say, progress.show, names_data=names_data)
         config = parse_base(arguments) if names_base(arguments) else parse_preset(arguments)
         if config.preferences.teacher:
-            from shardformer.cli.teacher_folder import convert_teacher  # not imported without a teacher
-
             config = convert_teacher(config)
         return Session.create(config, say=say, progress=progress.show)
 
@@ -89,7 +87,7 @@ def finish(trained: Trained, stop: StopSignal) -> None:
             step, params = run.restore_params(sample.generator.model, trained.best.step)
             say(f"\nbest checkpoint: step {step}, on {run.config.data.source}\n{loss_table(losses, run.config)}")
             with contextlib.suppress(SampleStopped):
-                say_text(f"\nit writes:\n{sample.write(params, stop)}")
+                say_text(f"\nit writes:\n{sample.write(params, stop)}\n")
         except EvaluationStopped:
             say_how_to_resume(run)
 

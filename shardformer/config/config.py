@@ -92,6 +92,11 @@ class Config:
         return self.model.layers // (pp * self.parallel.pipeline_rounds) if pp > 1 else self.model.layers
 
     @functools.cached_property
+    def microbatch_rows(self) -> int:
+        """Rows of a microbatch on one device; those of a step with accum=auto."""
+        return self.training.batch // (self.parallel.dp * max(self.training.accum, 1))
+
+    @functools.cached_property
     def shares_kv_heads(self) -> bool:
         """True if there are fewer key/value heads than shards of the model; mp / kv_heads shards then share each."""
         return self.model.key_value_heads < self.parallel.mp

@@ -7,6 +7,7 @@ from shardformer.config.keys import keys_of, largest_divisor, next_multiple, req
 from shardformer.config.names import EXPERT_MATRICES, MATRICES, SHARED_MATRICES
 from shardformer.config.parsing import MeshSizes, parse_mesh, parse_steps_range, shorten
 from shardformer.errors import UsageError
+from shardformer.tables import format_count
 
 if TYPE_CHECKING:
     from shardformer.config.config import Config
@@ -384,9 +385,9 @@ def _check_stages(c: "Config") -> None:
     size = c.model.layers // pp // rounds
     require(
         not c.mixes_layers or c.sparse_layers == c.sparse_layers[:size] * (pp * rounds),
-        f"all stages run one program, and stages of {size} layers (mesh={c.parallel.mesh}) have experts in different "
-        f"layers with dense_first={c.experts.dense_first} expert_pattern={c.experts.expert_pattern:.40}; give "
-        f"mesh={without}, or a pattern that repeats in every stage",
+        f"all stages run one program, and stages of {format_count(size, 'layer')} (mesh={c.parallel.mesh}) have "
+        f"experts in different layers with dense_first={c.experts.dense_first} "
+        f"expert_pattern={c.experts.expert_pattern:.40}; give mesh={without}, or a pattern that repeats in every stage",
     )
     require(
         c.optimizer.name != "lbfgs" and not c.training.grad_metrics and c.training.accum_mode == "scan",

@@ -11,6 +11,7 @@ LAYERS = f"{PREFIX}layers"  # the stacked parameters of all layers
 MATRICES = ("q", "k", "v", "o", "up", "gate", "down")  # of a layer
 EXPERT_MATRICES = ("expert_up", "expert_gate", "expert_down")  # [experts, inputs, outputs] in each layer
 SHARED_MATRICES = ("shared_up", "shared_gate", "shared_down")  # of the expert that every token uses
+ROUTER_BIAS = "router_bias"  # by which a router ranks experts if balance_rate balances their load
 OF_DENSE_LAYERS, OF_EXPERT_LAYERS = ("up", "gate", "down"), ("expert", "shared", "router")  # first words of names
 LORA_IN, LORA_OUT = "_lora_in", "_lora_out"  # the two factors of a matrix's adapter
 CODES, SCALES = "_codes", "_scales"  # the parameters of a quantised matrix
@@ -26,8 +27,13 @@ def is_stacked(module: str) -> bool:
 
 
 def is_part(name: str) -> bool:
-    """Returns whether a parameter is one of those of a quantised matrix."""
+    """Returns whether a parameter is a part of a quantised matrix: codes or scales."""
     return name.endswith((CODES, SCALES, BLOCKS))
+
+
+def is_of_experts(name: str) -> bool:
+    """Returns whether a leaf of a layer belongs to its experts: a matrix, an adapter's factor, codes or scales."""
+    return name.startswith(EXPERT_MATRICES)
 
 
 def is_factor_of_product(name: str) -> bool:

@@ -15,6 +15,35 @@ MAX_FACTOR = 1e6  # for lr_rules: a factor times a rate and an update must stay 
 PICTURES = (".png", ".svg", ".pdf", ".jpg")  # formats that every matplotlib draws
 T = TypeVar("T")
 
+# Names of Megatron-LM, nanoGPT and transformers for keys of this package.
+AXIS_NAMES = ("dp", "tp", "mp", "pp", "cp", "tensor_model_parallel_size", "pipeline_model_parallel_size")
+_OTHER_NAMES = """
+layers: num_layers n_layer n_layers num_hidden_layers
+d_model: hidden_size n_embd dim
+heads: num_attention_heads num_heads n_head n_heads
+kv_heads: num_query_groups num_key_value_heads n_kv_heads
+d_ff: ffn_hidden_size intermediate_size
+seq: seq_length seq_len block_size max_position_embeddings context_length
+vocab: vocab_size
+batch: batch_size global_batch_size
+accum: gradient_accumulation_steps grad_accum
+steps: train_iters max_steps max_iters
+lr: learning_rate
+lr_min: min_lr
+warmup: lr_warmup_iters warmup_iters warmup_steps
+clip: clip_grad grad_clip max_grad_norm
+experts: num_experts num_local_experts
+remat: recompute_granularity gradient_checkpointing
+data: data_path dataset
+out: out_dir output_dir
+tokens: max_new_tokens max_tokens
+"""
+OTHER_NAMES = {
+    theirs: ours
+    for ours, _, names in (line.partition(":") for line in _OTHER_NAMES.strip().splitlines())
+    for theirs in names.split()
+}
+
 
 def choices(kind) -> tuple:
     """Returns the values of a Literal type, else ()."""
@@ -52,14 +81,16 @@ def parse_overrides(arguments: list[str], options: type) -> dict:
     for word in arguments:
         key, equals, text = word.partition("=")
         if not equals:
-            meant = key.lstrip("-")
+            meant = key.lstrip("-").replace("-", "_")
+            meant = OTHER_NAMES.get(meant, meant)
             fix = f"; write {meant}=..." if meant in fields else ""
             raise UsageError(f"expected key=value, got {shorten(word)}{fix}")
         if key in REMOVED:
             raise UsageError(f"{key} was removed: {REMOVED[key].now}")
         if key not in fields:
             keys = f"; the keys are {', '.join(fields)}" if len(fields) < 20 else "; see COMMAND --help"
-            raise UsageError(f"unknown key {shorten(key)}{suggest_closest(key, fields) or keys}")
+            fix = _translate(key, fields) or suggest_closest(key, fields) or keys
+            raise UsageError(f"unknown key {shorten(key)}{fix}")
         if key in parsed:
             raise UsageError(f"{key} is given twice: {parsed[key]!r} and {text!r}")
         parsed[key] = parse_value(fields[key], text)
@@ -243,6 +274,14 @@ def shorten(value, most: int = 80) -> str:
     """Returns what a user gave as a message quotes it: one readable line of bounded length."""
     text = repr(value)
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
+
+
+def _translate(name: str, known) -> str:
+    """Returns '; did you mean ...?' for a name that other trainers give a known key, else an empty text."""
+    if name in AXIS_NAMES and "mesh" in known:
+        return "; give the mesh, data x tensor parallel: mesh=4x2, or its axes by name: mesh=dp2.pp2.cp2.mp2"
+    ours = OTHER_NAMES.get(name, "")
+    return f"; did you mean {ours!r}?" if ours in known else ""
 
 
 def suggest_closest(word: str, known) -> str:

@@ -11,6 +11,7 @@ from shardformer.data.packed_files import find_suffix
 from shardformer.data.source import Say
 from shardformer.data.vocabulary import FILE as VOCABULARY
 from shardformer.errors import UsageError
+from shardformer.tables import format_count
 
 TEXT_FILES = (".txt", ".md", ".rst", ".tex", ".html", ".xml", ".json", ".csv", ".py", ".pyi", ".ipynb", ".c", ".h",
               ".cc", ".cpp", ".hpp", ".cu", ".java", ".kt", ".go", ".rs", ".js", ".ts", ".jsx", ".tsx", ".sh", ".rb",
@@ -24,24 +25,21 @@ PACKED_OTHERWISE = (".zip", ".xz", ".bz2", ".7z", ".tar", ".tgz", ".lz4")
 MAX_NAMED = 8  # suffixes in one line
 
 
-def list_files(name: str, path: Path, out: Path | None, say: Say, takes: str) -> list[Path]:
+def list_files(name: str, path: Path, out: Path | None, say: Say, expected: str) -> list[Path]:
     """Lists the text files below a folder or of a pattern; `out` and other folders of runs are left out."""
     if path.is_dir():
         if saved := table_files.list_saved(path):
             return saved
-        return _list_folder(name, path, out, say, takes)
+        return _list_folder(name, path, out, say, expected)
     if path.is_file():
         return [path]
     result = sorted({file.resolve(): file for file in _expand(str(path)) if file.is_file()}.values())
     if not result:
-        raise UsageError(f"data={name} does not exist; {takes}")
+        raise UsageError(f"data={name} does not exist; {expected}")
     base = Path(os.path.dirname(str(path)[: next((i for i, c in enumerate(str(path)) if c in "*?["), 0)]) or ".")
     retained = [file for file in result if not _is_in_a_run(file, base, out)]
-    if len(retained) < len(result):
-        say(
-            f"data={name}: {len(result) - len(retained):,} files are left out: "
-            "they are in folders of runs or prepared data"
-        )
+    if rest := len(result) - len(retained):
+        say(f"data={name}: left out: {format_count(rest, 'file')} in folders of runs or prepared data")
     if not retained:
         raise UsageError(f"data={name} names only files of runs or of prepared data; name texts")
     return retained
@@ -68,7 +66,7 @@ def is_code(path: Path) -> bool:
     return suffix in TEXT_FILES and suffix not in PROSE
 
 
-def _list_folder(name: str, folder: Path, out: Path | None, say: Say, takes: str) -> list[Path]:
+def _list_folder(name: str, folder: Path, out: Path | None, say: Say, expected: str) -> list[Path]:
     every = sorted(file for file in folder.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(folder)))
     outside = [file for file in every if not _is_in_a_run(file, folder, out)]
     documents = [file for file in outside if _has_text_suffix(file)]
@@ -84,11 +82,11 @@ def _list_folder(name: str, folder: Path, out: Path | None, say: Say, takes: str
     if not documents:
         stored = f"; it has {_describe(rest)}" if rest else ""
         known = ", ".join(TEXT_FILES[:8])
-        raise UsageError(f"data={name} is a folder without text files ({known}, ...){stored}; {takes}")
+        raise UsageError(f"data={name} is a folder without text files ({known}, ...){stored}; {expected}")
     if rest:
-        say(f"data={name}: {len(documents):,} text files; left out: {_describe(rest)}")
+        say(f"data={name}: {format_count(len(documents), 'text file')}; left out: {_describe(rest)}")
     if len(outside) < len(every):
-        say(f"data={name}: {len(every) - len(outside):,} files of runs or prepared data are left out")
+        say(f"data={name}: left out: {format_count(len(every) - len(outside), 'file')} of runs or prepared data")
     return documents
 
 

@@ -80,5 +80,5 @@ def read_prompts(batch: Batch) -> list[PromptRow]:
 def describe_prompts(name: str, windows: PromptWindows) -> str:
     """Returns a line with the number of prompts that are used, and why the others are not."""
     left_out = windows.total - windows.count
-    reason = f"; {left_out:,} are left out: they have no room for {windows.answer_tokens} tokens" if left_out else ""
+    reason = f"; {left_out:,} left out, without room for answer_tokens={windows.answer_tokens}" if left_out else ""
     return f"{name}: {windows.count:,} of {windows.total:,} prompts{reason}"

@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from shardformer.errors import UsageError
+from shardformer.tables import format_count
 
 MAX_CAUSES = 20  # of which one report keeps the first row
-MAX_SHOWN = 8  # causes in one message
+MAX_PRINTED = 8  # causes in one message
 OTHERS = "other causes"
 T = TypeVar("T")
 
@@ -15,8 +16,8 @@ T = TypeVar("T")
 class RowError(UsageError):
     """A row of a corpus that cannot be trained on."""
 
-    def __init__(self, place: str, problem: str, cause: str = ""):
-        super().__init__(f"{place}, {problem}")
+    def __init__(self, location: str, problem: str, cause: str = ""):
+        super().__init__(f"{location}, {problem}")
         self.cause = cause or problem
 
 
@@ -58,17 +59,21 @@ class RowReport:
         """Raises UsageError with all causes if there is a fault."""
         if not self.faults:
             return
-        advice = "correct them, or leave such rows out: bad_rows=skip"
         if self.count == 1:
             [(_, first)] = self.faults.values()
             raise FaultyRows(f"{first}; correct it, or leave such rows out: bad_rows=skip", self)
-        raise FaultyRows(f"{self.count:,} rows cannot be learned: {_describe(self.faults)}; {advice}", self)
+        lines = [f"{self.count:,} rows cannot be learned; correct them, or leave such rows out: bad_rows=skip"]
+        printed, rest = _most_frequent(self.faults)
+        # `first` names the cause too.
+        lines += [f"  - {format_count(count, 'row')}; the first: {first:.200}" for _, count, first in printed]
+        lines += [f"  - {format_count(rest, 'row')} of other causes"] if rest else []
+        raise FaultyRows("\n".join(lines), self)
 
     def describe(self) -> list[str]:
         """Returns a line for the rows that are left out, and one for those that are changed."""
         lines = []
         if self.faults:
-            lines.append(f"{self.count:,} rows are left out (bad_rows=skip): {_describe(self.faults)}")
+            lines.append(f"left out (bad_rows=skip): {format_count(self.count, 'row')}: {_describe(self.faults)}")
         if self.changes:
             lines.append(f"rows that are changed: {_describe(self.changes)}")
         return lines
@@ -101,7 +106,12 @@ def _add(counts: dict[str, tuple[int, str]], cause: str, count: int, first: str)
 
 
 def _describe(counts: dict[str, tuple[int, str]]) -> str:
-    ordered = sorted(counts.items(), key=lambda item: -item[1][0])
-    parts = [f"{count:,} x {cause:.120} (the first: {first:.300})" for cause, (count, first) in ordered[:MAX_SHOWN]]
-    rest = sum(count for _, (count, _) in ordered[MAX_SHOWN:])
+    printed, rest = _most_frequent(counts)
+    parts = [f"{count:,} x {cause:.120} (the first: {first:.300})" for cause, count, first in printed]
     return "; ".join(parts) + (f"; {rest:,} of other causes" if rest else "")
+
+
+def _most_frequent(counts: dict[str, tuple[int, str]]) -> tuple[list[tuple[str, int, str]], int]:
+    """Returns (cause, count, the first) of the most frequent causes, and the number of rows of all others."""
+    ordered = sorted(((cause, *each) for cause, each in counts.items()), key=lambda item: -item[1])
+    return ordered[:MAX_PRINTED], sum(count for _, count, _ in ordered[MAX_PRINTED:])

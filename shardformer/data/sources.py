@@ -141,5 +141,5 @@ def _find_shakespeare_or_builtin(say: Say) -> Source:
     try:
         return Texts("tiny_shakespeare", shakespeare.load_splits(), through_tf=True)
     except UsageError as reason:
-        say(f"Training on the built-in corpus: the numbers are then not Shakespeare's.\n{reason}")
+        say(f"{reason}\nUntil then, the built-in corpus is used, whose losses are not Shakespeare's.")
         return Texts("builtin", split_text(builtin.text(), SHARE))

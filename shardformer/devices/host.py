@@ -20,9 +20,9 @@ def restart_with_huge_pages(arguments: list[str]) -> None:
 
     glibc reads its settings when a process starts. Settings of the user are not changed.
     """
-    if words := find_restart(arguments, sys.orig_argv, os.environ, SETTING):
+    if command := find_restart(arguments, sys.orig_argv, os.environ, SETTING):
         os.environ[TUNABLES] = "glibc.malloc.hugetlb=1"
-        os.execv(words[0], words)
+        os.execv(command[0], command)
 
 
 def find_restart(

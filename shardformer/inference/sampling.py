@@ -109,14 +109,14 @@ def _draw(logits_BV, key_B, drawing: Drawing) -> jax.Array:
     logits_BV = (logits_BV - logits_BV.max(-1, keepdims=True)) / drawing.temperature
 
     def keep_top_k():
-        kept_BV = _keep_most_likely(logits_BV, jnp.isfinite(logits_BV).astype(jnp.float32), drawing.top_k)
-        return jnp.where(drawing.top_k > 0, kept_BV, logits_BV)
+        likely_BV = _keep_most_likely(logits_BV, jnp.isfinite(logits_BV).astype(jnp.float32), drawing.top_k)
+        return jnp.where(drawing.top_k > 0, likely_BV, logits_BV)
 
     logits_BV = lax.cond((drawing.top_k > 0).any(), keep_top_k, lambda: logits_BV)
 
     def keep_top_p():
-        kept_BV = _keep_most_likely(logits_BV, jax.nn.softmax(logits_BV, axis=-1), drawing.top_p)
-        return jnp.where(drawing.top_p < 1, kept_BV, logits_BV)
+        likely_BV = _keep_most_likely(logits_BV, jax.nn.softmax(logits_BV, axis=-1), drawing.top_p)
+        return jnp.where(drawing.top_p < 1, likely_BV, logits_BV)
 
     logits_BV = lax.cond((drawing.top_p < 1).any(), keep_top_p, lambda: logits_BV)
     logits_BV = jnp.where(logits_BV >= jnp.log(drawing.min_p), logits_BV, -jnp.inf)

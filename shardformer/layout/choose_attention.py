@@ -16,6 +16,7 @@ from shardformer.kernels.attention import Attention, AttentionOptions, Plain
 from shardformer.kernels.blockwise_attention import Blocks, block_size
 from shardformer.kernels.fused_attention import Demands, Hardware, Kernel, reason_against
 from shardformer.parallel.ring_attention import Gathered, Ring
+from shardformer.tables import format_count
 
 EXCHANGE = 5e-6  # latency in seconds of an exchange besides its bytes: an assumption, no device was measured
 
@@ -129,7 +130,8 @@ def reason_against_kernel(config: Config, hardware: Hardware, rows: Rows) -> str
     if config.model.biased_by_distance:
         return f"no kernel takes the bias of positions={config.model.positions}"
     if config.parallel.pp > 1 and config.stage_layers % config.model.window_period:
-        stages = f"window_pattern={config.model.window_pattern} in stages of {config.stage_layers} layers"
+        pattern, size = config.model.window_pattern, format_count(config.stage_layers, "layer")
+        stages = f"window_pattern={pattern} in stages of {size}"
         return f"no kernel takes {stages}, which must be a multiple of the pattern's {config.model.window_period}"
     return ""
 
@@ -168,7 +170,7 @@ def choose_ring_or_gather(config: Config, hardware: Hardware) -> tuple[str, str]
 def find_waits(config: Config, hardware: Hardware) -> dict[str, float]:
     """Returns the seconds that a layer's forward pass waits for keys and values, by method."""
     tokens = config.model.seq // config.parallel.cp
-    rows = config.training.batch // max(config.training.accum, 1) / config.parallel.dp
+    rows = config.microbatch_rows
     pairs = rows * tokens * tokens / 2  # of tokens in a step: zig-zag order halves the work of every step
     computing = 4 * pairs * config.model.attention_size / config.parallel.mp / hardware.flops
     width = config.model.key_value_heads * config.model.head_size / config.parallel.mp

@@ -5,6 +5,7 @@ from shardformer.kernels.fused_attention import Hardware
 from shardformer.kernels.grouped_kernel import Kernel
 from shardformer.kernels.grouped_product import Blocks, GroupedProduct
 from shardformer.layout.choose_layers import Loop
+from shardformer.tables import format_count
 
 BLOCKS = 8, 256  # the fewest and the most rows of a block
 TILES = 128, 512  # of a tile of the kernel
@@ -32,8 +33,7 @@ def choose_for_tokens(product: GroupedProduct) -> GroupedProduct:
 
 def _choose_rows(config: Config, fewest: int, most: int) -> int:
     """Returns about a quarter of an expert's mean rows: padding then adds an eighth of the work."""
-    rows = config.training.batch // config.parallel.dp // max(config.training.accum, 1)
-    pairs = rows * config.model.seq // config.parallel.cp * config.experts.experts_per_token
+    pairs = config.microbatch_rows * config.model.seq // config.parallel.cp * config.experts.experts_per_token
     while fewest < most and 8 * fewest <= pairs // config.experts.experts:
         fewest *= 2
     return fewest
@@ -45,19 +45,20 @@ def choose_groups(config: Config, loop: Loop, reason: str) -> tuple[Loop, str]:
     first, period = find_groups(is_sparse, loop.types)
     if loop.scan:
         repeats = (len(is_sparse) - first) // period
-        reason = f"experts in some layers: {first} layers unrolled, then a scan of {repeats} groups of {period} layers"
+        reason = f"experts in some layers: {format_count(first, 'layer')} unrolled, then a scan of "
+        reason += f"{format_count(repeats, 'group')} of {format_count(period, 'layer')}"
     return loop._replace(first=first, period=period), reason
 
 
-def find_groups(kinds: tuple[bool, ...], multiple: int) -> tuple[int, int]:
-    """Returns (first, period) with the smallest sum: from layer `first` on, kinds repeat after `period` layers.
+def find_groups(types: tuple[bool, ...], multiple: int) -> tuple[int, int]:
+    """Returns (first, period) with the smallest sum: from layer `first` on, types repeat after `period` layers.
 
     The period is a multiple of `multiple`, and at most the number of layers after the first ones.
     """
-    count = len(kinds)
+    count = len(types)
     for total in range(1, count + 1):
         for first in range(total):
             period = total - first
-            if period % multiple == 0 and kinds[first + period :] == kinds[first : count - period]:
+            if period % multiple == 0 and types[first + period :] == types[first : count - period]:
                 return first, period
     return 0, count

@@ -11,7 +11,6 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, Mesh
 
-from shardformer import jax_releases
 from shardformer.config import Config
 from shardformer.config.names import AXES, DP, MP
 from shardformer.config.parsing import parse_mesh
@@ -21,7 +20,7 @@ from shardformer.errors import UsageError
 from shardformer.kernels.fused_attention import CPU, Hardware
 from shardformer.layout import choices, torus
 from shardformer.layout.choices import Layout
-from shardformer.tables import format_bytes
+from shardformer.tables import format_bytes, format_count
 
 
 def use_cpu_devices(count: int, many_in_flight: bool = False) -> None:
@@ -66,10 +65,8 @@ def start(
     processes.join_processes(config)
     devices, multiple, rows = find_devices(), jax.process_count() > 1, 0
     virtual = devices[0].platform == "cpu" and not multiple
-    if devices[0].platform == "cpu" and jax.process_index() == 0 and (fault := jax_releases.describe_faults()):
-        print(fault, file=sys.stderr)
     if previous and previous.parallel.mesh != "auto":
-        rows = previous.training.batch // (previous.parallel.dp * max(previous.training.accum, 1))
+        rows = previous.microbatch_rows
         if config.parallel.mesh == previous.parallel.mesh:
             config = adapt_to_devices(config, len(devices), multiple, say)
     if may_add_rows and config.parallel.mesh == "auto":
@@ -89,8 +86,8 @@ def adapt_to_devices(config: Config, devices: int, all_of_them: bool, say: Calla
             changed = config.replace(mesh=str(before._replace(dp=devices // rest)))
     hint = "" if config.training.accum == 0 else "; accum=auto would adapt the microbatches"
     say(
-        f"{size} devices before, {devices} now: mesh={config.parallel.mesh} becomes mesh={changed.parallel.mesh}, "
-        f"batch={config.training.batch} stays{hint}"
+        f"{format_count(size, 'device')} before, {devices} now: mesh={config.parallel.mesh} becomes "
+        f"mesh={changed.parallel.mesh}, batch={config.training.batch} stays{hint}"
     )
     return changed
 
@@ -100,9 +97,9 @@ def find_devices() -> list[jax.Device]:
     try:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:
-        asked, words = os.environ.get("JAX_PLATFORMS", ""), (str(error) or "no plugin for it").splitlines()[0]
+        asked, reason = os.environ.get("JAX_PLATFORMS", ""), (str(error) or "no plugin for it").splitlines()[0]
         raise UsageError(
-            f"JAX cannot use the devices that JAX_PLATFORMS={asked} asks for ({words}); unset it, or set it to cpu"
+            f"JAX cannot use the devices that JAX_PLATFORMS={asked} asks for ({reason}); unset it, or set it to cpu"
         ) from None
 
 
@@ -146,8 +143,8 @@ def choose_mesh(
                     f"{_format_needs(too_large, available)}"
                 )
             elif not config.training.accum:
-                at_once = config.training.batch // candidate.parallel.dp // candidate.training.accum
-                say(f"auto took accum={candidate.training.accum}: {at_once} rows at a time on each device")
+                rows_at_once = format_count(candidate.microbatch_rows, "row")
+                say(f"auto took accum={candidate.training.accum}: {rows_at_once} at a time on each device")
             return candidate
         too_large[name] = bytes_needed
     if too_large:
@@ -211,7 +208,7 @@ def make(config: Config) -> Mesh:
     """
     devices = find_devices()
     programs.reject_unsafe_cache(config, devices[0].platform)
-    needed, kind = config.parallel.devices, f"{len(devices)} {devices[0].platform} devices"
+    needed, kind = config.parallel.devices, format_count(len(devices), f"{devices[0].platform} device")
     if len(devices) % needed:
         raise UsageError(
             f"mesh={config.parallel.mesh} takes {needed} devices, and that does not divide the {kind} here; try "

@@ -9,7 +9,15 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from shardformer.config import Config
-from shardformer.config.names import BLOCKS, CODES, EXPERT_MATRICES, SCALES, has_key_value_heads, is_stacked
+from shardformer.config.names import (
+    BLOCKS,
+    CODES,
+    EXPERT_MATRICES,
+    SCALES,
+    has_key_value_heads,
+    is_of_experts,
+    is_stacked,
+)
 from shardformer.config.weight_keys import group_size
 from shardformer.layout.expert_axes import choose_expert_axes
 
@@ -88,7 +96,7 @@ def parameter_spec(name: str, config: Config) -> P:
         if fnmatch.fnmatchcase(name, pattern):
             if config.shares_kv_heads and has_key_value_heads(name):
                 spec = P()
-            if config.experts.experts and name.rpartition("/")[2].startswith(EXPERT_MATRICES):
+            if config.experts.experts and is_of_experts(name.rpartition("/")[2]):
                 spec = _spec_of_experts(name, spec, config)
             return P("pp", *spec[1:]) if config.parallel.pp > 1 and is_stacked(name) else spec
     raise KeyError(f"no rule in specs.py covers the parameter {name!r}; add one by name")

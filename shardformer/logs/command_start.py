@@ -1,4 +1,4 @@
-"""When this process started its command: before the imports of JAX and TensorFlow, which take seconds."""
+"""Whether this process is a command, and when it started: before the imports of JAX and TensorFlow, of seconds."""
 
 import contextlib
 import os
@@ -9,19 +9,26 @@ from pathlib import Path
 LONGEST_AGE = 600  # seconds; a longer start is a /proc that counts otherwise
 STARTED = "SHARDFORMER_STARTED"  # in the environment: seconds since 1970
 STAT = Path("/proc/self/stat")
-_began: float | None = None
+_started: float | None = None
+_is_command = False
 
 
 def note_start(age: float | None = None, clock: Callable[[], float] = time.time) -> None:
     """Notes the time at which this process started, `age` seconds ago; None: as long ago as the system says."""
-    global _began
-    _began = clock() - (measure_age() if age is None else age)
+    global _started, _is_command
+    _started = clock() - (measure_age() if age is None else age)
+    _is_command = True
+
+
+def is_command() -> bool:
+    """Returns whether this process is a command; otherwise it is a program or a notebook of the user."""
+    return _is_command
 
 
 def take_start() -> float | None:
     """Returns the noted time once, to the first run of the process."""
-    global _began
-    taken, _began = _began, None
+    global _started
+    taken, _started = _started, None
     return taken
 
 

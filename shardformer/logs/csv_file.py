@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 from shardformer.errors import RunError
-from shardformer.files import read_text, replacing
+from shardformer.files import GrowingFile, read_text, replacing
 
 Row = dict[str, float | None]
 MAX_STEP = 2**63 - 1
@@ -19,7 +19,7 @@ class CsvFile:
         self._path = path
         self._columns = columns
         self._header = ",".join(columns)
-        self._unwritten = b""
+        self._end = GrowingFile(path)
 
     def begin(self, first_step: int) -> list[Row]:
         """Drops the rows after `first_step` and returns the rest; 0 starts a new file."""
@@ -37,19 +37,11 @@ class CsvFile:
         if unknown or row.get("step") is None:
             problem = f"unknown keys {', '.join(unknown)}" if unknown else "no step"
             raise ValueError(f"a row of {self._path.stem} has {problem}; its keys are {self._header}")
-        self._unwritten += f"{self._format(row)}\n".encode()
-        self.flush()
+        self._end.append(f"{self._format(row)}\n".encode())
 
     def flush(self) -> None:
         """Writes all pending rows. Rows that a full disk rejects stay pending until the next call."""
-        if not self._unwritten:
-            return
-        try:
-            with self._path.open("ab", buffering=0) as file:
-                while self._unwritten:
-                    self._unwritten = self._unwritten[file.write(self._unwritten) :]
-        except OSError as error:
-            raise RunError(f"cannot write {self._path}: {error}") from None
+        self._end.flush()
 
     def read(self, most: int = MAX_ROWS, lowest: str = "") -> list[Row]:
         """Returns the rows, with None for an empty cell and for a column that an older version did not write.

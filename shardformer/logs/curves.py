@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from shardformer.files import replacing
 from shardformer.logs import metrics_file
-from shardformer.tables import escape
+from shardformer.tables import escape, format_count
 
 _TRAIN, _VALIDATION, _GREY = "#3b6fb6", "#d1622b", "#5c6670"
 _SMALL_PANELS = (
@@ -50,7 +50,7 @@ def draw_curves(out: Path) -> Path:
     figure = Figure(figsize=(12, 8), dpi=100, layout=layout, facecolor="white")
     last_step = metrics_file.find_last_step(series)
     name = escape(os.fsencode(out.resolve().name).decode(errors="replace"))  # the name may hold any bytes
-    title = figure.suptitle(f"{name}: {last_step:,} steps", fontsize=15, fontweight="bold")
+    title = figure.suptitle(f"{name}: {format_count(last_step, 'step')}", fontsize=15, fontweight="bold")
     title.set_parse_math(False)  # a $ in the name does not begin a formula
     panels = [(*panel, series) for panel in _choose_panels(series)]
     if shares := metrics_file.read_largest_shares(out):

@@ -15,8 +15,8 @@ import jax
 from shardformer.errors import RunError
 from shardformer.logs.csv_file import CsvFile, Row, get_step
 
-KINDS = ("start", "compile", "data", "step", "evaluation", "save", "lost", "waiting")
-COLUMNS = ("step", "time", *(f"{kind}_s" for kind in KINDS))
+CATEGORIES = ("start", "compile", "data", "step", "evaluation", "save", "lost", "waiting")
+COLUMNS = ("step", "time", *(f"{kind}_s" for kind in CATEGORIES))
 COMPILING = ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration")
 
 
@@ -30,7 +30,7 @@ class Goodput:
     def restart(self, started: float | None = None) -> None:
         """Starts at zero seconds, at the time `started` or now."""
         self._kind, self._since = "start", self._clock() if started is None else started
-        self.seconds, self._taken = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0.0)
+        self.seconds, self._taken = dict.fromkeys(CATEGORIES, 0.0), dict.fromkeys(CATEGORIES, 0.0)
         self._file: CsvFile | None = None
         self._step = 0  # of the last row
 
@@ -106,7 +106,7 @@ class Goodput:
         last = rows[-1]
         stored = next((row for row in reversed(rows) if get_step(row) <= step), rows[0])
         started = self._since - sum(self.seconds.values())
-        for kind in KINDS:
+        for kind in CATEGORIES:
             self.seconds[kind] += stored[f"{kind}_s"] or 0.0
             self._taken[kind] += stored[f"{kind}_s"] or 0.0
             self.seconds["lost"] += (last[f"{kind}_s"] or 0.0) - (stored[f"{kind}_s"] or 0.0)

@@ -66,9 +66,9 @@ class Progress(NoProgress):
         with_mfu: bool = False,
         metrics: tuple[str, ...] = (),
     ):
-        own = next((columns for name, columns in _OWN_COLUMNS.items() if name in metrics), ())
-        columns = (*_place_own(own), *((_MFU,) if with_mfu else ()))
-        self._run = _RunState(steps, first_step, tokens_per_step, elapsed_before, best, columns, own)
+        extra = next((columns for name, columns in _COLUMNS_OF_OBJECTIVES.items() if name in metrics), ())
+        columns = (*_insert_columns(extra), *((_MFU,) if with_mfu else ()))
+        self._run = _RunState(steps, first_step, tokens_per_step, elapsed_before, best, columns, extra)
         stream = sys.stdout if stream is None else stream
         on_terminal = stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         self._display = (_Terminal if on_terminal else _Lines)(self._run, stream)
@@ -107,9 +107,9 @@ class _RunState:
         elapsed_before: float,
         best: tuple[int, float] | None,
         columns: tuple,
-        own: tuple,
+        extra: tuple,
     ):
-        self.columns, self.own = columns, own
+        self.columns, self.extra = columns, extra
         self.steps = steps
         self.step = first_step
         self.best = best
@@ -175,14 +175,14 @@ _MFU = (
 _LINE_WIDTH = 86
 
 
-def _place_own(own: tuple) -> tuple:
+def _insert_columns(extra: tuple) -> tuple:
     """Returns the columns of a run with those of its objective."""
 
     def make_cell(name: str, form: Callable) -> Callable:
         return lambda run: form(run.row.get(name))
 
-    cells = [(heading, width, make_cell(name, form)) for heading, width, name, form in own]
-    return (*_COLUMNS[:3], *cells, _COLUMNS[3], *_COLUMNS[-2:]) if own else _COLUMNS
+    cells = [(heading, width, make_cell(name, form)) for heading, width, name, form in extra]
+    return (*_COLUMNS[:3], *cells, _COLUMNS[3], *_COLUMNS[-2:]) if extra else _COLUMNS
 
 
 def _format_header(run: _RunState, width: int = _LINE_WIDTH) -> str:
@@ -323,7 +323,7 @@ class _Terminal:
             ("loss", format_number(latest.get("loss")), "bold"),
             ("val", format_number(latest.get("val_loss")), "bold"),
             ("best", f"{format_number(best[1])} @{best[0]}" if best else "", "green"),
-            *((heading, form(latest.get(name)), "") for heading, _, name, form in self._run.own),
+            *((heading, form(latest.get(name)), "") for heading, _, name, form in self._run.extra),
             ("grad", format_number(latest.get("grad_norm")), ""),
             ("lr", _format_rate(latest.get("lr")), ""),
         ]
@@ -369,7 +369,7 @@ def _format_duration(seconds: float | None) -> str:
 
 
 # Heading, width, metric and format of the columns that replace the rate and the speed, by a metric of the objective.
-_OWN_COLUMNS: dict[str, tuple] = {
+_COLUMNS_OF_OBJECTIVES: dict[str, tuple] = {
     "reward_margin": (
         ("margin", 9, "reward_margin", format_number),
         ("right", 7, "accuracy", _format_share),

@@ -15,7 +15,7 @@ from shardformer.errors import UsageError
 from shardformer.files import replacing
 from shardformer.logs.curves import compute_running_mean, select_drawable
 from shardformer.logs.metrics_file import Series, find_best_validation, find_last_step, read_metrics
-from shardformer.tables import escape
+from shardformer.tables import escape, format_count
 
 # Okabe and Ito's colours are distinct for colour-blind people; the line styles are distinct in grey as well.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -43,7 +43,7 @@ def draw_runs(folders: list[Path], by: str, path: Path) -> Path:
         series = read_metrics(folder)
         series["x"] = _compute_x(folder, series, by)
         best = find_best_validation(series)
-        label = f"{name}: {find_last_step(series):,} steps"
+        label = f"{name}: {format_count(find_last_step(series), 'step')}"
         label += f", best {best[1]:.4f}" if best else ""
         style = _choose_style(number, len(folders))
         for key, panel in panels.items():

@@ -1,7 +1,7 @@
 """The arithmetic of a train step, and how much of a chip's peak it takes (MFU)."""
 
 from shardformer.config import Config
-from shardformer.config.names import EXPERT_MATRICES, LAYERS, is_stacked
+from shardformer.config.names import LAYERS, is_of_experts, is_stacked
 from shardformer.devices.chips import Chip
 from shardformer.layout import specs
 from shardformer.model import lora
@@ -35,7 +35,7 @@ def layer_flops_per_token(config: Config) -> tuple[int, int]:
 def expert_flops_per_token(config: Config) -> tuple[int, int]:
     """Returns the FLOPs of the experts that a token chooses (in a train step, in its forward pass)."""
     leaves = Model.abstract_parameters(config)[LAYERS]
-    of_experts = {LAYERS: {name: leaf for name, leaf in leaves.items() if name.startswith(EXPERT_MATRICES)}}
+    of_experts = {LAYERS: {name: leaf for name, leaf in leaves.items() if is_of_experts(name)}}
     active = _count_active(of_experts, config)
     return 4 * active + 2 * _count_active(lora.select_trainable(of_experts, config), config), 2 * active
 
@@ -61,7 +61,7 @@ def _count_active(parameters: dict, config: Config) -> int:
     if not config.experts.experts:
         return total
     leaves = parameters.get(LAYERS, {})
-    of_experts = sum(leaf.size for name, leaf in leaves.items() if name.startswith(EXPERT_MATRICES))
+    of_experts = sum(leaf.size for name, leaf in leaves.items() if is_of_experts(name))
     unused = config.experts.experts - config.experts.experts_per_token
     return total - of_experts * unused // config.experts.experts
 

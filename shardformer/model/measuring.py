@@ -1,4 +1,4 @@
-"""Measurements of the model without an update: losses of a batch, of tokens, and norms of gradients. Global view."""
+"""Measurements of the model without an update: losses of a batch and of tokens, norms of gradients, experts' tokens."""
 
 from typing import NamedTuple
 
@@ -76,3 +76,22 @@ class Measures:
 
         in_specs = m.specs, m.row_spec, P()
         return m.shard_map(body, in_specs, m.row_spec)(params, normalise_weights(batch), dropout_key)
+
+
+def measure_routes(model: Model, params, batch, dropout_key=None) -> jax.Array:
+    """Returns count_LE of a batch, without dropout unless there is a key. Global view."""
+
+    def body(params, batch, dropout_key):
+        params, rows = model.replicas.make_local(params), model.number_rows(batch)
+        return count_routes(model, params, rows, dropout_key)
+
+    return model.shard_map(body, (model.specs, model.row_spec, P()), P())(params, batch, dropout_key)
+
+
+def count_routes(model: Model, params, batch, dropout_key) -> jax.Array:
+    """Returns count_LE, the pairs of a token and an expert of the global batch, by a forward pass. Shard view."""
+
+    def count(rows):
+        return model.shard.records.count(model.local_records(params, rows, dropout_key))
+
+    return model.run_rows(count, batch, accumulator=AccumulationType.SUM)

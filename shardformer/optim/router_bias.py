@@ -11,8 +11,7 @@ import optax
 from jax import tree_util
 
 from shardformer.config import Config
-
-BIAS = "router_bias"
+from shardformer.config.names import ROUTER_BIAS
 
 
 def add_bias_update(
@@ -30,7 +29,7 @@ def add_bias_update(
 
 def label_biases(tree):
     """Labels each leaf "bias" or "other"."""
-    return tree_util.tree_map_with_path(lambda path, _: "bias" if path[-1].key == BIAS else "other", tree)
+    return tree_util.tree_map_with_path(lambda path, _: "bias" if path[-1].key == ROUTER_BIAS else "other", tree)
 
 
 def zero_biases(tree):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from shardformer.config.names import DP, EXPERT_MATRICES, LAYERS, MP
+from shardformer.config.names import DP, EXPERT_MATRICES, LAYERS, MP, ROUTER_BIAS
 from shardformer.kernels import grouped_product
 from shardformer.kernels.activations import ACTIVATIONS
 from shardformer.kernels.remat import PRODUCT
@@ -61,7 +61,7 @@ class ExpertFeedForward:
         score_BTE = jax.nn.softmax(logits_BTE) if keys.router == "softmax" else jax.nn.sigmoid(logits_BTE)
         ranked_BTE, bias_E = score_BTE, None
         if keys.balance_rate:
-            bias_E = vary_over_mp(zeros("router_bias", keys.experts))
+            bias_E = vary_over_mp(zeros(ROUTER_BIAS, keys.experts))
             ranked_BTE = score_BTE + bias_E.reshape(1, 1, -1)
         choice_BTC = lax.top_k(lax.stop_gradient(ranked_BTE), keys.experts_per_token)[1]
         gate_BTC = jnp.take_along_axis(score_BTE, choice_BTC, axis=-1)

@@ -2,14 +2,26 @@
 
 from typing import Any
 
+from jax import Array
+
 from shardformer.config import Config
 from shardformer.layout import Layout
 from shardformer.shards.adapters import AdaptedProducts
 from shardformer.shards.dropout import DroppedBranches
-from shardformer.shards.layer import LayerFeature, Records
+from shardformer.shards.layer import LayerFeature, LayerInputs, Records
 from shardformer.shards.positions import Windows
-from shardformer.shards.scaled_branches import ScaledBranches
 from shardformer.shards.shared_heads import SharedHeads
+
+
+class ScaledBranches(LayerFeature):
+    """The factor of each residual branch with its biases, as Granite has it."""
+
+    def change(self, inputs: LayerInputs, layer: int | Array, masks: Any) -> LayerInputs:
+        """Returns the inputs with the factor after each branch."""
+        return inputs._replace(after_branch=(*inputs.after_branch, self._scale))
+
+    def _scale(self, y_BTD: Array, site: int) -> Array:
+        return y_BTD * self.config.model.residual_scale
 
 
 def choose_features(config: Config) -> tuple[LayerFeature, ...]:

@@ -20,19 +20,10 @@ def scan_groups(
     groups, rest = divmod(count, size)
     layers = [_of_group(layer, i, wrap) for i, layer in enumerate(layer_types)]
 
-    def run_group(x, of_group):
-        outputs = []
-        for layer in layers:
-            x, output = layer(x, of_group)
-            outputs.append(output)
-        return x, outputs
-
     leaves, treedef = jax.tree.flatten(inputs)
     parts = [lax.split(p, (count - rest, rest)) if rest else [p] for p in leaves]
     grouped = [part[0].reshape(groups, size, *part[0].shape[1:]) for part in parts]
-    x, by_type = lax.scan(run_group, x, jax.tree.unflatten(treedef, grouped))
-    unstacked = [unstack(outputs, groups) for outputs in by_type]
-    outputs = [each for group in zip(*unstacked, strict=True) for each in group]
+    x, outputs = scan_members(layers, jax.tree.unflatten(treedef, grouped), x, groups)
     if not rest:
         return x, outputs
     last = unstack(jax.tree.unflatten(treedef, [part[1] for part in parts]), rest)
@@ -40,6 +31,21 @@ def scan_groups(
         x, output = (wrap(layer, in_loop=False) if wrap else layer)(x, each)
         outputs.append(output)
     return x, outputs
+
+
+def scan_members(members: Sequence[Callable], grouped, x: Array, groups: int) -> tuple[Array, list]:
+    """Scans `groups` groups of layers, each member a function of (x, its group's inputs); returns x and the outputs."""
+
+    def run_group(x, of_group):
+        outputs = []
+        for member in members:
+            x, output = member(x, of_group)
+            outputs.append(output)
+        return x, outputs
+
+    x, by_member = lax.scan(run_group, x, grouped)
+    unstacked = [unstack(outputs, groups) for outputs in by_member]
+    return x, [each for group in zip(*unstacked, strict=True) for each in group]
 
 
 def _of_group(layer: Callable, location: int, wrap: Callable | None) -> Callable:

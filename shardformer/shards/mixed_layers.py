@@ -14,6 +14,7 @@ from jax import Array, lax
 from shardformer.config import Config
 from shardformer.layout.choose_layers import Loop
 from shardformer.parallel.replicas import map_named
+from shardformer.shards.layer_groups import scan_members
 from shardformer.shards.parameters import unstack
 
 
@@ -78,18 +79,8 @@ class MixedLayers:
             return wrap(run, in_loop=True) if wrap else run
 
         members = [of_group(location) for location in range(period)]
-
-        def run_group(x, inputs):
-            outputs = []
-            for member in members:
-                x, output = member(x, inputs)
-                outputs.append(output)
-            return x, outputs
-
         grouped = jax.tree.map(lambda p: p.reshape(groups, -1, *p.shape[1:]), inputs)
-        x, by_member = lax.scan(run_group, x, grouped)
-        unstacked = [unstack(outputs, groups) for outputs in by_member]
-        return x, [each for group in zip(*unstacked, strict=True) for each in group]
+        return scan_members(members, grouped, x, groups)
 
     def _rows_before(self, name: str, layer: int) -> int:
         """Returns the number of layers before this one that have a parameter."""

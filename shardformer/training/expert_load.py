@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from shardformer.devices import programs
-from shardformer.model.route_counts import measure_routes
+from shardformer.model.measuring import measure_routes
 from shardformer.training.step import TrainState, Update
 
 

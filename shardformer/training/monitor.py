@@ -12,7 +12,7 @@ import jax
 
 from shardformer.devices import processes
 from shardformer.errors import RunError
-from shardformer.files import expand_home, read_bytes, replacing
+from shardformer.files import GrowingFile, expand_home, read_bytes, replacing
 from shardformer.inference import Generator, Sampling, Stops
 from shardformer.inference.lm_eval_answers import Answers, check_installed
 from shardformer.inference.text_codec import TextCodec
@@ -28,8 +28,7 @@ class JsonLines:
     """The file at `path`; records after `first_step` are dropped when it is opened."""
 
     def __init__(self, path: Path, first_step: int):
-        self._path = path
-        self._unwritten = b""
+        self._end = GrowingFile(path)
         retained = _read_lines(path, first_step) if first_step else []
         if retained or path.exists():
             with replacing(path) as temporary:
@@ -37,13 +36,7 @@ class JsonLines:
 
     def append(self, record: dict) -> None:
         """Writes one line. Lines that a full disk rejects stay pending until the next call."""
-        self._unwritten += json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
-        try:
-            with self._path.open("ab", buffering=0) as file:
-                while self._unwritten:
-                    self._unwritten = self._unwritten[file.write(self._unwritten) :]
-        except OSError as error:
-            raise RunError(f"cannot write {self._path}: {error}") from None
+        self._end.append(json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
 
 
 def _read_lines(path: Path, last_step: int) -> list[bytes]:

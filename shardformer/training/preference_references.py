@@ -25,6 +25,7 @@ from shardformer.data.corpus import choose_row_layout
 from shardformer.devices import processes, programs
 from shardformer.errors import RunError
 from shardformer.files import make_folder, read_text, replacing
+from shardformer.tables import format_count
 from shardformer.training.run_folder import Run
 from shardformer.training.trainer import Trainer
 
@@ -108,10 +109,10 @@ class References:
             try:
                 entry = index["splits"][_shorten(name)]
                 values = np.array(entry["logp"], np.float32).reshape(-1, self._columns)
-                is_sound = len(values) == split.count and _digest(values) == entry["sha256"]
+                is_valid = len(values) == split.count and _digest(values) == entry["sha256"]
             except (KeyError, TypeError, ValueError):
-                is_sound = False
-            if not is_sound:
+                is_valid = False
+            if not is_valid:
                 raise RunError(f"{self.folder / INDEX} is damaged; remove it, and the references are computed again")
             references[name] = values
         say(f"references: read from {self.folder}, of weights {self.weights[:12]} and data {index['data'][:12]}")
@@ -170,7 +171,7 @@ class _ReferencePass:
         columns = config.preferences.references_of_a_pair
         result, size = np.zeros((split.count, columns), np.float32), config.training.batch
         batches = -(-windows.count // size)
-        say(f"references: computing those of {len(windows.pairs):,} pairs of {name}, in {batches:,} batches")
+        say(f"references: computing those of {format_count(len(windows.pairs), 'pair')} of {name}, batch={size}")
         for number, first in enumerate(range(0, batches, BATCHES_OF_A_PART)):
             path = folder / f"{identity}_{number:06d}.npy"
             rows = np.arange(first * size, min(first + BATCHES_OF_A_PART, batches) * size)

@@ -21,6 +21,7 @@ from shardformer.inference.generator import Continuation, place
 from shardformer.inference.text_codec import TextCodec
 from shardformer.logs import goodput
 from shardformer.model import Measures, Model, Sums, lora
+from shardformer.tables import format_count
 from shardformer.training.preference_references import digest_weights
 from shardformer.training.rewards import Reward, compute_reward, open_reward
 from shardformer.training.run_folder import Run
@@ -200,9 +201,9 @@ def add_rollouts(run: Run, trainer: Trainer, state: TrainState, say: Say) -> Rol
     reference = Reference(run, trainer, state) if run.config.preferences.beta else None
     keys = run.config.preferences
     say(
-        f"rollouts: {keys.group_size} answers of at most {keys.answer_tokens} tokens to each of "
-        f"{run.config.data_rows} prompts, for {keys.rollout_steps} steps; val_loss is minus the mean reward of greedy "
-        "answers"
+        f"rollouts: {keys.group_size} answers of at most {format_count(keys.answer_tokens, 'token')} to each of "
+        f"{format_count(run.config.data_rows, 'prompt')}, for {format_count(keys.rollout_steps, 'step')}; "
+        "val_loss is minus the mean reward of greedy answers"
     )
     return RolloutTrainer(trainer, Rollouts(run, trainer.model, reference, open_reward(run.config.start.reward)))
 

@@ -236,7 +236,7 @@ def test_the_command(capsys, monkeypatch, tmp_path):
         "binds: at most",
         "cloud.google.com/tpu/docs/v5e",
         "to plan with the TPU's compiler: pip install libtpu",
-        "fits: ",
+        "fits, as ",
     ):
         assert words in said
     assert main(["plan", "gptj_6b", "chip=v4:4x4x4", "mesh=1x64"]) == 2

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from shardformer import jax_releases
 from shardformer.__main__ import main
 from tests import runs
 from tests.runs import FAILED, USAGE
@@ -33,8 +32,6 @@ def refused(tmp_path, monkeypatch, capsys):
         before = snapshot(tmp_path)
         assert main([str(word) for word in words]) == status
         error = capsys.readouterr().err
-        if fault := jax_releases.describe_faults():
-            error = error.removeprefix(f"{fault}\n")
         prefix = {USAGE: "shardformer: error: ", FAILED: "shardformer: failed: "}[status]
         assert error.startswith(prefix)
         assert error.count("\n") == 1  # one message, and no traceback

@@ -51,7 +51,7 @@ def test_reading_commands_accept_a_bucket(capsys, tmp_path, monkeypatch):
     assert first == f"{RUN}/step_00000000"
     assert second.startswith("step 0, best validation")
     assert len(lines(capsys, "inspect", HF)) > 10
-    assert lines(capsys, "diff", RUN, f"{RUN}/step_00000000")[-1].endswith("arrays are equal, 0 differ")
+    assert lines(capsys, "diff", RUN, f"{RUN}/step_00000000")[-1].endswith("equal, 0 different")
     assert lines(capsys, "plan", RUN, "chip=v5e:1x1", "compiler=none", "mesh=1x1")
     assert not list(tmp_path.iterdir())
 

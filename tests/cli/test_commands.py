@@ -184,10 +184,18 @@ def test_keys_that_are_read_are_accepted():
 def test_shortened_warmup_is_reported(run):
     opened = Run.open(run)
     for changes, line in (
-        ({"warmup": 50, "decay_steps": 20}, "warmup=50 is shortened to 19 steps, as the rate is lr_min after 20"),
         (
-            {"warmup": 4, "steps": 4, "decay_steps": None},
-            "warmup=4 is shortened to 3 steps, as the rate is lr_min after 4",
+            {"warmup": 50, "steps": 40, "decay_steps": 20},
+            "warmup=50 is shortened to 19 steps, as the rate is lr_min after 20; for a short run, give warmup=2",
+        ),
+        (
+            {"warmup": 2, "steps": 2, "decay_steps": None},
+            "warmup=2 is shortened to 1 step, as the rate is lr_min after 2; for a short run, give warmup=1",
+        ),
+        (
+            {"warmup": 100, "steps": 20, "schedule": "constant", "decay_steps": None, "lr": 1e-3},
+            "the run ends in its warm-up, at a rate of 2.00e-04: warmup=100 exceeds steps=20; for a short run, "
+            "give warmup=2",
         ),
         ({"warmup": 3, "steps": 4, "decay_steps": None}, ""),
     ):
@@ -210,7 +218,7 @@ def test_shortened_decay_is_reported(run, changes, steps):
     settings = Run.open(run).config.replace(
         **{"schedule": "wsd", "warmup": 3, "steps": 20, "decay_steps": None} | changes
     )
-    line = f"\ndecay=50 is shortened to {steps} steps, those between the warm-up and step 20" if steps else ""
+    line = f"\ndecay=50 is shortened to {steps} steps between the warm-up and step 20" if steps else ""
     assert start_messages.describe_short_decay(settings) == line
 
 

@@ -66,21 +66,21 @@ def test_diff_lists_what_differs_most_first(tmp_path, capsys):
     other = WEIGHTS + np.float32([[0, 0.5], [0, 0]])
     a = save(tmp_path / "a", same=jnp.ones(3), far=jnp.ones(2), alone=jnp.ones(1), cut=jnp.ones(2))
     b = save(tmp_path / "b", other, same=jnp.ones(3), far=jnp.array([1.0, 9.0]), cut=jnp.ones(3))
-    assert lines(capsys, "diff", a, tmp_path / "a")[-1] == "6 arrays are equal, 0 differ"
+    assert lines(capsys, "diff", a, tmp_path / "a")[-1] == "arrays: 6 equal, 0 different"
     _, *rows, only, last = lines(capsys, "diff", a, b, status=1)
     assert [row.split()[0] for row in rows] == ["params/cut", "params/far", "params/w"]
     assert "shape 2 against 3" in rows[0]
     assert rows[1].split()[1:] == ["8.0000", "5.6569"]
     assert rows[2].split()[1:] == ["0.5000", "0.1000"]
     assert only == f"only in {a}: params/alone"
-    assert last == "2 arrays are equal, 3 differ"
+    assert last == "arrays: 2 equal, 3 different"
 
 
 def test_diff_counts_a_new_nan(tmp_path, capsys):
     a = save(tmp_path / "a", np.float32([np.nan, np.inf, 1.0]))
     b = save(tmp_path / "b", np.float32([np.nan, np.inf, np.nan]))
-    assert lines(capsys, "diff", a, a)[-1] == "2 arrays are equal, 0 differ"
-    assert lines(capsys, "diff", a, b, status=1)[-1] == "1 arrays are equal, 1 differ"
+    assert lines(capsys, "diff", a, a)[-1] == "arrays: 2 equal, 0 different"
+    assert lines(capsys, "diff", a, b, status=1)[-1] == "arrays: 1 equal, 1 different"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from shardformer.config.key_rules import check_zero
 from shardformer.config.model_keys import ModelKeys
 from shardformer.errors import UsageError
 from shardformer.model import Model
-from tests.config import test_config as rows
+from tests.config import test_key_rules as rows
 
 PACKAGE = Path(shardformer.__file__).parent
 RULES = [*sorted((PACKAGE / "config").glob("*_keys.py")), PACKAGE / "config" / "key_rules.py"]

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from shardformer.config import Config, parsing
+from shardformer.config import FIELDS, Config, parsing
 from shardformer.errors import UsageError
 
 
@@ -26,6 +26,9 @@ def test_values_have_their_field_s_type(word, value):
     ("words", "message"),
     [
         (["layer=3"], "unknown key 'layer'; did you mean 'layers'?"),
+        (["n_embd=3"], "unknown key 'n_embd'; did you mean 'd_model'?"),
+        (["--num-layers", "3"], "expected key=value, got '--num-layers'; write layers=..."),
+        (["tp=2"], "unknown key 'tp'; give the mesh, data x tensor parallel: mesh=4x2, or its axes by name"),
         (["batchsize=3"], "did you mean 'batch'?"),
         (["--layers", "3"], "expected key=value, got '--layers'; write layers=..."),
         (["nonsense"], "expected key=value, got 'nonsense'"),
@@ -43,3 +46,9 @@ def test_values_have_their_field_s_type(word, value):
 def test_wrong_words(words, message):
     with pytest.raises(UsageError, match=re.escape(message)):
         parsing.parse_overrides(words, Config)
+
+
+def test_names_of_other_trainers_stand_for_keys():
+    keys = {*FIELDS, "tokens"}  # tokens: of sample
+    assert set(parsing.OTHER_NAMES.values()) <= keys
+    assert not keys & {*parsing.OTHER_NAMES, *parsing.AXIS_NAMES}

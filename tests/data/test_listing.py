@@ -54,7 +54,7 @@ def test_prepared_folders_below_a_folder_are_left_out(tmp_path):
     write(tmp_path / "texts" / "tokens" / "README.md")
     said: list[str] = []
     assert list_names(tmp_path / "texts", said=said) == ["a.txt"]
-    assert said == [f"data={tmp_path / 'texts'}: 2 files of runs or prepared data are left out"]
+    assert said == [f"data={tmp_path / 'texts'}: left out: 2 files of runs or prepared data"]
 
 
 def test_a_pattern_leaves_files_of_runs_out(tmp_path):
@@ -63,7 +63,7 @@ def test_a_pattern_leaves_files_of_runs_out(tmp_path):
     write(tmp_path / "run" / "notes.txt")
     said: list[str] = []
     assert list_names(tmp_path / "**" / "*.txt", said=said) == ["a.txt"]
-    assert "1 files are left out: they are in folders of runs" in said[0]
+    assert "left out: 1 file in folders of runs" in said[0]
     assert list_names(tmp_path / "run" / "*.txt") == ["notes.txt"]  # the run's folder is named
     with pytest.raises(UsageError, match="names only files of runs"):
         list_names(tmp_path / "r*" / "*.txt")

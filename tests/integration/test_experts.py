@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardformer.analysis import dense_reference
-from shardformer.model.route_counts import measure_routes
+from shardformer.model.measuring import measure_routes
 from shardformer.parallel.replicas import Replicated
 from tests import asserts, shared
 

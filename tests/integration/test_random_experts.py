@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from shardformer.model.route_counts import measure_routes
+from shardformer.model.measuring import measure_routes
 from tests import asserts, shared
 from tests.integration.expert_reference import FAULTS, Reference
 

@@ -14,6 +14,7 @@ from shardformer.config.names import AXES
 from shardformer.devices import clusters, processes, rendezvous
 from shardformer.errors import RunError, UsageError
 from shardformer.layout import mesh
+from shardformer.tables import format_count
 from tests import shared
 from tests.surroundings import answer_for_processes, before_call, let_fail, simulate_processes
 
@@ -241,7 +242,8 @@ def test_a_resumed_run_adapts_to_the_devices_there_are(mesh_before, batch, devic
     after = mesh.adapt_to_devices(before, devices, all_of_them, said.append)
     assert after == before.replace(mesh=expected)
     size = before.parallel.dp * before.parallel.mp
-    hint = f"{size} devices before, {devices} now: mesh={mesh_before} becomes mesh={expected}, batch={batch} stays"
+    hint = f"{format_count(size, 'device')} before, {devices} now: mesh={mesh_before} becomes mesh={expected}"
+    hint += f", batch={batch} stays"
     assert [line.partition(";")[0] for line in said] == ([] if expected == mesh_before else [hint])
 
 

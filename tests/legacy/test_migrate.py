@@ -309,7 +309,7 @@ def test_the_command_prints_a_patch_and_says_what_stays(tmp_path, monkeypatch, c
     assert main(["legacy", "--migrate", "old.py"]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("--- a/old.py\n+++ b/old.py\n@@ ")
-    assert err == "3 xmaps rewritten, 1 of 1 files changed, 0 places left\n"
+    assert err == "3 xmaps rewritten, 1 of 1 file changed, 0 places left\n"
     assert main(["legacy", "--migrate", "stays.py"]) == 1
     out, err = capsys.readouterr()
     assert out == ""
@@ -342,7 +342,7 @@ def test_unreadable_file_is_listed_and_the_rest_migrates(tmp_path, monkeypatch, 
     assert main(["legacy", "--migrate", "code"]) == 1
     out, err = capsys.readouterr()
     assert "+jax.tree.map(f, x)" in out
-    assert "1 of 2 files changed, 1 places left" in err
+    assert "1 of 2 files changed, 1 place left" in err
     assert err.splitlines()[-1].startswith("  code/two.py: not read: ")
     assert words in err
 

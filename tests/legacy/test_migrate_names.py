@@ -212,7 +212,7 @@ def test_a_notebook_is_listed(tmp_path, monkeypatch, capsys):
         (tmp_path / f"{name}.ipynb").write_text(json.dumps({"nbformat": 4, "cells": cells}))
     assert main(["legacy", "--migrate", "."]) == 1
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0].endswith("1 places left")
+    assert lines[0].endswith("1 place left")
     assert lines[1].startswith("  old.ipynb: a notebook is not rewritten; ")
     assert lines[1].endswith("removed names: 1")
 
@@ -261,7 +261,7 @@ def test_a_tree_is_one_patch_with_its_helpers(tmp_path, monkeypatch, capsys):
     (tmp_path / "run.py").write_text("from package.step import f\n")
     assert main(["legacy", "--migrate", "."]) == 0
     out, err = capsys.readouterr()
-    assert err == "1 xmaps rewritten, 2 of 3 files changed, 0 places left\n"
+    assert err == "1 xmap rewritten, 2 of 3 files changed, 0 places left\n"
     subprocess.run(["git", "apply", "-"], input=out, text=True, check=True)
     assert "from .shard_map_helpers import" in (package / "step.py").read_text()
     assert main(["legacy", "--check", "."]) == 0

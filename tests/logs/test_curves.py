@@ -65,12 +65,12 @@ def test_any_folder_name_can_be_a_title(tmp_path, figure, name):
     curves.draw_curves(run_with(tmp_path / name, [row(1)]))
     assert (tmp_path / name / "curves.png").exists()
     title = figure()._suptitle.get_text()
-    assert title == f"{name.encode(errors='surrogateescape').decode(errors='replace')}: 1 steps"
+    assert title == f"{name.encode(errors='surrogateescape').decode(errors='replace')}: 1 step"
 
 
 def test_control_characters_of_a_folder_name_are_escaped(tmp_path, figure, recwarn):
     """matplotlib's warning about a glyph printed them, and every run's name that its font lacks."""
-    for name, title in (("a\x1b[2J", "a\\x1b[2J: 1 steps"), ("\u6c49", "\u6c49: 1 steps")):
+    for name, title in (("a\x1b[2J", "a\\x1b[2J: 1 step"), ("\u6c49", "\u6c49: 1 step")):
         (tmp_path / name).mkdir()
         curves.draw_curves(run_with(tmp_path / name, [row(1)]))
         assert figure()._suptitle.get_text() == title

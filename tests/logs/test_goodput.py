@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from shardformer.logs import command_start
-from shardformer.logs.goodput import CLOCK, COMPILING, KINDS, Goodput
+from shardformer.logs.goodput import CATEGORIES, CLOCK, COMPILING, Goodput
 from tests import runs
 from tests.surroundings import before_call
 
@@ -90,13 +90,13 @@ def test_repeated_steps_are_lost_and_the_gap_is_waiting(tmp_path):
     clock.now += 10
     second.write(3)
     last = rows(tmp_path)[-1]
-    assert {kind: last[f"{kind}_s"] for kind in KINDS if last[f"{kind}_s"]} == {
+    assert {kind: last[f"{kind}_s"] for kind in CATEGORIES if last[f"{kind}_s"]} == {
         "start": 4,
         "step": 30,
         "lost": 10,
         "waiting": 50,
     }
-    assert last["time"] - 100 == sum(last[f"{kind}_s"] for kind in KINDS)
+    assert last["time"] - 100 == sum(last[f"{kind}_s"] for kind in CATEGORIES)
 
 
 def test_last_row_has_the_time_after_the_last_step(tmp_path):
@@ -168,8 +168,8 @@ def test_goodput_of_a_resumed_run_adds_up_to_the_wall_time(tmp_path, capsys, mon
     time.sleep(2)
     assert not runs.train("--resume", f"{tmp_path}/run")
     last = rows(tmp_path / "run")[-1]
-    assert {kind for kind in KINDS if last[f"{kind}_s"] > 0.01} >= {"start", "step", "evaluation", "waiting"}
+    assert {kind for kind in CATEGORIES if last[f"{kind}_s"] > 0.01} >= {"start", "step", "evaluation", "waiting"}
     lines = re.findall(r"goodput [\d.]+% of ([\d.]+) s: start .*", capsys.readouterr().out)
     assert len(lines) == 2
     assert float(lines[1]) == pytest.approx(marks[-1] - marks[0], rel=0.01, abs=0.05)  # it has one decimal
-    assert sum(last[f"{kind}_s"] for kind in KINDS) == pytest.approx(marks[-1] - marks[0], rel=0.01)
+    assert sum(last[f"{kind}_s"] for kind in CATEGORIES) == pytest.approx(marks[-1] - marks[0], rel=0.01)

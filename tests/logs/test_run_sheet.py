@@ -92,7 +92,7 @@ def test_a_picture_is_of_the_kind_that_its_name_says(tmp_path, monkeypatch, caps
 def test_a_name_that_begins_with_an_underscore_is_in_the_legend(tmp_path, figure):
     run_sheet.draw_runs([make_run(tmp_path / "_a", [1])], "step", tmp_path / "runs.png")
     (legend,) = figure().legends
-    assert [text.get_text() for text in legend.get_texts()] == ["./_a: 1 steps"]
+    assert [text.get_text() for text in legend.get_texts()] == ["./_a: 1 step"]
 
 
 def test_control_characters_of_names_are_escaped(tmp_path, figure, recwarn):

@@ -14,7 +14,7 @@ from shardformer.config import Config
 from shardformer.config.names import EXPERT_MATRICES, LAYERS
 from shardformer.errors import UsageError
 from shardformer.model import model as model_module
-from shardformer.model.route_counts import measure_routes
+from shardformer.model.measuring import measure_routes
 from shardformer.training.trainer import Trainer
 from tests import asserts, runs, shared
 from tests.training.uneven_run import contents

@@ -6,7 +6,7 @@ import shutil
 import jax
 import pytest
 
-from shardformer import Config, checkpoint, jax_releases, session
+from shardformer import Config, checkpoint, session
 from shardformer.__main__ import main
 from shardformer.config import FIELDS, FIXED_ON_RESUME
 from shardformer.config.parsing import choices, plain_type
@@ -74,7 +74,7 @@ def test_changed_key_is_rejected_or_taken(finished_copy, trained, capsys, key):
     if key == "program_cache":  # as in a new process, which prints a line when it disables the cache
         jax.config.update("jax_enable_compilation_cache", True)
     assert main(["train", "--resume", str(finished_copy), f"{key}={text}"]) == runs.USAGE
-    *said, line = (line for line in capsys.readouterr().err.splitlines() if line != jax_releases.describe_faults())
+    *said, line = capsys.readouterr().err.splitlines()
     assert len(said) == (key == "program_cache")  # a CPU keeps no programs of this mesh
     if key in FIXED_ON_RESUME:
         assert line.startswith(f"shardformer: error: {key} cannot change on resume: the run has ")

@@ -15,8 +15,8 @@ from shardformer import checkpoint
 from shardformer.checkpoint import folders
 from shardformer.devices import processes
 from shardformer.errors import RunError
+from shardformer.files import GrowingFile
 from shardformer.logs import goodput
-from shardformer.logs.csv_file import CsvFile
 from shardformer.training import saving
 from shardformer.training.checkpoint_progress import Best
 from shardformer.training.run_folder import Run
@@ -203,7 +203,7 @@ def full_from(step: int, monkeypatch) -> list[int]:
             failed.append(step)
             raise RunError(f"cannot write {self._path}: [Errno 28] No space left on device")
 
-    before_call(monkeypatch, CsvFile, "flush", full)
+    before_call(monkeypatch, GrowingFile, "flush", full)
     return failed
 
 
@@ -279,7 +279,7 @@ def test_lost_run_folder_ends_the_run_with_its_state_saved(tmp_path, text, monke
     words = ("tiny", "mesh=4x2", f"data={text}", "steps=14", "eval_every=100", "save_every=100", "log_every=1",
              f"on_save_error={on_save_error}")  # fmt: skip
     assert runs.train(*words, f"out={out}", stop_after=5, act=lambda: place.append(lose(out))) == 1
-    error = capsys.readouterr().err.splitlines()[-1]  # JAX 0.10.2 has a line of its own
+    error = capsys.readouterr().err.splitlines()[-1]
     if lose is deleted and out.exists() and not checkpoint.list_steps(out):
         place = [out.with_name("run-saved")]  # another writer has recreated the folder
     (step,) = checkpoint.list_steps(place[0])

@@ -9,6 +9,7 @@ import numpy as np
 from shardformer.data.tokens import Tokens
 from shardformer.data.windows import Batch, RowLayout, Windows
 from shardformer.errors import UsageError
+from shardformer.tables import format_count
 
 SCANNED = 1 << 24  # tokens of a split's mask that are read at a time
 
@@ -110,17 +111,9 @@ class ChatWindows(Windows):
         return batch
 
     def _fill(self, ids: np.ndarray, trained: np.ndarray, documents: np.ndarray, row: int) -> None:
-        """Writes the conversations of a row; padding is a separate document."""
-        position, number = 0, 0
-        for number, member in enumerate(self._members[self._borders[row] : self._borders[row + 1]].tolist()):
-            start, length = int(self.fit.starts[member]), int(self.fit.lengths[member])
-            end = position + length
-            ids[position:end] = self.split.tokens.take(start, length)
-            trained[position:end] = self.split.learned.take(start, length)
-            trained[position] = 0  # no token of the same conversation is before it
-            documents[position:end] = number
-            position = end
-        documents[position:] = number + 1
+        members = self._members[self._borders[row] : self._borders[row + 1]]
+        spans = list(zip(self.fit.starts[members].tolist(), self.fit.lengths[members].tolist(), strict=True))
+        fill_row(self.split, spans, ids, trained, documents)
 
     def rows_in_file_order(self, step: int, batch: int) -> np.ndarray:
         return (step * batch + np.arange(batch, dtype=np.int64)) % self.count
@@ -131,14 +124,29 @@ def describe_rows(name: str, windows: ChatWindows) -> str:
     fit, seq = windows.fit, windows.layout.seq
     total = len(fit.lengths) + fit.too_long + fit.without_loss
     changed = {
-        f"are left out: their first turn does not fit in seq={seq}": fit.too_long,
-        f"are cut behind the last turn that fits in seq={seq}": fit.cut,
-        "are left out: no assistant writes in them": fit.without_loss,
+        f"left out: the first turn does not fit in seq={seq}": fit.too_long,
+        f"cut behind the last turn that fits in seq={seq}": fit.cut,
+        "left out: no assistant writes in them": fit.without_loss,
     }
-    parts = [f"{len(fit.lengths):,} of {total:,} conversations in {windows.count:,} rows"]
+    parts = [f"{len(fit.lengths):,} of {total:,} conversations in {format_count(windows.count, 'row')}"]
     parts += [f"{100 * windows.efficiency:.1f}% of their positions hold tokens"]
     parts += [f"{count:,} {reason}" for reason, count in changed.items() if count]
     return f"{name}: {'; '.join(parts)}"
+
+
+def fill_row(
+    split: ChatSplit, spans: list[tuple[int, int]], ids: np.ndarray, trained: np.ndarray, documents: np.ndarray
+) -> None:
+    """Writes conversations of a split, each (start, length), into a row; padding is a separate document."""
+    position = 0
+    for number, (start, length) in enumerate(spans):
+        end = position + length
+        ids[position:end] = split.tokens.take(start, length)
+        trained[position:end] = split.learned.take(start, length)
+        trained[position] = 0  # no token of the same conversation is before it
+        documents[position:end] = number
+        position = end
+    documents[position:] = len(spans)
 
 
 def pack_best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:

@@ -5,9 +5,10 @@ import functools
 
 import numpy as np
 
-from shardformer.data.chat.chat_windows import ChatSplit, pack_best_fit
+from shardformer.data.chat.chat_windows import ChatSplit, fill_row, pack_best_fit
 from shardformer.data.windows import Batch, RowLayout, Windows
 from shardformer.errors import UsageError
+from shardformer.tables import format_count
 
 MOST_PAIRS = 16  # in one packed row; the size of the arrays of pairs, which is the same in every batch
 
@@ -97,17 +98,9 @@ class PreferenceWindows(Windows):
         return batch | self._gather_mismatched(rows) if self.layout.measures_kl else batch
 
     def _fill(self, ids: np.ndarray, scored: np.ndarray, documents: np.ndarray, members: list[int], side: int) -> None:
-        """Writes one side of the pairs of a row; padding is a separate document."""
-        position = 0
-        for number, pair in enumerate(members):
-            start, length = int(self._starts[pair, side]), int(self._lengths[pair, side])
-            end = position + length
-            ids[position:end] = self.split.tokens.take(start, length)
-            scored[position:end] = self.split.learned.take(start, length)
-            scored[position] = 0  # no token of the same pair is before it
-            documents[position:end] = number
-            position = end
-        documents[position:] = len(members)
+        """Writes one side of the pairs of a row."""
+        starts, lengths = self._starts[members, side].tolist(), self._lengths[members, side].tolist()
+        fill_row(self.split, list(zip(starts, lengths, strict=True)), ids, scored, documents)
 
     def _gather_mismatched(self, rows: np.ndarray) -> Batch:
         """Returns each prompt with the answers of the pair before it, as in TRL: `kl_pairs` [R, 2] is 1 where one fits.
@@ -159,10 +152,11 @@ class PreferenceWindows(Windows):
 def describe_pairs(name: str, windows: PreferenceWindows) -> str:
     """Returns a line with the numbers of pairs in rows and of pairs that are left out."""
     seq, total = windows.layout.seq, windows.split.count
-    parts = [f"{len(windows.pairs):,} of {total:,} preference pairs in {len(windows._rows):,} rows of two sides"]
+    rows = format_count(len(windows._rows), "row")
+    parts = [f"{len(windows.pairs):,} of {total:,} preference pairs in {rows} of two sides"]
     changed = {
-        f"are left out: a side is longer than seq={seq}, and no side is cut": windows.too_long,
-        "are left out: a side has no scored token": windows.without_score,
+        f"left out: a side is longer than seq={seq}, and no side is cut": windows.too_long,
+        "left out: a side has no scored token": windows.without_score,
     }
     parts += [f"{count:,} {reason}" for reason, count in changed.items() if count]
     return f"{name}: {'; '.join(parts)}"

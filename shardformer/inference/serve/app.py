@@ -12,9 +12,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from shardformer.inference.serve.api_errors import ApiError
 from shardformer.inference.serve.json_responses import JsonResponse, answer_error, encode_json
-from shardformer.inference.serve.request_fields import parse_body
+from shardformer.inference.serve.request_fields import ApiError, parse_body
 from shardformer.inference.serve.service import Exchange, Service
 
 PAGE = Path(__file__).with_name("page.html")

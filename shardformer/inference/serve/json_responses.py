@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from shardformer.inference.serve.api_errors import ApiError
+from shardformer.inference.serve.request_fields import ApiError
 
 DISCARDED_BYTES, DISCARD_SECONDS = 100_000_000, 5.0  # of a body that is too large, after its answer
 

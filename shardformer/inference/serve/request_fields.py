@@ -7,7 +7,6 @@ from typing import Any
 
 from shardformer.errors import UsageError
 from shardformer.inference.sampling import Sampling
-from shardformer.inference.serve.api_errors import ApiError
 from shardformer.inference.serve.slot_programs import MOST_TOP
 
 MOST_CHOICES = 128  # continuations of one request
@@ -27,6 +26,20 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ign
 COMMON = ("model", "n", "stream", "stream_options", "stop", "max_tokens", "best_of", *SAMPLING, *NEUTRAL, *IGNORED)
 OF_COMPLETIONS = (*COMMON, "prompt", "logprobs", "echo")
 OF_CHAT = (*COMMON, "messages", "tools", "logprobs", "top_logprobs", "max_completion_tokens", "chat_template_kwargs")
+
+
+class ApiError(Exception):
+    """An error in OpenAI's form, which answers a request: what was got, what was expected, the fix."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        types = {401: "authentication_error", 429: "rate_limit_error"}
+        kind = types.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,10 +14,9 @@ from shardformer.errors import UsageError
 from shardformer.inference.chat_codec import ChatCodec
 from shardformer.inference.sampling import Stops
 from shardformer.inference.serve.answers import Answer, Choice
-from shardformer.inference.serve.api_errors import ApiError
 from shardformer.inference.serve.engine_thread import EngineThread, Full
 from shardformer.inference.serve.jobs import Job, Tokens, Weights
-from shardformer.inference.serve.request_fields import MOST_CHOICES, Fields, read_fields, read_prompts, take
+from shardformer.inference.serve.request_fields import MOST_CHOICES, ApiError, Fields, read_fields, read_prompts, take
 from shardformer.inference.serve.text_stream import TextStream
 from shardformer.inference.text_codec import TextCodec
 

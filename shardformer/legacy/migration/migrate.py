@@ -23,7 +23,7 @@ from shardformer.legacy.migration.xmap_pass import rewrite_xmaps
 from shardformer.legacy.removed_names import PROVIDERS
 from shardformer.legacy.removed_uses import find_removed_uses, removed_name
 from shardformer.legacy.source_names import dotted
-from shardformer.tables import escape, escape_controls
+from shardformer.tables import escape, escape_controls, format_count
 
 # Parts of names that still exist, and are rewritten.
 LIVING_WORDS = ("Mesh", "ad.linearize", "backend", "mesh:", "pjit", "thread_resources", "xmap")
@@ -87,7 +87,10 @@ def migrate(paths: Iterable[Path], seconds_to_progress: float = SECONDS_TO_PROGR
     }
     for path, name in helpers.items():
         _print_helper(path, name_targets.HELPER_FILES[name].read_text())
-    summary = f"{decided} xmaps rewritten, {changed} of {len(roots)} files changed, {len(undecided)} places left"
+    summary = (
+        f"{format_count(decided, 'xmap')} rewritten, {changed} of {format_count(len(roots), 'file')} changed, "
+        f"{format_count(len(undecided), 'place')} left"
+    )
     print("\n  ".join([summary, *map(escape, undecided)]), file=sys.stderr)
     return 1 if undecided else 0
 

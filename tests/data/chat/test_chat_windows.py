@@ -59,8 +59,8 @@ def test_a_long_conversation_is_left_out_and_counted():
     assert (windows.count, windows.fit.too_long, windows.fit.without_loss, windows.fit.cut) == (1, 1, 1, 0)
     said = describe_rows("chat", windows)
     assert "1 of 3 conversations" in said
-    assert "1 are left out: their first turn does not fit in seq=7" in said
-    assert "1 are left out: no assistant" in said
+    assert "1 left out: the first turn does not fit in seq=7" in said
+    assert "1 left out: no assistant" in said
 
 
 def test_a_long_conversation_is_cut_behind_a_turn():
@@ -69,7 +69,7 @@ def test_a_long_conversation_is_cut_behind_a_turn():
     batch = windows.gather(np.arange(1))
     np.testing.assert_array_equal(batch["tokens"], [[1, 2, 3, 4, 0]])
     np.testing.assert_array_equal(batch["weights"], [[0, 1, 1, 0, 0]])
-    assert "1 are cut behind the last turn" in describe_rows("chat", windows)
+    assert "1 cut behind the last turn" in describe_rows("chat", windows)
 
 
 def test_without_packing_a_row_has_one_conversation():

@@ -99,7 +99,7 @@ def test_row_has_both_sides_of_a_pair():
 def test_pair_with_a_long_side_is_left_out_as_a_whole():
     windows = make_windows((3, 9), (3, 3), seq=4, pack=False)
     assert windows.pairs.tolist() == [1]
-    assert "1 are left out: a side is longer than seq=4, and no side is cut" in describe_pairs("x", windows)
+    assert "1 left out: a side is longer than seq=4, and no side is cut" in describe_pairs("x", windows)
     with pytest.raises(UsageError, match="give a larger seq"):
         make_windows((3, 9), seq=4, pack=False)
 
