@@ -29,6 +29,7 @@ from shardformer.convert.new_folder import (
     describe_average,
     describe_form,
     describe_size,
+    describe_source,
     new_folder,
     new_folder_on_disk,
 )
@@ -198,7 +199,7 @@ def run_to_gptj(source: Path, target: Path, arguments: list[str], say: Callable[
     moments = "with" if state.moments else "without"
     return (
         f"{target}: step {state.step}, {describe_size(state.params)} in {options.shards} shards, {options.dtype}, "
-        f"{moments} Adam's moments{describe_average(run, options.ema)}"
+        f"{moments} Adam's moments{describe_source(run)}{describe_average(run, options.ema)}"
     )
 
 

@@ -15,6 +15,7 @@ from shardformer.convert.new_folder import (
     describe_average,
     describe_form,
     describe_size,
+    describe_source,
     new_folder,
     new_folder_on_disk,
 )
@@ -124,7 +125,7 @@ def run_to_hf(source: Path, target: Path, arguments: list[str], say: Callable[[s
         hf_special_tokens.write_generation_config(temporary, special, vocabulary, end_of_turn)
     return (
         f"{target}: step {state.step}, {describe_size(state.params)} as a {family} model in {options.dtype}"
-        f"{describe_average(run, options.ema)}"
+        f"{describe_source(run)}{describe_average(run, options.ema)}"
     )
 
 

@@ -38,6 +38,11 @@ def describe_form(config: Config) -> str:
     return f", stored as weights={config.stored.weights}" if config.stored.quantized else ""
 
 
+def describe_source(run: Run) -> str:
+    """Describes what became of a run's codes in a format of float weights."""
+    return f", dequantised from weights={run.config.stored.weights}" if run.config.stored.quantized else ""
+
+
 def describe_average(run: Run, taken: bool) -> str:
     """Describes what became of the run's average, for the last line."""
     if taken:
