@@ -2,14 +2,16 @@
 
 from shardformer.checkpoint.documents import read_config, read_document
 from shardformer.checkpoint.folders import list_steps, newest_step_folder, prune, set_aside, step_folder
-from shardformer.checkpoint.restoring import restore, verify
+from shardformer.checkpoint.restoring import StoredLeaf, keep_as_read, restore, verify
 from shardformer.checkpoint.saver import Saver, save, save_snapshot
 from shardformer.checkpoint.snapshot import Snapshot, take_snapshot
 from shardformer.checkpoint.store import Damaged, FolderLost, Lock
 from shardformer.checkpoint.stores import lock_folder
 
-__all__ = ["Damaged", "FolderLost", "Lock", "Saver", "Snapshot", "list_steps", "lock_folder", "newest_step_folder"]
+__all__ = ["Damaged", "FolderLost", "Lock", "Saver", "Snapshot", "StoredLeaf", "keep_as_read", "list_steps"]
 __all__ += [
+    "lock_folder",
+    "newest_step_folder",
     "prune",
     "read_config",
     "read_document",

@@ -1,5 +1,6 @@
 """Restores a checkpoint onto the devices of any mesh; each process reads only its devices' slices."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -8,24 +9,50 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from shardformer.checkpoint import array_files, documents, manifest
-from shardformer.checkpoint.manifest import Leaf, Manifest
+from shardformer.checkpoint.manifest import Index, Leaf, Manifest
 from shardformer.checkpoint.snapshot import index_bounds, is_key
 from shardformer.checkpoint.store import MANIFEST, Location
 from shardformer.errors import RunError
 
 
-def keep_as_read(name: str, array: jax.Array) -> Any:
+@dataclasses.dataclass(frozen=True)
+class StoredLeaf:
+    """A leaf of a checkpoint, which is read onto the devices of its sharding when it is needed."""
+
+    name: str
+    shape: tuple[int, ...]
+    _reader: array_files.Reader
+    _leaf: Leaf
+    _like: jax.ShapeDtypeStruct
+
+    @property
+    def splits_rows(self) -> bool:
+        """True if the sharding splits the first axis."""
+        return bool(self.shape) and self._like.sharding.shard_shape(self.shape)[0] != self.shape[0]
+
+    def read(self) -> jax.Array:
+        """Returns the complete array."""
+        return _read_onto_devices(self._reader, self.name, self._leaf, self._like, self.shape)
+
+    def read_rows(self, first: int, count: int) -> jax.Array:
+        """Returns rows of the first axis, which the sharding must not split."""
+        return _read_onto_devices(
+            self._reader, self.name, self._leaf, self._like, (count, *self.shape[1:]), first_row=first
+        )
+
+
+def keep_as_read(name: str, leaf: StoredLeaf) -> Any:
     """Returns the array itself."""
-    return array
+    return leaf.read()
 
 
 def restore(
-    folder: Location, like, ignored: tuple[str, ...] = (), change: Callable[[str, jax.Array], Any] = keep_as_read
+    folder: Location, like, ignored: tuple[str, ...] = (), change: Callable[[str, StoredLeaf], Any] = keep_as_read
 ):
     """Returns the checkpoint as the tree `like` of jax.ShapeDtypeStructs, each leaf split by its `.sharding`.
 
     `ignored` names top-level parts of the saved state that `like` may lack: a sampler ignores the optimizer.
-    `change(name, array)` replaces each leaf before the next is read, for example by quantised values.
+    `change(name, leaf)` reads each leaf before the next, and may return other values, for example quantised ones.
     """
     stored = manifest.read_manifest(folder)
     documents.check_tree(folder, stored)
@@ -33,15 +60,23 @@ def restore(
     _check_layout(folder, stored, wanted, ignored)
     with array_files.Reader(folder, stored) as reader:
         leaves = {
-            name: change(name, _read_onto_devices(reader, name, stored.leaves[name], leaf))
+            name: change(name, StoredLeaf(name, stored.leaves[name].shape, reader, stored.leaves[name], leaf))
             for name, leaf in wanted.items()
         }
     return manifest.unflatten(like, leaves)
 
 
-def _read_onto_devices(reader: array_files.Reader, name: str, stored: Leaf, like: jax.ShapeDtypeStruct) -> jax.Array:
-    places = like.sharding.addressable_devices_indices_map(stored.shape)
-    places = {device: index_bounds(index, stored.shape) for device, index in places.items()}
+def _read_onto_devices(
+    reader: array_files.Reader,
+    name: str,
+    stored: Leaf,
+    like: jax.ShapeDtypeStruct,
+    shape: tuple[int, ...],
+    first_row: int = 0,
+) -> jax.Array:
+    """Returns an array of this shape: the leaf, or rows of it from `first_row` on."""
+    places = like.sharding.addressable_devices_indices_map(shape)
+    places = {device: _move_rows(index_bounds(index, shape), first_row) for device, index in places.items()}
     slices = reader.read_slices(name, set(places.values()))
     shards, used = [], set()
     for device, index in places.items():
@@ -51,9 +86,13 @@ def _read_onto_devices(reader: array_files.Reader, name: str, stored: Leaf, like
             part[...] = slices[index]
         used.add(index)
         shards.append(jax.device_put(part, SingleDeviceSharding(device, memory_kind=like.sharding.memory_kind)))
-    array = jax.make_array_from_single_device_arrays(stored.shape, like.sharding, shards)
+    array = jax.make_array_from_single_device_arrays(shape, like.sharding, shards)
     array.block_until_ready()  # frees the host's copy before the next leaf is read
     return jax.random.wrap_key_data(array, impl=stored.key) if stored.key else array
+
+
+def _move_rows(bounds: Index, first: int) -> Index:
+    return ((bounds[0][0] + first, bounds[0][1] + first), *bounds[1:]) if first else bounds
 
 
 def _check_layout(

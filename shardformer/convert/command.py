@@ -24,7 +24,15 @@ from shardformer.convert import (
     shard_files,
     stored_weights,
 )  # fmt: skip
-from shardformer.convert.new_folder import check_free, describe_average, describe_size, new_folder, new_folder_on_disk
+from shardformer.convert.new_folder import (
+    check_free,
+    describe_average,
+    describe_form,
+    describe_size,
+    describe_source,
+    new_folder,
+    new_folder_on_disk,
+)
 from shardformer.convert.runs import open_vocabulary
 from shardformer.data import Vocabulary
 from shardformer.data.vocabulary import FILE as VOCABULARY
@@ -132,7 +140,10 @@ def gptj_to_run(source: Path, target: Path, arguments: list[str], say: Callable[
         next_step = "it has no data yet: give `train --resume` data=..., and `sample` a prompt" + (
             " of token ids, such as prompt='464 2068'" if config.data.tokenizer == "ids" else ""
         )
-    return f"{target}: step {state.step}, {describe_size(state.params)} from {count} shards, {moments}\n{next_step}"
+    return (
+        f"{target}: step {state.step}, {describe_size(state.params)} from {count} shards, "
+        f"{moments}{describe_form(config)}\n{next_step}"
+    )
 
 
 def run_to_merged_run(source: Path, target: Path, arguments: list[str], say: Callable[[str], None]) -> str:
@@ -175,7 +186,7 @@ def run_to_stored_run(source: Path, target: Path, arguments: list[str], say: Cal
 def run_to_gptj(source: Path, target: Path, arguments: list[str], say: Callable[[str], None]) -> str:
     options = parsing.parse_options(arguments, ToGptj)
     run = Run.open(source)
-    gptj.check_expressible(run.config, options.shards)
+    _check_gptj(run.config, options.shards, is_named=any(word.startswith(("format=", "shards=")) for word in arguments))
     with_moments = options.moments and not options.ema
     with (
         runs.open_state(run, options.step, with_moments, options.ema) as state,
@@ -188,8 +199,21 @@ def run_to_gptj(source: Path, target: Path, arguments: list[str], say: Callable[
     moments = "with" if state.moments else "without"
     return (
         f"{target}: step {state.step}, {describe_size(state.params)} in {options.shards} shards, {options.dtype}, "
-        f"{moments} Adam's moments{describe_average(run, options.ema)}"
+        f"{moments} Adam's moments{describe_source(run)}{describe_average(run, options.ema)}"
     )
+
+
+def _check_gptj(config: Config, shards: int, is_named: bool) -> None:
+    """Rejects a run that GPT-J's format lacks; names the other targets if none was chosen."""
+    try:
+        gptj.check_expressible(config, shards)
+    except UsageError as error:
+        if is_named:
+            raise
+        raise UsageError(
+            f"without another target, convert writes GPT-J's shards, and {error}; other targets are format=hf (a "
+            "Hugging Face folder), format=peft (only adapters), merge_lora=true and weights=nf4 (another run)"
+        ) from None
 
 
 def _parse_options(arguments: list[str]) -> tuple[FromGptj, dict]:

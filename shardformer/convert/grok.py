@@ -15,7 +15,7 @@ from shardformer.convert.gptj import Leaves
 from shardformer.convert.gptj_state import State
 from shardformer.convert.grok_pickles import read_shape, read_weight
 from shardformer.convert.leaves import Filled, flatten
-from shardformer.convert.new_folder import describe_size, new_folder
+from shardformer.convert.new_folder import describe_form, describe_size, new_folder
 from shardformer.errors import RunError, UsageError
 from shardformer.model import Model
 from shardformer.training.run_folder import Run
@@ -66,7 +66,10 @@ def grok_to_run(source: Path, target: Path, arguments: list[str], say: Callable[
     state = State(0, open_params(config, files))
     with new_folder(target) as temporary:
         runs.write_run(temporary, Run(config, vocabulary, fingerprint), state)
-    return f"{target}: {describe_size(state.params)} of a Grok-1 model, {config.data.tokenizer} as its tokenizer"
+    return (
+        f"{target}: {describe_size(state.params)} of a Grok-1 model, {config.data.tokenizer} as its tokenizer"
+        f"{describe_form(config)}"
+    )
 
 
 def read_config(folder: Path, changes: dict) -> tuple[Config, dict[str, Path]]:

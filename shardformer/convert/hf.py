@@ -11,7 +11,14 @@ from shardformer.config.keys import key
 from shardformer.convert import hf_settings, hf_special_tokens, hf_state, runs
 from shardformer.convert.gptj_state import State
 from shardformer.convert.hf_special_tokens import find_end_of_turn
-from shardformer.convert.new_folder import describe_average, describe_size, new_folder, new_folder_on_disk
+from shardformer.convert.new_folder import (
+    describe_average,
+    describe_form,
+    describe_size,
+    describe_source,
+    new_folder,
+    new_folder_on_disk,
+)
 from shardformer.convert.runs import open_vocabulary
 from shardformer.data import hf_tokenizer
 from shardformer.data.chat import chat_format
@@ -81,7 +88,7 @@ def hf_to_run(source: Path, target: Path, arguments: list[str], say: Callable[[s
         warning = f"\nwarning: {len(not_finite)} arrays have weights that are NaN or infinite, {min(not_finite)} first"
     return (
         f"{target}: {describe_size(state.params)} of a {family} model, {config.data.tokenizer} as its "
-        f"tokenizer{warning}"
+        f"tokenizer{describe_form(config)}{warning}"
     )
 
 
@@ -118,7 +125,7 @@ def run_to_hf(source: Path, target: Path, arguments: list[str], say: Callable[[s
         hf_special_tokens.write_generation_config(temporary, special, vocabulary, end_of_turn)
     return (
         f"{target}: step {state.step}, {describe_size(state.params)} as a {family} model in {options.dtype}"
-        f"{describe_average(run, options.ema)}"
+        f"{describe_source(run)}{describe_average(run, options.ema)}"
     )
 
 

@@ -46,15 +46,28 @@ def open_params(folder: Path, family: str, config: Config, not_finite: set[str],
 
     def fill(name: str, whole: np.ndarray) -> None:
         whole[...] = 0  # the rows that pad the vocabulary
-        for tensor, stored, part in sources[name]:
-            target = whole if stored.row is None else whole[stored.row]
-            if not _copy_part(tensor, stored, part, target):
-                not_finite.add(stored.name)
+        for source in sources[name]:
+            copy(source, whole if source[1].row is None else whole[source[1].row])
+
+    def fill_row(name: str, target: np.ndarray, row: int) -> None:
+        target[...] = 0
+        for source in sources[name]:
+            if source[1].row == row:
+                copy(source, target)
+
+    def copy(source: tuple[Tensor, Stored, Part], target: np.ndarray) -> None:
+        if not _copy_part(*source, target):
+            not_finite.add(source[1].name)
+
+    def make(name: str, shape: tuple[int, ...]) -> Filled:
+        is_stacked = sources[name][0][1].row is not None
+        row = functools.partial(fill_row, name) if is_stacked else None
+        return Filled(shape, np.dtype(np.float32), functools.partial(fill, name), row)
 
     shapes = {name: leaf.shape for name, leaf in flatten(Model.abstract_parameters(config)).items()}
     if shapes.keys() != sources.keys():
         raise RuntimeError(f"the layout of {family} and the model differ in {sorted(shapes.keys() ^ sources.keys())}")
-    return {name: Filled(shape, np.dtype(np.float32), functools.partial(fill, name)) for name, shape in shapes.items()}
+    return {name: make(name, shape) for name, shape in shapes.items()}
 
 
 def _match(folder: Path, family: str, config: Config, tensors: dict[str, Tensor]) -> list[tuple[Stored, Tensor]]:

@@ -10,14 +10,22 @@ BLOCK = 16 * 2**20  # bytes of one read
 
 @dataclasses.dataclass(frozen=True)
 class Filled:
-    """An array that `fill` computes into given memory. np.asarray and indexing compute all of it."""
+    """An array that `fill` computes into given memory, and `fill_row` one row of its first axis, such as a layer.
+
+    np.asarray, and indexing without `fill_row`, compute all of it.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     fill: Callable[[np.ndarray], None]
+    fill_row: Callable[[np.ndarray, int], None] | None = None
 
     def __getitem__(self, index) -> np.ndarray:
-        return np.asarray(self)[index]
+        if self.fill_row is None or not isinstance(index, int):
+            return np.asarray(self)[index]
+        row = np.empty(self.shape[1:], self.dtype)
+        self.fill_row(row, index)
+        return row
 
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
         array = np.empty(self.shape, self.dtype)
@@ -53,8 +61,17 @@ def constant(shape: tuple[int, ...], dtype, value) -> Filled:
 
 def copy_into(whole: np.ndarray, source: "np.ndarray | Filled | Readable") -> None:
     """Copies an array into memory of its shape, a block at a time."""
+    if isinstance(source, Filled) and source.dtype == whole.dtype:
+        source.fill(whole)  # once: each block would compute all of it
+        return
     for rows in blocks(source.shape, source.dtype.itemsize):
         whole[rows] = source[rows]
+
+
+def each_row(source: "np.ndarray | Filled | Readable") -> Iterator[np.ndarray]:
+    """Yields the rows of the first axis; an array that cannot compute one row is computed once."""
+    source = np.asarray(source) if isinstance(source, Filled) and source.fill_row is None else source
+    return (source[row] for row in range(source.shape[0]))
 
 
 def blocks(shape: tuple[int, ...], itemsize: int) -> Iterator[slice]:

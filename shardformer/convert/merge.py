@@ -56,7 +56,10 @@ def choose_base(run: Run, state: State, onto: str, stack: contextlib.ExitStack) 
     exact = _open_base(run, stack)
     if exact is None:
         if onto == "float":
-            raise UsageError(f"onto=float needs the base of {run.out} with float weights; leave it out")
+            raise UsageError(
+                f"onto=float needs a run with the float weights that {run.out} started from, and its base="
+                f"{run.config.training.base} has none; leave onto= out"
+            )
         return state, f"\nonto the stored weights={run.config.stored.weights}, which the adapters were trained with"
     frozen = {name: leaf for name, leaf in exact.items() if leaf.shape and name.rpartition("/")[2] in MATRICES}
     drift = f"{stored_weights.measure_drift(state.params, frozen):.2%} of the matrices' root mean square"

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardformer import checkpoint
+from shardformer.config import Config
 from shardformer.convert.gptj import Leaves
 from shardformer.errors import RunError, UsageError
 from shardformer.files import sync
@@ -30,6 +31,16 @@ def check_free(target: Path | BucketPath) -> None:
 def describe_size(params: Leaves) -> str:
     """Formats the number of parameters."""
     return f"{sum(math.prod(leaf.shape) for leaf in params.values()) / 1e6:,.2f}M parameters"
+
+
+def describe_form(config: Config) -> str:
+    """Describes the form of the weights of a run that was written, if they are codes."""
+    return f", stored as weights={config.stored.weights}" if config.stored.quantized else ""
+
+
+def describe_source(run: Run) -> str:
+    """Describes what became of a run's codes in a format of float weights."""
+    return f", dequantised from weights={run.config.stored.weights}" if run.config.stored.quantized else ""
 
 
 def describe_average(run: Run, taken: bool) -> str:

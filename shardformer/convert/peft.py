@@ -18,14 +18,15 @@ import numpy as np
 from shardformer.config import Config, parsing
 from shardformer.config.adapter_keys import Adapter, format_targets, scale_of
 from shardformer.config.keys import key
-from shardformer.config.names import EXPERT_MATRICES, MATRICES, SHARED_MATRICES
+from shardformer.config.names import EXPERT_MATRICES, MATRICES, SHARED_MATRICES, is_part
 from shardformer.convert import hf_settings, peft_experts, runs, safetensors_files, weight_files
 from shardformer.convert.families import Part, Stored, list_stored
+from shardformer.convert.gptj import Array
 from shardformer.convert.gptj_state import State
 from shardformer.convert.hf import TOKENIZER_FOLDER, copy_tokenizer
 from shardformer.convert.hf_state import FLOATS, first_of, float_kind
 from shardformer.convert.leaves import Filled, copy_into, flatten
-from shardformer.convert.new_folder import new_folder, new_folder_on_disk
+from shardformer.convert.new_folder import describe_form, new_folder, new_folder_on_disk
 from shardformer.convert.safetensors_files import CreatedTensor, Tensor
 from shardformer.errors import RunError, UsageError
 from shardformer.files import read_text
@@ -265,9 +266,9 @@ def peft_to_run(source: Path, target: Path, arguments: list[str], say: Callable[
         base=str(options.base), out=str(target), ema=0.0, lr_rules="", optimizer="adamw", param_dtype="float32",
         moment_dtype="float32",
     )  # fmt: skip
-    with runs.open_state(base, options.step, False, options.ema) as result:
+    with runs.open_state(base, options.step, False, options.ema, with_codes=True) as result:
         weights = {
-            name: Filled(leaf.shape, np.dtype(np.float32), functools.partial(copy_into, source=leaf))
+            name: Filled(leaf.shape, _choose_dtype(name, leaf), functools.partial(copy_into, source=leaf))
             for name, leaf in result.params.items()
         }
         added = {
@@ -285,8 +286,12 @@ def peft_to_run(source: Path, target: Path, arguments: list[str], say: Callable[
     return (
         f"{target}: the weights of {options.base} with adapters of rank {config.lora.lora_rank} for "
         f"{config.lora.lora_targets}, "
-        f"lora_alpha={config.lora.lora_alpha:g}"
+        f"lora_alpha={config.lora.lora_alpha:g}{describe_form(config)}"
     )
+
+
+def _choose_dtype(name: str, leaf: Array) -> np.dtype:
+    return leaf.dtype if is_part(name) else np.dtype(np.float32)
 
 
 def read_settings(path: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from shardformer import checkpoint, data
 from shardformer.checkpoint import array_files, manifest
 from shardformer.checkpoint.manifest import Leaf
 from shardformer.config import Config
+from shardformer.config.names import is_part
 from shardformer.convert import stored_weights
 from shardformer.convert.gptj import Leaves
 from shardformer.convert.gptj_state import Moments, State
@@ -29,10 +30,13 @@ from shardformer.training.trainer import Trainer
 
 
 @contextlib.contextmanager
-def open_state(run: Run, step: int, with_moments: bool, averaged: bool = False) -> Iterator[State]:
+def open_state(
+    run: Run, step: int, with_moments: bool, averaged: bool = False, with_codes: bool = False
+) -> Iterator[State]:
     """Opens a checkpoint of a run: the best by validation unless `step` names one. averaged: see Run.restore_params.
 
-    Its arrays are read when they are indexed, until the end of the block. Codes are dequantised then.
+    Its arrays are read when they are indexed, until the end of the block. Codes are dequantised then, unless
+    `with_codes` asks for them.
     """
     trainer = _trainer(run.config)
     step = run.choose_step(step, averaged)
@@ -62,7 +66,7 @@ def open_state(run: Run, step: int, with_moments: bool, averaged: bool = False) 
             if count in stored.leaves:  # a converted run has no optimizer yet
                 moments = Moments(int(readable(count)[...]), readables("mu", mu), readables("nu", nu))
         leaves = readables("params", params)
-        if run.config.stored.quantized:
+        if run.config.stored.quantized and not with_codes:
             leaves = stored_weights.dequantize(leaves, run.config)
         yield State(step, leaves, moments)
 
@@ -70,7 +74,8 @@ def open_state(run: Run, step: int, with_moments: bool, averaged: bool = False) 
 def write_run(folder: Path | BucketPath, run: Run, state: State) -> None:
     """Writes a run with one checkpoint, for now in `folder`.
 
-    Without moments the checkpoint has no optimizer, whose zeros would triple its size: a resume starts them anew.
+    A run with codes takes parameters that are codes as they are, and quantises others. Without moments the checkpoint
+    has no optimizer, whose zeros would triple its size: a resume starts them anew.
     """
     for name in ("param_dtype", "moment_dtype"):
         if run.config.get(name) != "float32":
@@ -78,7 +83,7 @@ def write_run(folder: Path | BucketPath, run: Run, state: State) -> None:
                 f"a converted run is in float32: give {name}=float32, and {name}=bfloat16 to `train base={run.out}`"
             )
     trainer, params = _trainer(run.config), state.params
-    if run.config.stored.quantized:
+    if run.config.stored.quantized and not any(map(is_part, params)):
         params = stored_weights.quantize(params, run.config)
     whole = {"step": constant((), np.int32, state.step), "params": nest(trainer.model.shapes, params)}
     if state.moments and not run.config.stored.quantized:  # frozen weights have no moments

@@ -15,7 +15,7 @@ from shardformer.config.keys import key
 from shardformer.config.names import CODES, is_part, is_stacked
 from shardformer.config.weight_keys import MEANING
 from shardformer.convert.gptj import Array, Leaves
-from shardformer.convert.leaves import Filled, copy_into
+from shardformer.convert.leaves import Filled, copy_into, each_row
 from shardformer.layout import resolve
 from shardformer.training.run_folder import Run
 
@@ -69,8 +69,8 @@ class _Parts:
             target[...] = self._small[number - 1]
             return
         small = [np.empty(shape.shape, shape.dtype) for shape in self._shapes[1:]]
-        for index in range(self._leaf.shape[0]) if self._stacked else (...,):
-            parts = [np.asarray(part) for part in self._function(np.asarray(self._leaf[index], np.float32))]
+        for index, matrix in enumerate(each_row(self._leaf)) if self._stacked else [(..., self._leaf[...])]:
+            parts = [np.asarray(part) for part in self._function(np.asarray(matrix, np.float32))]
             for whole, part in zip(small, parts[1:], strict=True):
                 whole[index] = part
             if number == 0:
@@ -91,8 +91,11 @@ def dequantize(params: Leaves, config: Config) -> Leaves:
             compute = jax.jit(functools.partial(weights.dequantize, base))
             of_layer = [part[0] if is_stacked(base) else np.empty(part.shape, part.dtype) for part in parts]
             shape = jax.eval_shape(compute, of_layer).shape
-            fill = functools.partial(_fill_exact, compute, parts, is_stacked(base))
-            exact[base] = Filled((*leaf.shape[: is_stacked(base)], *shape), np.dtype(np.float32), fill)
+            if is_stacked(base):
+                fill, fill_row = (functools.partial(fill, compute, parts) for fill in (_fill_layers, _fill_layer))
+                exact[base] = Filled((leaf.shape[0], *shape), np.dtype(np.float32), fill, fill_row)
+            else:
+                exact[base] = Filled(shape, np.dtype(np.float32), functools.partial(_fill_layer, compute, parts))
         elif not is_part(name):
             exact[name] = _as_float(leaf)
     return exact
@@ -102,9 +105,13 @@ def _as_float(leaf: Array) -> Filled:
     return Filled(tuple(leaf.shape), np.dtype(np.float32), functools.partial(copy_into, source=leaf))
 
 
-def _fill_exact(compute, parts: list, stacked: bool, target: np.ndarray) -> None:
-    for index in range(target.shape[0]) if stacked else (...,):
-        target[index] = compute([np.asarray(part[index]) for part in parts])
+def _fill_layers(compute, parts: list, target: np.ndarray) -> None:
+    for layer in range(target.shape[0]):
+        _fill_layer(compute, parts, target[layer], layer)
+
+
+def _fill_layer(compute, parts: list, target: np.ndarray, layer=...) -> None:
+    target[...] = compute([np.asarray(part[layer]) for part in parts])
 
 
 def measure_drift(params: Leaves, others: Leaves) -> float:

@@ -45,6 +45,10 @@ class QuantizedWeights(FloatWeights):
         module, _, leaf = name.rpartition("/")
         return leaf in OF_LAYERS if is_stacked(module) else name.endswith(("/embed/tokens", "/head/w"))
 
+    def quantizes_rows(self, name: str) -> bool:
+        """Returns whether no scale is of two rows of the first axis: of two layers, or of two rows of a token table."""
+        return is_stacked(name) or name.endswith("/tokens")
+
     def store(self, params: dict) -> dict:
         """Returns the parameters (or, from their shapes, the shapes) with the codes and scales of each matrix."""
         is_shape = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))

@@ -120,10 +120,13 @@ class Model:
         """Returns a parameter that was read, or the tuple of its codes and scales, on the same devices."""
         if not self._weights.is_quantized(name):
             return leaf
-        module, _, matrix = name.rpartition("/")
-        shardings = tuple(self.shardings[module][f"{matrix}{suffix}"] for suffix in self._weights.suffixes(name))
         quantize = functools.partial(self._weights.quantize, name)
-        return jax.block_until_ready(programs.jit(quantize, out_shardings=shardings)(leaf))
+        return jax.block_until_ready(programs.jit(quantize, out_shardings=self.find_part_shardings(name))(leaf))
+
+    def find_part_shardings(self, name: str) -> tuple[NamedSharding, ...]:
+        """Returns the shardings of the codes and scales of a parameter of this full name."""
+        module, _, matrix = name.rpartition("/")
+        return tuple(self.shardings[module][f"{matrix}{suffix}"] for suffix in self._weights.suffixes(name))
 
     def store(self, params: dict) -> dict:
         """Returns the stored form of float parameters on this mesh, made of one parameter after the other."""

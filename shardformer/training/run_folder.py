@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from shardformer import checkpoint, config, data, storage
-from shardformer.checkpoint import Lock, manifest
+from shardformer.checkpoint import Lock, StoredLeaf, manifest
 from shardformer.config import ARCHITECTURE, FIXED_ON_RESUME, Config
 from shardformer.data import Data, SpecialTokens, Vocabulary
 from shardformer.devices import processes
@@ -251,11 +251,12 @@ class Run:
         """Returns (step, parameters) of one checkpoint: the best by validation unless `step` names another.
 
         `averaged` restores the average of the weights. Without `has_adapters`, the model's are left out. A model with
-        quantised weights quantises each parameter before the next is read, unless the run stores their codes; those of
-        an average when all are read.
+        quantised weights quantises each parameter while it is read, unless the run stores their codes; those of an
+        average when all are read.
         """
         step, known = self.choose_step(step, averaged), checkpoint.list_steps(self.out)
         has_codes = self.config.stored.quantized
+        read_leaf = _choose_reading(model, is_changed=not averaged and not has_codes)
         like = self._find_shapes(model)
         like = like if has_adapters else lora.remove_adapters(like)
         wanted = {"params": master_weights.round_shapes(like, self.config)}
@@ -265,12 +266,9 @@ class Run:
         else:
             unread.append("average")
 
-        def store(name: str, leaf: jax.Array):
-            return leaf if averaged or has_codes else model.store_leaf(name.removeprefix("params/"), leaf)
-
         def read(folder: Path):
             self.check_config(folder)
-            return checkpoint.restore(folder, wanted, ignored=tuple(unread), change=store)
+            return checkpoint.restore(folder, wanted, ignored=tuple(unread), change=read_leaf)
 
         state = self._read_on_all(read, step, known)
         if averaged:
@@ -346,6 +344,15 @@ class Run:
     def _documents(self) -> dict[str, str]:
         vocabulary = self.vocabulary.documents(source=self.config.data.source, fingerprint=self.fingerprint)
         return {"config.json": self.config.to_json()} | vocabulary | self.special_tokens.documents()
+
+
+def _choose_reading(model: Model, is_changed: bool) -> Callable[[str, StoredLeaf], Any]:
+    """Returns the function that reads a parameter in the form in which the model stores it."""
+    if not is_changed or not model.config.stored.quantized:
+        return checkpoint.keep_as_read
+    from shardformer.model.quantized_reading import read_leaf  # not imported for float weights
+
+    return lambda name, leaf: read_leaf(model, name.removeprefix("params/"), leaf)
 
 
 def _take_vocab_of_base(config: Config, base: Config) -> Config:

@@ -16,6 +16,7 @@ from shardformer.cli.sample_command import load_model
 from shardformer.cli.serve_command import ServeOptions, build_service
 from shardformer.config import Config
 from shardformer.config.names import LAYERS
+from shardformer.convert import runs as convert_runs
 from shardformer.inference.generator import never_stop
 from shardformer.inference.serve.jobs import make_jobs
 from shardformer.layout import resolve
@@ -139,6 +140,22 @@ def test_adapters_merge_onto_the_float_weights(base, adapted, direct, text, caps
     share = float(printed.partition("onto the float weights; ")[2].partition("differ by ")[2].partition("%")[0])
     assert 5 < share < 15
     assert score(onto, text, capsys) != score(adapted, text, capsys)
+
+
+@pytest.mark.slow
+def test_adapters_of_peft_leave_the_codes_of_their_base(codes, adapted, tmp_path, monkeypatch):
+    def convert(*words) -> dict:
+        assert main(["convert", *map(str, words)]) == 0
+        return arrays(words[1]) if "base" in words[-1] else {}
+
+    before = arrays(codes)
+    convert(adapted, tmp_path / "peft", "format=peft")
+    after = convert(tmp_path / "peft", tmp_path / "run", f"base={codes}")
+    assert all(np.array_equal(before[name], after[name]) for name in before if name.startswith("params/"))
+    open_state = convert_runs.open_state
+    monkeypatch.setattr(convert_runs, "open_state", lambda *words, with_codes: open_state(*words))
+    again = convert(tmp_path / "peft", tmp_path / "again", f"base={codes}")
+    assert any(not np.array_equal(before[name], again[name]) for name in before if name.startswith("params/"))
 
 
 def test_350m_stores_less_than_a_quarter_of_lora():

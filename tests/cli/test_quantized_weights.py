@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from shardformer.__main__ import main
-from shardformer.checkpoint import restoring
+from shardformer.checkpoint import StoredLeaf, restoring
 from shardformer.config.names import LAYERS
 from shardformer.kernels import packed, quantized
 from shardformer.layout import mesh
-from shardformer.model import Model
+from shardformer.model import Model, quantized_reading
 from shardformer.training.run_folder import Run
 from tests import runs
 from tests.runs import USAGE
@@ -113,6 +113,37 @@ def test_each_parameter_is_quantised_before_the_next_is_read(run, monkeypatch):
     assert events[1::2] == [("store", name) for _, name in events[1::2]]
     assert jax.tree.structure(params) == jax.tree.structure(model.shapes)
     assert params[LAYERS]["up_codes"].dtype == np.int8
+
+
+def read_weights(run, form, shape) -> dict:
+    """Returns the parameters of a run with weights in this form, by name."""
+    opened = Run.open(run)
+    config = opened.config.for_inference(shape).replace(weights=form)
+    params = opened.restore_params(Model.on(config, mesh.make(config)))[1]
+    return {f"{module}/{name}": np.asarray(leaf) for module, part in params.items() for name, leaf in part.items()}
+
+
+def find_differences(found, expected) -> set[str]:
+    assert found.keys() == expected.keys()
+    return {name for name, leaf in expected.items() if not np.array_equal(found[name], leaf)}
+
+
+@pytest.mark.parametrize(("form", "shape", "table"), [("int8", "1x1", {("embed/tokens", 10)}), ("nf4", "1x2", set())])
+def test_codes_made_of_a_few_rows_at_a_time_are_the_same(run, form, shape, table, monkeypatch):
+    """A layer's matrix at a time, and 10 rows of a table that mp does not split; its last two blocks share some."""
+    whole, blocks, read = read_weights(run, form, shape), set(), StoredLeaf.read_rows
+
+    def log_rows(leaf, first, count):
+        blocks.add((leaf.name.removeprefix("params/transformer/"), count))
+        return read(leaf, first, count)
+
+    monkeypatch.setattr(quantized_reading, "BLOCK", 4 * 32 * 10)
+    monkeypatch.setattr(StoredLeaf, "read_rows", log_rows)
+    assert not find_differences(read_weights(run, form, shape), whole)
+    assert blocks == {(f"layers/{name}", 1) for name in ("q", "k", "v", "o", "up", "down")} | table
+
+    monkeypatch.setattr(StoredLeaf, "read_rows", lambda leaf, first, count: read(leaf, 0, count))
+    assert f"{LAYERS}/up_codes" in find_differences(read_weights(run, form, shape), whole)
 
 
 @pytest.mark.parametrize(("command", "reason"), [("train", "has no gradient"), ("verify", "a dense model of float")])

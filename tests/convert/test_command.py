@@ -12,12 +12,13 @@ import pytest
 from shardformer.__main__ import main
 from shardformer.checkpoint import manifest
 from shardformer.config import ARCHITECTURE
-from shardformer.convert import gptj_settings, gptj_state, new_folder, runs, shard_files, stored_arrays
-from shardformer.errors import RunError
+from shardformer.convert import command, gptj_settings, gptj_state, new_folder, runs, shard_files, stored_arrays
+from shardformer.errors import RunError, UsageError
 from shardformer.layout import mesh
 from shardformer.model import Model
 from shardformer.training.run_folder import Run
 from tests import runs as command_line
+from tests import shared
 from tests.convert.conftest import GOLDENS, convert
 from tests.convert.test_gptj import bits, on_host
 from tests.runs import FAILED, USAGE
@@ -246,6 +247,14 @@ def test_wrong_options(refused, recorded, message, words):
 )
 def test_wrong_options_for_a_run(refused, trained, message, words):
     refused(USAGE, message, trained, *words)
+
+
+def test_other_targets_are_named_if_none_was_chosen():
+    config = shared.tiny(block="sequential")
+    with pytest.raises(UsageError, match=r"^block=sequential has no counterpart in GPT-J"):
+        command._check_gptj(config, 8, is_named=True)
+    with pytest.raises(UsageError, match=r"writes GPT-J's shards, and block=sequential .* other targets are format=hf"):
+        command._check_gptj(config, 8, is_named=False)
 
 
 def test_sources_that_are_none(refused, recorded, tmp_path, trained):

@@ -14,6 +14,7 @@ import pytest
 
 from shardformer.__main__ import main
 from shardformer.config import Config
+from shardformer.config.names import LAYERS
 from shardformer.convert import families, hf_settings, hf_state, runs, safetensors_files, weight_files
 from shardformer.convert.families.family import read_scaling
 from shardformer.errors import RunError, UsageError
@@ -190,6 +191,30 @@ def test_there_and_back_is_bitwise_with_the_tokenizer(name, tmp_path, capsys):
     family, config = hf_settings.read_config(source)
     assert Run.open(tmp_path / "run").config.replace(out="") == config.replace(tokenizer="ids", data="")
     assert f"of a {family} model" in capsys.readouterr().out
+
+
+def test_codes_of_a_folder_are_made_layer_by_layer(tmp_path, capsys, monkeypatch):
+    assert convert(FOLDER / "llama", tmp_path / "floats") == 0
+    assert convert(tmp_path / "floats", tmp_path / "expected", "weights=nf4") == 0
+    capsys.readouterr()
+    copied, copy = [], hf_state._copy_part
+
+    def log_copy(tensor, stored, part, target):
+        copied.append((part.ours, target.ndim, stored.row))
+        return copy(tensor, stored, part, target)
+
+    monkeypatch.setattr(hf_state, "_copy_part", log_copy)
+    assert convert(FOLDER / "llama", tmp_path / "codes", "weights=nf4") == 0
+    assert ", stored as weights=nf4\n" in capsys.readouterr().out
+    up = f"{LAYERS}/up"
+    assert [copy for copy in copied if copy[0] == up] == 2 * [
+        (up, 2, 0),
+        (up, 2, 1),
+    ]  # for the scales, and for the codes
+    found, expected, floats = (
+        next((tmp_path / name).rglob("arrays.npy")).read_bytes() for name in ("codes", "expected", "floats")
+    )
+    assert found == expected != floats
 
 
 def test_float16_and_float32(tmp_path):
