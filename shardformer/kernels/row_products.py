@@ -69,8 +69,11 @@ def take(x: Array, number: Array | int) -> Array:
 
 
 def choose_run(rows: int, columns: int, most: int = RUN) -> int:
-    """Returns how many adjacent rows are one term: a power of 2 that divides the rows."""
-    return math.gcd(rows, 1 << max(most // columns, 1).bit_length() - 1)
+    """Returns how many adjacent rows are one term: a power of 2 that divides the rows.
+
+    At least two: to split codes into single rows, XLA of jaxlib 0.10 copies them for each token.
+    """
+    return math.gcd(rows, 1 << max(most // columns, 2).bit_length() - 1)
 
 
 def choose_lanes(width: int) -> int:

@@ -104,3 +104,9 @@ def test_one_row_on_a_mesh():
     assert np.abs(got - expected).max() < 1e-6 * np.abs(expected).max()
     other = np.asarray(run(x, table.codes, jnp.roll(table.scales, ENTRIES // 4)))
     assert np.abs(other - expected).max() > 1e-2 * np.abs(expected).max()
+
+
+def test_terms_have_two_rows_or_more():
+    """The tests' XLA flags hide the copy of codes that single rows would cost."""
+    assert [row_products.choose_run(96, columns) for columns in (768, 4096, 50_000)] == [16, 2, 2]
+    assert row_products.choose_run(97, 768) == 1
