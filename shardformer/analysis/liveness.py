@@ -24,9 +24,10 @@ IN_MEMORY = {
     "dot_general", "conv_general_dilated", "scan", "while", "cond", "sort", "top_k", "gather", "scatter", "scatter-add",
     "scatter_add", "cumsum", "cumlogsumexp", "cummax", "concatenate", "custom_call", "pallas_call", "all_gather",
     "all_gather_invariant", "reduce_scatter", "psum", "psum_invariant", "psum2", "pmax", "all_to_all", "ppermute",
-    "reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin",
+    "reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin", "custom_vmap_call",
 }  # fmt: skip
-PRODUCTS = ("dot_general", "cond")  # `kernels/linear.py` chooses a product by platform
+# `kernels/linear.py` chooses a product by platform, and `kernels/tiles.py` one with codes by the number of rows too.
+PRODUCTS = ("dot_general", "cond", "custom_vmap_call")
 READERS = ("gather", "reduce_scatter", "all_gather", "all_gather_invariant", "ppermute", "all_to_all")
 KERNEL = "pallas_call"  # reads all of its operands from memory: nothing is fused into it
 RENAMING = {  # operations whose result is their operand in memory

@@ -113,15 +113,25 @@ def multiply(x_BTI: Array, w_IO: PackedMatrix) -> Array:
 
 @functools.partial(jax.jit, static_argnums=2)  # layers of equal shapes are lowered once
 def _multiply(x_NI: Array, w_IO: PackedMatrix, size: int) -> Array:
-    return tiles.fold_batches(functools.partial(_multiply_rows, size=size))(x_NI, w_IO)
+    """Returns the float32 product; compilers of TPUs and GPUs convert inside it, or store one matrix at a time."""
+    by_platform = {"cpu": functools.partial(_multiply_on_cpu, size=size), "default": _multiply_at_once}
+    return tiles.fold_batches(functools.partial(lax.platform_dependent, **by_platform))(x_NI, w_IO)
 
 
-def _multiply_rows(x_NI: Array, w_IO: PackedMatrix, size: int) -> Array:
-    few = x_NI.shape[0] <= FEW_ROWS
-    multiply_tiles = functools.partial(_multiply_tiles, few=few, size=_group(w_IO) // 2 if few else size)
-    if x_NI.shape[0] > 1:
-        return multiply_tiles(x_NI, w_IO)
-    return lax.platform_dependent(x_NI, w_IO, cpu=_multiply_row, default=multiply_tiles)
+def _multiply_at_once(x_NI: Array, w_IO: PackedMatrix) -> Array:
+    x_NP2 = x_NI.reshape(x_NI.shape[0], -1, 2)  # a byte has the codes of two inputs
+    high_PO, low_PO = _dequantize_halves(w_IO, 0, w_IO.codes.shape[0], x_NI.dtype)
+    return tiles.contract(x_NP2[..., 0], high_PO, False, jnp.float32) + tiles.contract(
+        x_NP2[..., 1], low_PO, False, jnp.float32
+    )
+
+
+def _multiply_on_cpu(x_NI: Array, w_IO: PackedMatrix, size: int) -> Array:
+    rows = x_NI.shape[0]
+    if rows == 1:
+        return _multiply_row(x_NI, w_IO)
+    few = rows <= FEW_ROWS
+    return _multiply_tiles(x_NI, w_IO, few, _group(w_IO) // 2 if few else size)
 
 
 def _multiply_row(x_1I: Array, w_IO: PackedMatrix) -> Array:
@@ -170,15 +180,26 @@ def _multiply_forward(x_BTI, w_IO):
 
 def _multiply_backward(w_IO, d_BTO):
     d_NO = d_BTO.reshape(-1, d_BTO.shape[-1])
+    by_platform = {"cpu": _multiply_transposed_tiles, "default": _multiply_transposed}
+    multiply_rows = tiles.fold_batches(functools.partial(lax.platform_dependent, **by_platform))
+    return multiply_rows(d_NO, w_IO).reshape(*d_BTO.shape[:-1], -1), None
+
+
+def _multiply_transposed(d_NO: Array, w_IO: PackedMatrix) -> Array:
+    halves = _dequantize_halves(w_IO, 0, w_IO.codes.shape[0], d_NO.dtype)
+    d_NP2 = jnp.stack([tiles.contract(d_NO, values_PO, True) for values_PO in halves], axis=-1)
+    return d_NP2.reshape(d_NO.shape[0], -1)
+
+
+def _multiply_transposed_tiles(d_NO: Array, w_IO: PackedMatrix) -> Array:
     size = _bytes_of_tile(w_IO)
 
     def multiply_tile(i):
-        high_pO, low_pO, scales_GO = _values(w_IO, i * size, size)
-        values = (_scale(values, scales_GO).astype(d_NO.dtype) for values in (high_pO, low_pO))
-        return jnp.stack([tiles.contract(d_NO, values_pO, True) for values_pO in values], axis=-1)
+        halves = _dequantize_halves(w_IO, i * size, size, d_NO.dtype)
+        return jnp.stack([tiles.contract(d_NO, values_pO, True) for values_pO in halves], axis=-1)
 
     d_tNp2 = lax.map(multiply_tile, jnp.arange(w_IO.codes.shape[0] // size))
-    return jnp.moveaxis(d_tNp2, 0, 1).reshape(*d_BTO.shape[:-1], -1), None
+    return jnp.moveaxis(d_tNp2, 0, 1).reshape(d_NO.shape[0], -1)
 
 
 multiply.defvjp(_multiply_forward, _multiply_backward)
@@ -201,6 +222,12 @@ def _values(w_IO: PackedMatrix, start: Array | int, size: int) -> tuple[Array, A
     codes_pO = lax.dynamic_slice_in_dim(w_IO.codes, start, size)
     scales_GO = lax.dynamic_slice_in_dim(w_IO.scales, start // half, size // half)
     return _look_up(codes_pO >> 4, w_IO.levels), _look_up(codes_pO & 15, w_IO.levels), scales_GO
+
+
+def _dequantize_halves(w_IO: PackedMatrix, start: Array | int, size: int, dtype) -> tuple[Array, Array]:
+    """Returns the values of the high and the low codes of some rows of bytes: of even and odd inputs."""
+    high_pO, low_pO, scales_GO = _values(w_IO, start, size)
+    return _scale(high_pO, scales_GO).astype(dtype), _scale(low_pO, scales_GO).astype(dtype)
 
 
 def _scale(values_pO: Array, scales_GO: Array) -> Array:

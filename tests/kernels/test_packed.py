@@ -105,3 +105,17 @@ def test_compiled_product_and_gradient_have_no_float_matrix(few, monkeypatch):
 def test_tile_has_full_groups(monkeypatch):
     monkeypatch.setattr(tiles, "ROWS", 1)
     assert packed._bytes_of_tile(quantize("int4")) == 64  # 163 inputs would be a megabyte
+
+
+@pytest.mark.parametrize(("form", "levels"), [("int4", range(-8, 8)), ("nf4", nf4.LEVELS)])
+def test_products_of_accelerators_equal_the_dequantised_matrix(form, levels):
+    """Their compilers convert inside of the product; here a CPU runs them."""
+    w = quantize(form)
+    dense = dequantize(w, levels)
+    x, d = activations()[0], activations(OUTPUTS)[0]
+    for got, expected in (
+        (packed._multiply_at_once(jnp.asarray(x), w), x @ dense),
+        (packed._multiply_transposed(jnp.asarray(d), w), d @ dense.T),
+    ):
+        np.testing.assert_allclose(got, expected, atol=2e-6 * np.abs(expected).max())
+        assert np.abs(np.asarray(got)[:, ::-1] - expected).max() > 0.1
