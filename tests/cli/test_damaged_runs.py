@@ -80,6 +80,7 @@ def test_run_without_a_checkpoint_is_named(refused, run, command):
     refused(USAGE, "run has no checkpoint yet", command, "run")
 
 
+@pytest.mark.slow
 def test_missing_best_checkpoint_is_named(refused, run):
     (run / STEP).rename(run / "step_00000009")
     refused(USAGE, "run has no checkpoint of step 4; there are 9", "sample", "run", "step=4")

@@ -124,6 +124,7 @@ def test_adapters_are_served_beside_a_hugging_face_folder(adapted, monkeypatch):
     assert [(job.ids, job.logprobs) for job in jobs] == [plain, tuned, read_back]
 
 
+@pytest.mark.slow
 def test_folder_of_another_format_is_explained(run, adapted, capsys):
     _, _, _, published = adapted
     assert main(["serve", str(published)]) == USAGE
