@@ -4,7 +4,6 @@ import jax
 import pytest
 
 from shardformer import checkpoint
-from shardformer.__main__ import main
 from tests import runs
 from tests.surroundings import simulate_devices
 from tests.training.uneven_run import STEPS, contents, losses, uneven_words
