@@ -127,7 +127,7 @@ def text(tmp_path_factory):
 def finished_run(tmp_path_factory, text):
     """Returns the folder of an uninterrupted run with dropout."""
     out = tmp_path_factory.mktemp("finished") / "run"
-    assert runs.train(*uneven_words(text), f"out={out}", sample=True, curves=True) == 0
+    assert runs.train(*uneven_words(text), f"out={out}", curves=True) == 0
     return out
 
 

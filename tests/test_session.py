@@ -36,6 +36,7 @@ class Sink:
         self.closed = True
 
 
+@pytest.mark.slow
 def test_run_of_a_preset_takes_three_lines(tmp_path, text, capsys):
     session = Session.create(preset("tiny", mesh="2x1", data=str(text), steps=2, warmup=1, out=str(tmp_path / "run")))
     trained = session.train()

@@ -38,6 +38,7 @@ def test_best_settings_fit_and_are_sorted_by_time(best):
     assert seconds == sorted(seconds)
 
 
+@pytest.mark.slow
 def test_settings_without_a_choice_do_not_fit(best):
     """The negative twin: with the mesh alone, nothing fits."""
     config = shared.tiny(mesh="auto", batch=64)

@@ -102,6 +102,7 @@ def test_adapter_activations_are_near_the_compilers(changes, compiled):
     assert estimate == pytest.approx(compiled * 1e6, rel=0.10)
 
 
+@pytest.mark.slow
 def test_mesh_auto_of_a_tpu_needs_what_its_plan_estimates(monkeypatch):
     """The attention kernel, the loss chunk, the exchanges and the fast memory are the chip's."""
     places = [(x, y, 0) for x in range(2) for y in range(4)]

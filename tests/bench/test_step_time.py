@@ -178,6 +178,7 @@ def test_an_exponent_is_a_slope_between_logarithms():
     assert scaling.fit_exponent((1, 2, 4), (3.0, 12.0, 48.0)) == pytest.approx(2)
 
 
+@pytest.mark.slow
 def test_a_mesh_that_is_found_is_measured(monkeypatch, capsys):
     monkeypatch.setattr(scaling, "measure_growth", lambda settings, _: [settings[0].parallel.mesh] * 6)
     command_line.main(["scaling", "preset=tiny", "mesh=auto"])

@@ -46,6 +46,7 @@ def test_its_error_is_reported(settings, monkeypatch):
         torch_twin.torch_step(settings, contenders.RepeatedBatch(random_batch(settings))).run(1)
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_without_an_answer(settings, monkeypatch):
     monkeypatch.setattr(torch_model, "run_steps", itertools.chain)  # which takes anything and returns at once
     with pytest.raises(RunError, match="the process of torch ended by itself"):

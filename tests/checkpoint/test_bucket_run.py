@@ -68,6 +68,7 @@ def test_run_in_a_bucket_is_stopped_resumed_and_shown(out, tmp_path, text, capsy
     assert f"{out} already holds a run; go on with `train --resume {out}`" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_damaged_checkpoint_is_set_aside_on_resume(out, text, capsys):
     assert runs.train(*WORDS, f"data={text}", f"out={out}") == 0
     newest = checkpoint.step_folder(out, 6)

@@ -48,8 +48,18 @@ def test_damaged_run_is_named(refused, run, name, command):
     refused(FAILED, message, *command)
 
 
-@pytest.mark.parametrize("command", [["train", "--resume=run", "steps=6"], ["sample", "run"], ["eval", "run"]])
-@pytest.mark.parametrize(("key", "true", "edited"), [("heads", 8, 4), ("d_model", 32, 64), ("seed", 0, 1)])
+EDITS = (("heads", 8, 4), ("d_model", 32, 64), ("seed", 0, 1))
+RESUME = ["train", "--resume=run", "steps=6"]  # compiles the step of each edit
+
+
+@pytest.mark.parametrize(
+    ("command", "key", "true", "edited"),
+    [
+        *((command, *edit) for command in (["sample", "run"], ["eval", "run"]) for edit in EDITS),
+        (RESUME, *EDITS[0]),
+        *(pytest.param(RESUME, *edit, marks=pytest.mark.slow) for edit in EDITS[1:]),
+    ],
+)
 def test_hand_edited_config_is_named(refused, run, command, key, true, edited):
     path = run / "config.json"
     path.write_text(path.read_text().replace(f'"{key}": {true}', f'"{key}": {edited}'))
@@ -70,6 +80,7 @@ def test_run_without_a_checkpoint_is_named(refused, run, command):
     refused(USAGE, "run has no checkpoint yet", command, "run")
 
 
+@pytest.mark.slow
 def test_missing_best_checkpoint_is_named(refused, run):
     (run / STEP).rename(run / "step_00000009")
     refused(USAGE, "run has no checkpoint of step 4; there are 9", "sample", "run", "step=4")

@@ -124,6 +124,7 @@ def test_adapters_are_served_beside_a_hugging_face_folder(adapted, monkeypatch):
     assert [(job.ids, job.logprobs) for job in jobs] == [plain, tuned, read_back]
 
 
+@pytest.mark.slow
 def test_folder_of_another_format_is_explained(run, adapted, capsys):
     _, _, _, published = adapted
     assert main(["serve", str(published)]) == USAGE
@@ -211,6 +212,7 @@ print("ended")
 """
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_ends_the_server_as_a_success(number):
     child = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)

@@ -114,7 +114,7 @@ def distance(model, params, shape):
     return np.abs(logits[..., ::1024] - golden["logits"]).max()
 
 
-@pytest.mark.parametrize("shape", ["1x8", "2x4"])
+@pytest.mark.parametrize("shape", ["1x8", pytest.param("2x4", marks=pytest.mark.slow)])
 def test_logits_are_those_of_grok(checkpoints, shape):
     """1x8 has quantised experts, 2x4 has dense layers of float32."""
     found = distance(*open_model(checkpoints / shape), shape)
@@ -122,7 +122,9 @@ def test_logits_are_those_of_grok(checkpoints, shape):
 
 
 # router_norm is no such change: the norm after the experts divides its factor out, but for norm_eps.
-@pytest.mark.parametrize("change", [{"experts_per_token": 1}, {"attention_cap": 3.0}])
+@pytest.mark.parametrize(
+    "change", [{"experts_per_token": 1}, pytest.param({"attention_cap": 3.0}, marks=pytest.mark.slow)]
+)
 def test_other_arithmetic_shows_in_the_logits(checkpoints, change):
     model, params = open_model(checkpoints / "1x8")
     changed = model.config.replace(**change)
@@ -131,7 +133,7 @@ def test_other_arithmetic_shows_in_the_logits(checkpoints, change):
     assert np.abs(logits[..., ::1024] - golden).max() > 100 * SAME
 
 
-@pytest.mark.parametrize("name", ["q", "expert_gate"])
+@pytest.mark.parametrize("name", ["q", pytest.param("expert_gate", marks=pytest.mark.slow)])
 def test_wrong_order_of_columns_shows_in_the_logits(checkpoints, name):
     """The rotary pairs of q as they are stored, and the matrices of gate and up exchanged."""
     model, params = open_model(checkpoints / "1x8")

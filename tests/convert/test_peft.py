@@ -87,7 +87,9 @@ def merged_by_hand(name, adapters, scale=ALPHA / RANK) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if number else []) for number, name in enumerate(MODULES)]
+)
 def test_merged_they_are_the_weights_that_peft_would_merge(name, bases, tmp_path):
     adapters = make_adapters(tmp_path / "peft", name)
     assert convert(tmp_path / "peft", tmp_path / "run", f"base={bases(name)}") == 0

@@ -28,7 +28,9 @@ def check_text(number: int, text: str, folder) -> list[str]:
     return checker.check(read_lesson(number), checker.read_answer(path), str(path)).sentences
 
 
-@pytest.mark.parametrize("number", range(1, 15))
+@pytest.mark.parametrize(
+    "number", [pytest.param(number, marks=pytest.mark.slow if number > 5 else []) for number in range(1, 15)]
+)
 def test_solution_passes(number, tmp_path):
     assert check_text(number, read_lesson(number).solution, tmp_path) == []
 

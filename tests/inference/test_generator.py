@@ -78,9 +78,14 @@ def prompt(length):
     return np.random.RandomState(length).randint(0, shared.VOCAB, length).astype(np.int32)
 
 
+@functools.cache
+def full_pass(config):
+    return jax.jit(functools.partial(reference.logits, config))
+
+
 def plain(config, params, ids, tokens, stride, context=SEQ):
     """Generates greedily by a full pass for each token; a full window drops its oldest `stride` tokens."""
-    logits = jax.jit(functools.partial(reference.logits, config))
+    logits = full_pass(config)
     ids = list(ids)
     window = list(ids)
     for _ in range(tokens):

@@ -43,6 +43,7 @@ def test_scores_equal_those_of_plain_passes(name, rows):
         assert score.greedy == greedy
 
 
+@pytest.mark.slow
 def test_the_most_likely_token_is_greedy():
     logits = reference.logits(model().config, shared.on_host(parameters()), prompt(5)[None])
     likely = int(np.asarray(logits)[0, -1].argmax())

@@ -78,6 +78,7 @@ def test_tokens_in_another_order_change_the_scores(broken):
     assert np.abs(off).max() > 1  # nat
 
 
+@pytest.mark.slow
 def test_each_shard_holds_its_part_of_a_cache():
     m = new_model("dp2.cp4.mp1")
     tokens, lengths = jax.ShapeDtypeStruct((2, 8), np.int32), jax.ShapeDtypeStruct((2,), np.int32)

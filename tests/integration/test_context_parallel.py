@@ -134,6 +134,7 @@ def add_up(g):
     return lax.psum(g, ("dp", "cp"))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_does_not_know_cp(tmp_path):
     split, plain = (shared.trainer(mesh=name, zero=1) for name in ("dp2.cp4", "4x2"))
     state = jax.device_put(shared.on_host(shared.initial_state(mesh="4x2", zero=1)), split.shardings)

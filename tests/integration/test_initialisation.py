@@ -16,10 +16,11 @@ EVERY_MESH_DRAWS = True  # see conftest.py
 # One model on every mesh.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "meshes"),
     [
-        ({"zero": 3}, ("4x2",)),  # the short tier runs the first
+        ({"zero": 3}, ("4x2",)),
         ({}, shared.MESHES),
         (GPT2, ("4x2", "1x8")),
         ({"positions": "t5"}, ("2x4",)),

@@ -22,6 +22,7 @@ def dense():
     return losses_and_grads(WEIGHTS, mesh="1x1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [{"mesh": "4x2"}, {"mesh": "2x4", "accum": 4}], ids=str)
 def test_one_mean_over_the_whole_batch(dense, overrides):
     losses, grads = losses_and_grads(WEIGHTS, **overrides)

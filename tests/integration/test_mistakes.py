@@ -86,6 +86,7 @@ def seeds(params, mp=MP):
 # 1. The residual inside the sum over shards, and once more in the trunk.
 
 
+@pytest.mark.slow
 def test_residual_times_the_number_of_shards():
     silent = without("o", "o_bias", "down", "down_bias")  # a layer that contributes nothing is the identity
     np.testing.assert_array_equal(ours(silent), X)

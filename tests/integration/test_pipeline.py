@@ -19,7 +19,7 @@ from tests.integration import test_parity
 
 GPT = "learned no-bias sequential rmsnorm"
 T5 = "t5 tied biases parallel dropout remat"
-ROWS = (  # the short tier runs the first: its dropout masks depend on the number of each layer
+ROWS = (  # the dropout masks of the first depend on the number of each layer
     ("1x1x4", "learned no-bias sequential rmsnorm dropout", {"accum": 4, "pipeline_rounds": 2}),
     ("4x1x2", GPT, {"accum": 2, "pipeline_rounds": 4, "zero": 3}),
     ("2x2x2", T5, {"accum": 4, "zero": 1}),
@@ -33,6 +33,7 @@ def one_device(words):
     return test_parity.results(mesh="1x1", layers=8, accum=4, **test_parity.overrides_of(words))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "words", "options"), ROWS)
 def test_stages_give_the_numbers_of_one_device(shape, words, options):
     losses, grads = one_device(words)
@@ -45,7 +46,6 @@ def test_stages_give_the_numbers_of_one_device(shape, words, options):
         assert measured[what] <= bound, f"{what} is off by {measured[what]:.2e}, at most {bound}"
 
 
-@pytest.mark.slow
 def test_an_evaluation_gives_the_sums_of_one_device():
     weights = np.float32(sharded.normal(0, 8, 16) > 0)
     batch = shared.batch() | {"weights": weights, "documents": np.int32(np.cumsum(weights, axis=1) // 4)}

@@ -41,13 +41,13 @@ ROWS = [
     ("gemma", "1x8", {"sequence_parallel": True, "loss_chunk": 5, "remat": "dots"}),
     ("gemma", "2x2x2", {"accum": 2, "remat": "full", "dropout": 0.1}),
     ("olmo", "1x8", {}),
-    ("olmo", "2x4", {"sequence_parallel": True, "zero": 1, "accum": 2, "dropout": 0.1}),
+    ("olmo", "2x4", {"sequence_parallel": True, "zero": 1, "accum": 2}),
     ("olmo", "4x2", ADAPTERS),
     ("qwen", "2x2x2", {"kv_heads": 1, "accum": 2}),
     ("stablelm", "2x4", {"scan": False}),
     ("bloom", "2x4", {"sequence_parallel": True, "zero": 3, "attention": "blocks"}),
     ("bloom", "dp2.cp2.mp2", {}),
-    ("granite", "2x4", {"sequence_parallel": True, "zero": 3, "dropout": 0.1, "loss_chunk": 5}),
+    ("granite", "2x4", {"sequence_parallel": True, "zero": 3, "loss_chunk": 5}),
     ("cohere", "1x8", {"sequence_parallel": True, "remat": "full"}),
 ]
 PARTS_OF_A_MODEL = ("dropout", "kv_heads", *ADAPTERS)
@@ -97,13 +97,14 @@ def test_block_on_one_device_has_the_plain_models_numbers(name):
 
 
 def compute_plainly(name, config):
+    """Runs operation by operation: to compile each configuration takes three times longer."""
     batch = shared.batch()
     params = shared.on_host(perturb(shared.initial_state(mesh="1x1", **BLOCKS[name]).params))
 
     def objective(params):
         return reference.loss(config, params, batch["tokens"], batch["targets"])[::-1]
 
-    (_, loss), gradients = jax.jit(jax.value_and_grad(objective, has_aux=True))(params)
+    (_, loss), gradients = jax.value_and_grad(objective, has_aux=True)(params)
     return float(loss), shared.on_host(gradients)
 
 

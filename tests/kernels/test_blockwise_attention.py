@@ -99,6 +99,7 @@ def temporary_bytes(tokens, block):
     return jax.jit(jax.grad(total)).lower(q).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_memory_of_blocks_is_linear_in_the_context():
     blocks, plain = (functools.partial(temporary_bytes, block=block) for block in (128, 0))
     assert blocks(8192) <= 2.2 * blocks(4096)

@@ -136,6 +136,7 @@ def sums(**overrides):
     return np.array(jax.jit(Measures(model).sums)(shared.initial_state(**overrides).params, batch))
 
 
+@pytest.mark.slow
 def test_evaluation_in_chunks_gives_the_same_sums():
     whole = sums(mesh="1x1")
     np.testing.assert_allclose(sums(mesh="4x2", loss_chunk=5, accum=2), whole, rtol=1e-6)

@@ -80,6 +80,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         assert f"out takes the name of a picture, such as runs.png; got {out!r}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_picture_is_of_the_kind_that_its_name_says(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path / "run", [1])
@@ -102,6 +103,7 @@ def test_control_characters_of_names_are_escaped(tmp_path, figure, recwarn):
     assert not [warning for warning in recwarn if "Glyph" in str(warning.message)]
 
 
+@pytest.mark.slow
 def test_long_run_is_drawn_in_time(tmp_path, figure):
     """A running mean over 3% of a million rows would take minutes."""
     folder = make_run(tmp_path / "long", [1])

@@ -47,6 +47,7 @@ def test_frozen_weights_have_no_gradient_of_their_own(tied):
     assert (step, forward) == (4 * layers + 6 * adapters + attention, 2 * (layers + adapters) + attention // 3)
 
 
+@pytest.mark.slow
 def test_experts_count_as_often_as_a_token_uses_them():
     config = shared.tiny(mesh="1x1", bias="none", experts=5, experts_per_token=2, expert_width=24, shared_width=8)
     expert, others = 2 * 32 * 24, 4 * 32 * 32 + 32 * 5 + 2 * 32 * 8 + 32  # attention, router, shared expert, norm

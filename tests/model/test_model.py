@@ -82,6 +82,7 @@ def test_a_prompts_padding_does_not_matter():
     assert asserts.relative(prefill(parameters(), tokens)[:, real], whole[:, real]) < 1e-5
 
 
+@pytest.mark.slow
 def test_sums_are_weighted():
     batch, m = shared.batch(), model()
     weights = np.where(np.arange(16)[None] < np.arange(1, 9)[:, None], 1, 0).astype(np.float32)  # 36 of 128 targets
@@ -110,6 +111,7 @@ def temporary_bytes(jitted, *args):
     return jitted.lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_an_evaluation_takes_the_memory_of_a_microbatch():
     shape = (32, 16)
     batch = {name: jax.ShapeDtypeStruct(shape, np.int32) for name in ("tokens", "targets")}

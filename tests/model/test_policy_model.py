@@ -80,6 +80,7 @@ def test_loss_and_gradient_are_those_of_trl(case):
     assert distance(case, run_recorded(case)) <= MOST
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", SPLIT, ids=str)
 def test_split_answers_give_the_results_of_trl(changes):
     assert distance("grpo", run_recorded("grpo", **changes)) <= MOST
@@ -137,6 +138,7 @@ def test_equal_tokens_instead_of_answers_are_noticed():
     assert_different(run("grpo", {"weights": np.sign(make_batch(make_config("grpo"))["weights"])}))
 
 
+@pytest.mark.slow
 def test_mean_of_microbatches_is_noticed(broken):
     """Answers have different numbers of tokens: a mean of microbatches' means weighs them otherwise."""
     broken(plain_model, "normalise_weights", lambda batch: batch | {"weights": batch["weights"] / 16})

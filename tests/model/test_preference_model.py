@@ -43,6 +43,7 @@ def test_losses_and_gradients_are_those_of_trl(case):
     assert_same(case, pairs.loss_and_grads(case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", SPLIT, ids=str)
 def test_split_pairs_give_the_results_of_trl(changes):
     assert_same("dpo_sft", pairs.loss_and_grads("dpo_sft", **changes))
@@ -125,6 +126,7 @@ def test_references_of_the_next_pair_are_noticed():
     assert_different("dpo", change_batch("dpo", lambda batch: {"references": np.roll(batch["references"], 1, axis=0)}))
 
 
+@pytest.mark.slow
 def test_mean_of_microbatches_is_noticed(broken):
     """Rows without a pair count in a mean of rows, and microbatches have different numbers of pairs."""
     broken(preference_model, "normalise_pairs", lambda batch: batch)
@@ -138,6 +140,7 @@ def test_mean_of_microbatches_is_noticed(broken):
     assert_different("dpo_sft", jax.tree.map(np.asarray, result))
 
 
+@pytest.mark.slow
 def test_pairs_that_see_each_other_are_noticed():
     changes = {"documents": "masked"}
     assert_different(

@@ -129,8 +129,6 @@ def logits(model, params):
         ("parallel", "2x4", 0, "int8"),
         ("parallel", "4x2", 3, "int8"),
         ("tied, sequential, shared heads", "2x4", 0, "int8"),
-        ("adapters, gated", "4x2", 3, "int8"),
-        ("experts", "2x4", 0, "int8"),
         ("experts over dp", "2x2", 3, "int8"),
         ("experts, widths split", "2x4", 0, "int8"),
         ("parallel", "4x2", 3, "int4"),

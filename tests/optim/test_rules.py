@@ -103,6 +103,7 @@ def test_five_steps_equal_plain_adamw_at_each_rate(mesh, expected):
         np.testing.assert_array_equal(got[module][leaf], trees.tree(0)[module][leaf])
 
 
+@pytest.mark.slow
 def test_frozen_gradients_in_the_norm_would_clip_the_others(expected):
     """The twin: all gradients counted, as if every parameter learned."""
     wrong = trees.plain(adamw(1.0, counted=jax.tree.map(lambda _: True, FACTORS)))

@@ -87,6 +87,7 @@ def test_missing_psum_is_rejected_when_traced(broken, block, scan):
         trace(block=block, scan=scan)
 
 
+@pytest.mark.slow
 def test_doubled_psum_breaks_parity(broken):
     config = shared.tiny(mesh="1x4")
     model = Model.on(config, mesh.make(config))

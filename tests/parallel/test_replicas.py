@@ -143,6 +143,7 @@ def test_stage_1_sends_no_more_with_microbatches(scan):
     assert whole == cut
 
 
+@pytest.mark.slow
 def test_stage_1_gathers_no_update():
     """The twin: parameters that are whole in float32 have to be gathered after the update, which XLA does by itself."""
     t = new_trainer(mesh="8x1", zero=1, dtype="bfloat16")

@@ -109,6 +109,7 @@ def test_split_context_gives_the_numbers_of_one_device(method, cp):
     assert is_exact(cp, method, "everything")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [Ring(block=4), Gathered(block=4)])
 def test_window_that_ends_with_a_block_gives_the_numbers_of_one_device(method):
     assert is_exact(2, method, "window")
@@ -146,6 +147,7 @@ def test_broken_ring_is_detected(broken, twin):
     assert not is_exact(2, Ring(block=4), "plain")
 
 
+@pytest.mark.slow
 def test_gradients_left_on_other_shards_are_detected(broken):
     def take(x_BgTK):
         return context.take(x_BgTK.swapaxes(1, 2), lax.axis_index("cp"), 2).swapaxes(1, 2)

@@ -40,6 +40,7 @@ def test_dropout_keeps_and_scales_the_right_share(rate):
         assert abs(float(kept.mean()) - 1) < 0.06
 
 
+@pytest.mark.slow
 def test_masks_are_the_same_on_every_mesh():
     expected = masks((1, 1))
     for shape in MESHES:

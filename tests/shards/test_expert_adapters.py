@@ -79,6 +79,7 @@ def test_adapters_of_dense_layers_equal_the_dense_model():
     assert gradient < 1e-5
 
 
+@pytest.mark.slow
 def test_adapters_of_dense_and_expert_layers_are_stacked_apart():
     layers = draw_adapters(**MIXED)[LAYERS]
     assert layers["gate_lora_in"].shape == (1, 32, 3)

@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from shardformer.config.names import MP
 from shardformer.kernels import grouped_product
@@ -75,6 +76,7 @@ def test_step_has_no_array_of_all_experts_and_tokens():
     assert temporaries < 16
 
 
+@pytest.mark.slow
 def test_dense_product_of_all_experts_is_noticed(broken):
     broken(grouped_product, "multiply_blocks", lambda x, w, sizes, _: jax.lax.ragged_dot(x, w, sizes))
     largest, temporaries, rows = measure_arrays()

@@ -73,6 +73,7 @@ def test_resume_is_bitwise(tmp_path, text):
     assert (stopped / "experts.csv").read_text() == (full / "experts.csv").read_text()
 
 
+@pytest.mark.slow
 def test_average_has_the_experts_and_the_biases():
     trainer, decay = shared.trainer(**OPTIONS, ema=0.5), 0.5
     state, values = trainer.init(), []

@@ -120,6 +120,7 @@ def restored(out):
     return run.restore(runs.trainer(run.config))[0]
 
 
+@pytest.mark.slow
 def test_without_the_guard_a_non_finite_step_harms_the_state():
     """The negative twin: without the guard, the test above would fail."""
     update, state = shared.trainer().update, shared.initial_state()

@@ -4,7 +4,6 @@ import jax
 import pytest
 
 from shardformer import checkpoint
-from shardformer.__main__ import main
 from tests import runs
 from tests.surroundings import simulate_devices
 from tests.training.uneven_run import STEPS, contents, losses, uneven_words
@@ -99,5 +98,5 @@ def test_resume_of_a_finished_run_changes_nothing(finished_run, capsys):
 
 
 def test_resume_rejects_fewer_steps_than_are_done(finished_run, capsys):
-    assert main(["train", "--resume", str(finished_run), "steps=7"]) == 2
+    assert runs.train("--resume", finished_run, "steps=7") == runs.USAGE
     assert f"is at step {STEPS} already, got steps=7; give more" in capsys.readouterr().err

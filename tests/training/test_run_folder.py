@@ -130,6 +130,7 @@ def test_parameters_on_another_mesh(saved):
     assert q.addressable_shards[0].data.size * 8 == q.size
 
 
+@pytest.mark.slow
 def test_rounded_parameters_are_evaluated_averaged_and_a_base(tmp_path):
     layers, types = "transformer/layers", {"dtype": "bfloat16", "param_dtype": "bfloat16"}
     run = Run.create(shared.tiny(vocab=0, ema=0.5, out=str(tmp_path / "run"), **types), CORPUS)

@@ -101,6 +101,7 @@ def test_training_waits_for_the_copy_alone(tmp_path, monkeypatch):
     assert checkpoint.list_steps(tmp_path / "run") == [5, 10]
 
 
+@pytest.mark.slow
 def test_what_is_saved_is_the_state_of_its_step(tmp_path, monkeypatch):
     """The next step writes into the buffers that the writer has not read yet."""
     go = threading.Event()

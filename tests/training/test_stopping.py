@@ -246,6 +246,7 @@ def test_stop_during_the_sample_ends_it(tmp_path, text, monkeypatch, capfd, fini
     assert (out / "final.json").read_text() == (finished_run / "final.json").read_text()
 
 
+@pytest.mark.slow
 def test_stop_before_the_first_step_saves_nothing(tmp_path, text, capsys):
     """There is nothing to lose yet: resume starts again from the seed."""
     with StopSignal() as outer:  # a command before this one

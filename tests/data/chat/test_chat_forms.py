@@ -20,6 +20,16 @@ FOUND = json.loads(GOLDENS.read_text())
 DIFFERENCES = {"qwen2_5": "\n", "qwen3": "\n", "gemma2": "\n", "phi3_5": "\n", "lfm2_5": ""}
 
 
+def list_cases() -> list:
+    """Returns (template, form); the short tier has each form with the first template, and each template once."""
+    forms, cases = [name for name, form in FORMS.items() if form.messages], []
+    for number, template in enumerate(TEMPLATES):
+        for name in forms:
+            is_later = number > 0 and name != forms[0]
+            cases.append(pytest.param(template, name, marks=pytest.mark.slow if is_later else []))
+    return cases
+
+
 @pytest.fixture(scope="module", params=TEMPLATES)
 def family(request, tmp_path_factory):
     return request.param, *open_family(request.param, tmp_path_factory.mktemp(request.param))
@@ -32,7 +42,7 @@ def read_spans(spans: list[list[int]], count: int) -> list[int]:
     return mask
 
 
-@pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.messages])
+@pytest.mark.parametrize(("family", "name"), list_cases(), indirect=["family"])
 def test_ids_and_masks_of_published_forms(name, family, tmp_path):
     template, vocabulary, format = family
     form, expected = FORMS[name], FOUND[template][name]

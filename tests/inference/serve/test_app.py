@@ -204,7 +204,8 @@ def slow_down(service, monkeypatch, seconds):
 def test_full_queue_rejects_and_then_serves(service, port, monkeypatch):
     with monkeypatch.context() as patch, concurrent.futures.ThreadPoolExecutor(30) as pool:
         slow_down(service, patch, 0.1)
-        found = [status for status, _ in pool.map(lambda _: send(port, "/v1/completions", DRAWN), range(30))]
+        body = DRAWN | {"max_tokens": 12}
+        found = [status for status, _ in pool.map(lambda _: send(port, "/v1/completions", body), range(30))]
     assert set(found) == {200, 429}
     assert found.count(200) >= SLOTS + QUEUE
     assert service.thread.accepted == 0
