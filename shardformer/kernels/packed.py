@@ -114,8 +114,9 @@ def multiply(x_BTI: Array, w_IO: PackedMatrix) -> Array:
 @functools.partial(jax.jit, static_argnums=2)  # layers of equal shapes are lowered once
 def _multiply(x_NI: Array, w_IO: PackedMatrix, size: int) -> Array:
     """Returns the float32 product; compilers of TPUs and GPUs convert inside it, or store one matrix at a time."""
-    by_platform = {"cpu": functools.partial(_multiply_on_cpu, size=size), "default": _multiply_at_once}
-    return tiles.fold_batches(functools.partial(lax.platform_dependent, **by_platform))(x_NI, w_IO)
+    on_cpu = functools.partial(_multiply_on_cpu, size=size)
+    multiply_rows = functools.partial(lax.platform_dependent, cpu=on_cpu, default=_multiply_at_once)
+    return tiles.fold_batches(multiply_rows)(x_NI, w_IO)
 
 
 def _multiply_at_once(x_NI: Array, w_IO: PackedMatrix) -> Array:
@@ -180,9 +181,10 @@ def _multiply_forward(x_BTI, w_IO):
 
 def _multiply_backward(w_IO, d_BTO):
     d_NO = d_BTO.reshape(-1, d_BTO.shape[-1])
-    by_platform = {"cpu": _multiply_transposed_tiles, "default": _multiply_transposed}
-    multiply_rows = tiles.fold_batches(functools.partial(lax.platform_dependent, **by_platform))
-    return multiply_rows(d_NO, w_IO).reshape(*d_BTO.shape[:-1], -1), None
+    multiply_rows = functools.partial(
+        lax.platform_dependent, cpu=_multiply_transposed_tiles, default=_multiply_transposed
+    )
+    return tiles.fold_batches(multiply_rows)(d_NO, w_IO).reshape(*d_BTO.shape[:-1], -1), None
 
 
 def _multiply_transposed(d_NO: Array, w_IO: PackedMatrix) -> Array:
