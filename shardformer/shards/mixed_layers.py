@@ -4,6 +4,7 @@ Each parameter is stacked over the layers that have it. A layer without the rout
 """
 
 import bisect
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -27,11 +28,16 @@ class MixedLayers:
     def init(self, sparse: Callable, dense: Callable, keys: Array) -> dict:
         """Returns the stacked parameters of layers with these keys, drawn by the functions of a layer of each kind."""
 
-        def draw(name: str) -> Array:
-            """Draws one parameter in all layers that have it; the compiler removes the others."""
-            layers, (module, _, leaf) = self._config.layers_of(name), name.rpartition("/")
+        @functools.cache  # one trace for all parameters of the same layers
+        def draw_layers(layers: tuple[int, ...]) -> dict:
+            """Draws the parameters of layers of one kind; the compiler removes those that are not used."""
             function = sparse if self._config.sparse_layers[layers[0]] else dense
-            return jax.vmap(function)(keys[jnp.array(layers)])[module][leaf]
+            return jax.vmap(function)(keys[jnp.array(layers)])
+
+        def draw(name: str) -> Array:
+            """Draws one parameter in all layers that have it."""
+            module, _, leaf = name.rpartition("/")
+            return draw_layers(tuple(self._config.layers_of(name)))[module][leaf]
 
         shapes = [jax.eval_shape(function, keys[0]) for function in (sparse, dense)]
         names = {module: {**shapes[0][module], **shapes[1][module]} for module in shapes[0]}
