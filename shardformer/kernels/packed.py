@@ -1,4 +1,4 @@
-"""Matrices stored as 4-bit codes, two in a byte, with a scale for each group of inputs; products convert in tiles.
+"""Matrices stored as 4-bit codes, two in a byte, with a scale for each group of inputs, and their products.
 
 Byte [i, o] has the codes of inputs 2i (the high bits) and 2i + 1 of output o. So bitsandbytes packs the weight
 [outputs, inputs] of a torch.nn.Linear. A value is the level of its code times the scale of its group. The matrix is

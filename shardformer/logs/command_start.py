@@ -1,4 +1,4 @@
-"""Whether this process is a command, and when it started: before the imports of JAX and TensorFlow, of seconds."""
+"""The start of a command: its time, seconds before JAX and TensorFlow are imported, and that it is a command at all."""
 
 import contextlib
 import os

@@ -88,7 +88,7 @@ def test_every_family_has_a_recorded_model():
     ],
 )
 def test_logits_are_those_of_transformers(name, shape):
-    """Those of one device are compared by test_greedy_continuation_token_for_token."""
+    """Compares meshes; test_greedy_continuation_token_for_token has one device."""
     assert distance(name, shape) <= SAME
 
 
@@ -229,10 +229,8 @@ def test_codes_of_a_folder_are_made_layer_by_layer(tmp_path, capsys, monkeypatch
     assert convert(FOLDER / "llama", tmp_path / "codes", "weights=nf4") == 0
     assert ", stored as weights=nf4\n" in capsys.readouterr().out
     up = f"{LAYERS}/up"
-    assert [copy for copy in copied if copy[0] == up] == 2 * [
-        (up, 2, 0),
-        (up, 2, 1),
-    ]  # for the scales, and for the codes
+    layers = [(up, 2, 0), (up, 2, 1)]
+    assert [copy for copy in copied if copy[0] == up] == 2 * layers  # for the scales, and for the codes
     found, expected, floats = (
         next((tmp_path / name).rglob("arrays.npy")).read_bytes() for name in ("codes", "expected", "floats")
     )
