@@ -15,7 +15,7 @@ LAYERS = (
     ("errors",),
     ("child_process", "files", "jax_releases", "tables"),
     ("config", "storage"),
-    ("parallel.collectives",),
+    ("exact", "parallel.collectives"),
     ("kernels",),
     ("devices",),
     ("data",),

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardformer.analysis import jaxprs
+from shardformer.exact import jaxprs
 
 IN_MEMORY = {
     "dot_general", "conv_general_dilated", "scan", "while", "cond", "sort", "top_k", "gather", "scatter", "scatter-add",

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
-from shardformer.analysis import jaxprs, liveness
+from shardformer.analysis import liveness
+from shardformer.exact import jaxprs
 from shardformer.analysis.program_collectives import Collective, groups_over
 from shardformer.config import Config
 from shardformer.config.names import AXES

@@ -8,7 +8,8 @@ from jax.experimental import pallas as pl
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from shardformer.analysis import jaxprs, liveness
+from shardformer.analysis import liveness
+from shardformer.exact import jaxprs
 from shardformer.kernels import tiles
 
 N = 64

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from shardformer.analysis import jaxprs
+from shardformer.exact import jaxprs
 from shardformer.parallel import pipeline
 from shardformer.parallel.pipeline import Pipeline
 from tests import asserts, sharded

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shardformer.analysis import dense_reference as reference
-from shardformer.analysis import jaxprs
+from shardformer.exact import jaxprs
 from shardformer.layout import mesh
 from shardformer.model import Model
 from shardformer.shards import parameters

@@ -81,10 +81,16 @@ def bodies(equation) -> list:
 
 def called(equation):
     """Returns the function of an operation that only calls one, else None. A kernel is one operation."""
+    inner = called_closed(equation)
+    return getattr(inner, "jaxpr", inner)
+
+
+def called_closed(equation):
+    """Returns `called` with its constants, if it has any."""
     for name in INLINED if equation.primitive.name != "pallas_call" else ():
         inner = equation.params.get(name)
         if inner is not None:
-            return getattr(inner, "jaxpr", inner)
+            return inner
     return None
 
 
@@ -111,3 +117,21 @@ def _find_jaxprs(value) -> Iterator:
     elif isinstance(value, tuple | list):
         for part in value:
             yield from _find_jaxprs(part)
+
+
+class ShardMap(NamedTuple):
+    """A shard_map: the function of one device, and how its arguments and results are split over the mesh's axes."""
+
+    body: Any
+    mesh: dict[str, int]
+    in_specs: tuple
+    out_specs: tuple
+
+
+def read_shard_map(equation) -> ShardMap:
+    """Returns the parts of a shard_map; axes that it leaves to XLA are not among the mesh's."""
+    p = equation.params
+    sizes = dict(zip(p["mesh"].axis_names, p["mesh"].axis_sizes, strict=True))
+    manual = {name: size for name, size in sizes.items() if name in p.get("manual_axes", sizes)}
+    body = getattr(p["jaxpr"], "jaxpr", p["jaxpr"])
+    return ShardMap(body, manual, tuple(p["in_specs"]), tuple(p["out_specs"]))

@@ -1,0 +1,386 @@
+"""Runs a traced program for all devices of its meshes in lockstep, in NumPy, with floats in float64.
+
+A sharded program is a jaxpr with `shard_map`. It needs no device and no compiler here, so a laptop runs the program of
+a mesh of 512 devices, and the results of two meshes differ by the rounding of float64 only. Integers, booleans and
+random bits are bitwise those of XLA.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend import core
+from numpy import ndarray
+
+from shardformer.errors import RunError, UsageError
+from shardformer.exact import elementwise, jaxprs, products, random_bits, shapes  # noqa: F401  # they register rules
+from shardformer.exact.lockstep import Collectives, Mesh, find_differing, join, split
+from shardformer.exact.operations import RULES, Operation, is_float, working_dtype
+from shardformer.exact.source_lines import find_line
+from shardformer.tables import format_bytes
+
+# (equation, its inputs, its results, the mesh) -> other results
+Change = Callable[[Any, list[ndarray], list[ndarray], Mesh], list[ndarray]]
+
+
+class Sent(NamedTuple):
+    """A tensor that a collective sends, and how often."""
+
+    operation: str
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]  # of the result on one device
+    dtype: str
+    line: str
+    times: int
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of one result on one device."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+class Disagreement(NamedTuple):
+    """A result that a shard_map returns as the same on all devices of an axis, but that differs between them."""
+
+    output: int  # of the shard_map
+    axis: str
+    difference: float
+    line: str
+
+
+class Run(NamedTuple):
+    """What a program computed, sent, and what differed between devices that should agree."""
+
+    outputs: Any
+    wire: list[Sent]
+    disagreements: list[Disagreement]
+
+
+def run(
+    function: Callable, *arguments, shapes: tuple | None = None, floats: Literal["float64", "stored"] = "float64",
+    memory: float = 8e9, watch: Callable[[Any], None] | None = None, change: Change | None = None,
+) -> Run:  # fmt: skip
+    """Runs `function(*arguments)` for all devices of the meshes of its shard_maps, without any device.
+
+    Arguments:
+        function: any function that JAX can trace. Its shard_maps may be on a `Mesh` or an `AbstractMesh`.
+        arguments: trees of arrays. Floats become float64.
+        shapes: the arguments' shapes and stored dtypes, where the arrays have others: results of another run.
+        floats: "float64", or "stored" to round each result to the dtype that the program stores.
+        memory: the bytes that live arrays may take.
+        watch: is called with each equation before it runs.
+        change: replaces the results of an equation, to try out what would be right.
+    """
+    traced, shape = jax.make_jaxpr(function, return_shape=True)(*(shapes or jax.tree.map(_describe, arguments)))
+    options = {"floats": floats, "memory": memory, "watch": watch, "change": change}
+    outputs, interpreter = run_jaxpr(traced, jax.tree.leaves(arguments), **options)
+    tree = jax.tree.unflatten(jax.tree.structure(shape), outputs)
+    return Run(tree, interpreter.wire, interpreter.disagreements)
+
+
+def run_jaxpr(closed, leaves: Sequence, **options) -> tuple[list[ndarray], "Interpreter"]:
+    """Runs a traced program; returns its results, and the interpreter with what it has seen."""
+    interpreter = Interpreter(**options)
+    arrays = [widen(leaf, variable.aval.dtype) for leaf, variable in zip(leaves, closed.jaxpr.invars, strict=True)]
+    with np.errstate(all="ignore"):
+        return interpreter.run_closed(closed, arrays, {}), interpreter
+
+
+def _describe(leaf) -> jax.ShapeDtypeStruct:
+    """Returns the shape and the dtype for which an argument is traced; float64 arguments stand for float32 ones."""
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+    if dtype == np.float64 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        dtype = np.dtype(np.float32)
+    return jax.ShapeDtypeStruct(np.shape(leaf), dtype)
+
+
+def widen(value, dtype) -> ndarray:
+    """Returns a value as an array in the dtype that rules compute in."""
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) and not isinstance(value, ndarray):
+        words = np.asarray(jax.random.key_data(value))
+        return random_bits.make_key(words[..., 0], words[..., 1])
+    return np.asarray(value).astype(working_dtype(dtype), copy=False)
+
+
+class Interpreter:
+    """The walk through a program. `mesh` arguments are the axes of the shard_maps around an operation."""
+
+    def __init__(
+        self, floats: str = "float64", memory: float = 8e9, watch: Callable[[Any], None] | None = None,
+        change: Change | None = None,
+    ):  # fmt: skip
+        self.disagreements: list[Disagreement] = []
+        self._sent: dict[tuple, int] = {}
+        self._rounds, self._memory, self._live = floats == "stored", memory, 0
+        self._watch, self._change = watch, change
+
+    @property
+    def wire(self) -> list[Sent]:
+        """Every tensor that was sent."""
+        return [Sent(*key, times) for key, times in self._sent.items()]
+
+    def run_closed(self, closed, arrays: list[ndarray], mesh: Mesh) -> list[ndarray]:
+        """Runs a jaxpr with its constants."""
+        jaxpr, constants = (closed.jaxpr, closed.consts) if hasattr(closed, "consts") else (closed, [])
+        values = [
+            _add_mesh_axes(widen(value, variable.aval.dtype), mesh)
+            for value, variable in zip(constants, jaxpr.constvars, strict=True)
+        ]
+        return self.run_jaxpr(jaxpr, values, arrays, mesh)
+
+    def run_jaxpr(self, jaxpr, constants: list[ndarray], arrays: list[ndarray], mesh: Mesh) -> list[ndarray]:
+        """Runs equation after equation, and frees an array after its last use."""
+        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *arrays], strict=True))
+        last_use = _find_last_uses(jaxpr)
+
+        def read(atom) -> ndarray:
+            if isinstance(atom, core.Literal):
+                # JAX may keep a Python number with more digits than the program has.
+                return _add_mesh_axes(widen(np.asarray(atom.val, atom.aval.dtype), atom.aval.dtype), mesh)
+            return values[atom]
+
+        held: dict[Any, int] = {}  # the bytes of results
+        for number, equation in enumerate(jaxpr.eqns):
+            results = self.run_equation(equation, [read(atom) for atom in equation.invars], mesh)
+            for variable, result in zip(equation.outvars, results, strict=True):
+                values[variable], held[variable] = result, _count_bytes(result)
+                self._live += held[variable]
+            self._check_memory(equation)
+            for variable in last_use.get(number, ()):
+                values.pop(variable)
+                self._live -= held.pop(variable, 0)
+        self._live -= sum(held.values())  # the caller counts them again
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _check_memory(self, equation) -> None:
+        if self._live > self._memory:
+            raise RunError(
+                f"the program's arrays take {format_bytes(self._live)} at {find_line(equation)}, and "
+                f"{format_bytes(int(self._memory))} are allowed; raise the limit, or take a smaller model or mesh"
+            )
+
+    def run_equation(self, equation, inputs: list[ndarray], mesh: Mesh) -> list[ndarray]:
+        """Returns the results of one equation on all devices."""
+        if self._watch:
+            self._watch(equation)
+        name = equation.primitive.name
+        control_flow = CONTROL_FLOW.get(name)
+        if control_flow:
+            results = control_flow(self, equation, inputs, mesh)
+        elif name in jaxprs.COLLECTIVES or name == "axis_index":
+            results = self.communicate(equation, inputs, mesh)
+        elif (function := jaxprs.called_closed(equation)) is not None:
+            results = self.run_closed(function, inputs, mesh)
+        else:
+            results = self.apply_rule(equation, inputs, mesh)
+        if self._change:
+            results = self._change(equation, inputs, results, mesh)
+        return results
+
+    def apply_rule(self, equation, inputs: list[ndarray], mesh: Mesh) -> list[ndarray]:
+        """Applies the rule of an operation."""
+        name = equation.primitive.name
+        if name not in RULES:
+            raise UsageError(
+                f"the exact interpreter has no rule for the operation {name}, which {find_line(equation)} uses; "
+                "please report it, or run the program with devices"
+            )
+        inputs_avals = tuple(atom.aval for atom in equation.invars)
+        outputs = tuple(variable.aval for variable in equation.outvars)
+        operation = Operation(name, equation.params, inputs_avals, outputs, mesh)
+        try:
+            results = RULES[name](operation, *inputs)
+        except NotImplementedError as error:
+            line = find_line(equation)
+            raise UsageError(f"the exact interpreter cannot run {name} with {error}; {line} uses it") from None
+        results = list(results) if isinstance(results, (tuple, list)) else [results]
+        return [self._store(each, aval, equation) for each, aval in zip(results, outputs, strict=True)]
+
+    def _store(self, result, aval, equation) -> ndarray:
+        """Returns a result in its dtype, rounded to what the program stores if `floats` is "stored"."""
+        result = np.asarray(result)
+        wanted = working_dtype(aval.dtype)
+        if result.dtype != wanted:
+            result = result.astype(wanted)
+        if self._rounds and is_float(aval.dtype):
+            result = result.astype(aval.dtype).astype(wanted)
+        assert result.shape[result.ndim - len(aval.shape) :] == aval.shape, (
+            equation.primitive.name,
+            result.shape,
+            aval,
+        )
+        return result
+
+    # Collectives
+
+    def communicate(self, equation, inputs: list[ndarray], mesh: Mesh) -> list[ndarray]:
+        """Runs a collective, and counts what it sends."""
+        name, p = equation.primitive.name, equation.params
+        axes = tuple(axis for axis in jaxprs.find_axes(equation) if isinstance(axis, str))
+        if missing := [axis for axis in axes if axis not in mesh]:
+            raise UsageError(f"{find_line(equation)} names the axis {missing[0]}, which no shard_map around it has")
+        collectives = Collectives(mesh, axes)
+        if name == "axis_index":
+            return [collectives.index()]
+        self._count(equation, axes, mesh)
+        return [self._store(_communicate(collectives, name, p, x), variable.aval, equation)
+                for x, variable in zip(inputs, equation.outvars, strict=True)]  # fmt: skip
+
+    def _count(self, equation, axes: tuple[str, ...], mesh: Mesh) -> None:
+        if math.prod(mesh[axis] for axis in axes) == 1:
+            return
+        for variable in equation.outvars:
+            kind = jaxprs.COLLECTIVES[equation.primitive.name]
+            key = (kind, axes, variable.aval.shape, variable.aval.dtype.name, find_line(equation))
+            self._sent[key] = self._sent.get(key, 0) + 1
+
+    # Control flow
+
+    def run_scan(self, equation, inputs: list[ndarray], mesh: Mesh) -> list[ndarray]:
+        """Runs the body `length` times."""
+        p, loop = equation.params, jaxprs.read_loop(equation)
+        assert loop is not None
+        constants = inputs[: loop.constants]
+        carried = inputs[loop.constants : loop.constants + loop.carried]
+        scanned, k, length = inputs[loop.constants + loop.carried :], len(mesh), p["length"]
+        stacks: list[list] = [[None] * length for _ in equation.outvars[loop.carried :]]
+        for i in range(length - 1, -1, -1) if p["reverse"] else range(length):
+            slices = [x[(slice(None),) * k + (i,)] for x in scanned]
+            results = self.run_closed(p["jaxpr"], [*constants, *carried, *slices], mesh)
+            carried = results[: loop.carried]
+            for stack, result in zip(stacks, results[loop.carried :], strict=True):
+                stack[i] = result
+        stacked = [
+            _stack(stack, variable.aval, k)
+            for stack, variable in zip(stacks, equation.outvars[loop.carried :], strict=True)
+        ]
+        return [*carried, *stacked]
+
+    def run_while(self, equation, inputs: list[ndarray], mesh: Mesh) -> list[ndarray]:
+        """Runs the body on all devices until the last one has finished; finished devices keep their values."""
+        p = equation.params
+        before, after = p["cond_nconsts"], p["body_nconsts"]
+        condition, constants, carried = inputs[:before], inputs[before : before + after], inputs[before + after :]
+        ranks = [len(variable.aval.shape) for variable in equation.outvars]
+        while True:
+            (goes_on,) = self.run_closed(p["cond_jaxpr"], [*condition, *carried], mesh)
+            if not goes_on.any():
+                return carried
+            results = self.run_closed(p["body_jaxpr"], [*constants, *carried], mesh)
+            if not goes_on.all():
+                results = [_where(goes_on, new, old, rank)
+                           for new, old, rank in zip(results, carried, ranks, strict=True)]  # fmt: skip
+            carried = results
+
+    def run_cond(self, equation, inputs: list[ndarray], mesh: Mesh) -> list[ndarray]:
+        """Runs each branch that a device takes, and gives each device the results of its own."""
+        which, *operands = inputs
+        branches = equation.params["branches"]
+        chosen = np.clip(which.astype(np.int64), 0, len(branches) - 1)
+        taken = np.unique(chosen)
+        results = self.run_closed(branches[int(taken[0])], operands, mesh)
+        for branch in taken[1:]:
+            others = self.run_closed(branches[int(branch)], operands, mesh)
+            results = [_where(chosen == branch, new, old, len(variable.aval.shape))
+                       for new, old, variable in zip(others, results, equation.outvars, strict=True)]  # fmt: skip
+        return results
+
+    def run_shard_map(self, equation, inputs: list[ndarray], mesh: Mesh) -> list[ndarray]:
+        """Splits the arguments, runs the body on all devices, and joins the results."""
+        program = jaxprs.read_shard_map(equation)
+        inside = mesh | program.mesh
+        blocks = [
+            split(x, len(atom.aval.shape), spec, program.mesh)
+            for x, atom, spec in zip(inputs, equation.invars, program.in_specs, strict=True)
+        ]
+        results, joined = self.run_jaxpr(program.body, [], blocks, inside), []
+        for number, (x, spec, variable) in enumerate(zip(results, program.out_specs, equation.outvars, strict=True)):
+            rank = len(variable.aval.shape)
+            for axis, difference in find_differing(x, rank, spec, program.mesh).items():
+                line = find_line(equation)
+                self.disagreements.append(Disagreement(number, axis, difference, line))
+            joined.append(join(x, rank, spec, program.mesh))
+        return joined
+
+    def choose_platform(self, equation, inputs: list[ndarray], mesh: Mesh) -> list[ndarray]:
+        """Returns the number of the branch for a CPU."""
+        platforms = equation.params["platforms"]
+        named = [i for i, names in enumerate(platforms) if names is not None and "cpu" in names]
+        default = [i for i, names in enumerate(platforms) if names is None]
+        return [_add_mesh_axes(np.asarray([*named, *default][0], np.int32), mesh)]
+
+    def run_batched(self, equation, inputs: list[ndarray], mesh: Mesh) -> list[ndarray]:
+        """Runs a function with a rule of its own for vmap, which plays no role here."""
+        return self.run_closed(equation.params["call"], inputs, mesh)
+
+
+CONTROL_FLOW: dict[str, Callable] = {
+    "scan": Interpreter.run_scan,
+    "while": Interpreter.run_while,
+    "cond": Interpreter.run_cond,
+    "shard_map": Interpreter.run_shard_map,
+    "platform_index": Interpreter.choose_platform,
+    "custom_vmap_call": Interpreter.run_batched,
+}
+
+REDUCTIONS = {"pmax": np.maximum, "pmin": np.minimum}  # all others add
+
+
+def _communicate(collectives: Collectives, name: str, p: dict, x: ndarray) -> ndarray:
+    kind, groups = jaxprs.COLLECTIVES[name], p.get("axis_index_groups")
+    if groups is not None:
+        if kind != "all-reduce":
+            raise UsageError(
+                f"the exact interpreter cannot run {name} with axis_index_groups; give a mesh axis instead"
+            )
+        ufunc = REDUCTIONS.get(name, np.add)
+        return collectives.in_groups(x, groups, lambda part: ufunc.reduce(part, axis=0, keepdims=True))
+    if kind == "all-reduce":
+        return collectives.reduce(x, REDUCTIONS.get(name, np.add))
+    if kind == "all-gather":
+        return collectives.gather(x, p["all_gather_dimension"], p["tiled"])
+    if kind == "reduce-scatter":
+        return collectives.scatter(collectives.reduce(x, np.add), p["scatter_dimension"], p["tiled"])
+    if kind == "all-to-all":
+        return collectives.all_to_all(x, p["split_axis"], p["concat_axis"], p["tiled"])
+    return collectives.permute(x, p["perm"])
+
+
+def _add_mesh_axes(x: ndarray, mesh: Mesh) -> ndarray:
+    """Returns a value that is the same on all devices."""
+    return x.reshape((*[1] * len(mesh), *x.shape))
+
+
+def _where(which: ndarray, new: ndarray, old: ndarray, rank: int) -> ndarray:
+    """Chooses between the results of devices."""
+    return np.where(which.reshape((*which.shape, *[1] * rank)), new, old)
+
+
+def _stack(arrays: list, aval, k: int) -> ndarray:
+    """Stacks the results of a scan before their own axes."""
+    if not arrays:
+        return np.zeros((*[1] * k, *aval.shape), working_dtype(aval.dtype))
+    prefix = np.broadcast_shapes(*(x.shape[:k] for x in arrays))
+    return np.stack([np.broadcast_to(x, (*prefix, *x.shape[k:])) for x in arrays], axis=k)
+
+
+def _find_last_uses(jaxpr) -> dict[int, list]:
+    """Returns the variables that no equation after each one reads."""
+    outputs = {v for v in jaxpr.outvars if not isinstance(v, core.Literal)}
+    last: dict[Any, int] = {}
+    for number, equation in enumerate(jaxpr.eqns):
+        for variable in (*equation.invars, *equation.outvars):
+            if not isinstance(variable, core.Literal):
+                last[variable] = number
+    result: dict[int, list] = {}
+    for variable, number in last.items():
+        if variable not in outputs:
+            result.setdefault(number, []).append(variable)
+    return result
+
+
+def _count_bytes(x: ndarray) -> int:
+    """Returns the bytes of an array's memory; a view has none of its own."""
+    return x.nbytes if x.base is None else 0

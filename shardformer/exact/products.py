@@ -1,0 +1,163 @@
+"""Products of matrices, convolutions, and the factorisations of linear algebra."""
+
+import itertools
+
+import numpy as np
+from numpy import ndarray
+
+from shardformer.exact.operations import Operation, rule, working_dtype
+
+
+@rule("dot_general")
+def dot(operation: Operation, a, b):
+    (contracted_a, contracted_b), (batch_a, batch_b) = operation.params["dimension_numbers"]
+    return multiply(operation, a, b, (contracted_a, contracted_b), (batch_a, batch_b))
+
+
+def multiply(operation: Operation, a: ndarray, b: ndarray, contracted, batch) -> ndarray:
+    """Returns [*mesh, *batch, *the rest of a, *the rest of b]."""
+    a, rest_a = _as_matrices(operation, a, 0, batch[0], contracted[0], rows_first=True)
+    b, rest_b = _as_matrices(operation, b, 1, batch[1], contracted[1], rows_first=False)
+    dtype = working_dtype(operation.dtype)
+    if dtype.kind in "iub" and max(a.dtype.itemsize, b.dtype.itemsize) <= 2:
+        # Sums of products of 16-bit integers are exact in float64, whose products are much faster.
+        product = np.matmul(a.astype(np.float64), b.astype(np.float64)).astype(np.int64).astype(dtype)
+    else:
+        product = np.matmul(a.astype(dtype, copy=False), b.astype(dtype, copy=False))
+    return product.reshape((*product.shape[:-2], *rest_a, *rest_b))
+
+
+def _as_matrices(operation: Operation, x, number: int, batch, contracted, rows_first: bool):
+    """Returns [*mesh, *batch, rows, contracted], or [..., contracted, columns], and the sizes of the rest."""
+    k, shape = len(operation.mesh), operation.inputs[number].shape
+    rest = [axis for axis in range(len(shape)) if axis not in batch and axis not in contracted]
+    order = [*batch, *rest, *contracted] if rows_first else [*batch, *contracted, *rest]
+    sizes = int(np.prod([shape[axis] for axis in rest])), int(np.prod([shape[axis] for axis in contracted]))
+    x = x.transpose(*range(k), *(k + axis for axis in order))
+    matrix = sizes if rows_first else sizes[::-1]
+    return x.reshape((*x.shape[: k + len(batch)], *matrix)), tuple(shape[axis] for axis in rest)
+
+
+@rule("ragged_dot_general", "ragged_dot")
+def ragged_dot(operation: Operation, rows, matrices, sizes):
+    """Multiplies each group of rows by its matrix: [m, k] by [groups, k, n], with the sizes of the groups [groups]."""
+    numbers = operation.params.get("ragged_dot_dimension_numbers")
+    if numbers is not None:
+        (a, b), (batch_a, batch_b) = numbers.dot_dimension_numbers
+        plain = (tuple(a), tuple(b)) == ((1,), (1,)) and not batch_a and not batch_b
+        if not plain or tuple(numbers.lhs_ragged_dimensions) != (0,) or tuple(numbers.rhs_group_dimensions) != (0,):
+            raise NotImplementedError(f"ragged products with {numbers}")
+    ends = np.cumsum(sizes, axis=-1)[..., None, :]  # [*mesh, 1, groups]
+    row = np.arange(operation.inputs[0].shape[0])[:, None]
+    group = (row >= ends).sum(-1)  # [*mesh, m]
+    result = 0.0
+    for g in range(operation.inputs[1].shape[0]):
+        mask = (group == g)[..., None]
+        result = result + np.matmul(np.where(mask, rows, 0), matrices[..., g, :, :])
+    return result
+
+
+@rule("conv_general_dilated")
+def convolve(operation: Operation, x, kernel):
+    p, k = operation.params, len(operation.mesh)
+    numbers = p["dimension_numbers"]
+    x = x.transpose(*range(k), *(k + axis for axis in numbers.lhs_spec))  # [*mesh, N, C, *space]
+    kernel = kernel.transpose(*range(k), *(k + axis for axis in numbers.rhs_spec))  # [*mesh, O, I, *space]
+    x, kernel = _dilate(x, p["lhs_dilation"], k + 2), _dilate(kernel, p["rhs_dilation"], k + 2)
+    x = _pad_space(x, p["padding"], k + 2)
+    window = kernel.shape[k + 2 :]
+    spatial = range(len(window))
+    sizes = [
+        (x.shape[k + 2 + i] - window[i]) // p["window_strides"][i] + 1 if x.shape[k + 2 + i] >= window[i] else 0
+        for i in spatial
+    ]
+    groups = p["feature_group_count"] * p["batch_group_count"]
+    x = _split_groups(x, k + 1 if p["feature_group_count"] > 1 else k, groups, k)
+    kernel = _split_groups(kernel, k, groups, k)
+    result: ndarray | float = 0.0
+    for at in itertools.product(*map(range, window)):
+        part = x[(..., *(slice(at[i], at[i] + (sizes[i] - 1) * p["window_strides"][i] + 1, p["window_strides"][i])
+                         if sizes[i] else slice(0, 0) for i in spatial))]  # fmt: skip
+        weight = kernel[(..., *at)]  # [*mesh, G, O, I]
+        rows = part.reshape((*part.shape[: k + 3], -1))  # [*mesh, G, N, C, points]
+        result = result + np.matmul(weight[..., None, :, :], rows)  # [*mesh, G, N, O, points]
+    result = np.asarray(result)
+    groups_first = np.moveaxis(result, k, k + 1)  # [*mesh, N, G, O, points]
+    if p["batch_group_count"] > 1:
+        count = result.shape[k + 1]
+    else:
+        count = groups_first.shape[k]
+    outputs = groups_first.shape[k + 1] * groups_first.shape[k + 2]
+    result = groups_first.reshape((*groups_first.shape[:k], count, outputs, *sizes))
+    return result.transpose(*range(k), *(k + int(axis) for axis in np.argsort(numbers.out_spec)))
+
+
+def _split_groups(x: ndarray, axis: int, groups: int, k: int) -> ndarray:
+    """Returns the array with the groups of an axis before its own axes."""
+    x = x.reshape((*x.shape[:axis], groups, x.shape[axis] // groups, *x.shape[axis + 1 :]))
+    return np.moveaxis(x, axis, k)
+
+
+def _dilate(x: ndarray, dilation, first: int) -> ndarray:
+    shape = [*x.shape[:first], *((n - 1) * d + 1 if n else 0 for n, d in zip(x.shape[first:], dilation, strict=True))]
+    result = np.zeros(shape, x.dtype)
+    result[(..., *(slice(None, None, d) for d in dilation))] = x
+    return result
+
+
+def _pad_space(x: ndarray, padding, first: int) -> ndarray:
+    positive = [(max(low, 0), max(high, 0)) for low, high in padding]
+    x = np.pad(x, [(0, 0)] * first + positive)
+    cut = [slice(max(-low, 0), x.shape[first + i] - max(-high, 0)) for i, (low, high) in enumerate(padding)]
+    return x[(..., *cut)]
+
+
+# Linear algebra: NumPy's functions work on the last two axes.
+
+
+@rule("cholesky")
+def cholesky(operation: Operation, x):
+    symmetric = (x + np.conj(np.swapaxes(x, -1, -2))) / 2
+    return np.linalg.cholesky(symmetric)
+
+
+@rule("triangular_solve")
+def solve_triangular(operation: Operation, a, b):
+    p = operation.params
+    a = np.tril(a) if p["lower"] else np.triu(a)
+    if p["unit_diagonal"]:
+        size = a.shape[-1]
+        a = np.where(np.eye(size, dtype=bool), 1.0, a)
+    if p["transpose_a"]:
+        a = np.swapaxes(a, -1, -2)
+    if p["conjugate_a"]:
+        a = np.conj(a)
+    if p["left_side"]:
+        return np.linalg.solve(a, b)
+    return np.swapaxes(np.linalg.solve(np.swapaxes(a, -1, -2), np.swapaxes(b, -1, -2)), -1, -2)
+
+
+@rule("eigh")
+def eigh(operation: Operation, x):
+    values, vectors = np.linalg.eigh(x, "L" if operation.params["lower"] else "U")
+    return vectors, values
+
+
+@rule("svd")
+def svd(operation: Operation, x):
+    full = operation.params["full_matrices"]
+    if not operation.params["compute_uv"]:
+        return (np.linalg.svd(x, full, compute_uv=False),)
+    u, s, v = np.linalg.svd(x, full)
+    return s, u, v
+
+
+@rule("fft")
+def fft(operation: Operation, x):
+    kind, lengths = str(operation.params["fft_type"]).lower(), operation.params["fft_lengths"]
+    axes = range(-len(lengths), 0)
+    if "irfft" in kind:
+        return np.fft.irfftn(x, lengths, axes)
+    if "rfft" in kind:
+        return np.fft.rfftn(x, lengths, axes)
+    return np.fft.ifftn(x, lengths, axes) if "ifft" in kind else np.fft.fftn(x, lengths, axes)

@@ -1,0 +1,126 @@
+"""Finds the line where a collective is missing, or is one too many: the change that makes the results right.
+
+Many results of a sharded program differ between devices for good reasons, so no look at a wrong program shows where
+its mistake is. But a run takes milliseconds: each line is tried with another sum over devices.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy import ndarray
+
+from shardformer.exact import jaxprs
+from shardformer.exact.interpreter import Change, run_jaxpr
+from shardformer.exact.lockstep import Collectives, Mesh
+from shardformer.exact.operations import is_float
+from shardformer.exact.source_lines import describe_calls, find_calls, find_positions
+
+# Operations that add up elements: their results are partial sums where these elements are split over devices.
+SUMMING = ("dot_general", "reduce_sum", "conv_general_dilated", "scatter-add", "ragged_dot_general", "cumsum")
+
+
+class Site(NamedTuple):
+    """The equations that come from one expression of a program, by one way of calls."""
+
+    operation: str
+    calls: tuple[str, ...]
+    positions: tuple[int, ...]
+
+
+class Repair(NamedTuple):
+    """A change that makes a program right."""
+
+    site: Site
+    removed: tuple[str, ...]  # the axes of a psum that is there
+    added: tuple[str, ...]  # the axes of the psum that is needed
+
+    def __str__(self) -> str:
+        line = describe_calls(self.site.calls)
+        if not self.removed:
+            return f"a psum over {_join(self.added)} is missing after {line}"
+        if not self.added:
+            return f"the psum over {_join(self.removed)} is one too many at {line}"
+        return f"the psum is over {_join(self.removed)}, expected over {_join(self.added)}, at {line}"
+
+
+def find_repair(
+    closed, leaves: Sequence, is_right: Callable[[list[ndarray]], bool], seconds: float = 60
+) -> Repair | None:
+    """Returns a change of one line's sums over devices that makes the results of a traced program right."""
+    until = time.monotonic() + seconds
+    for repair in _list_repairs(_find_sites(closed, leaves)):
+        if time.monotonic() > until:
+            break
+        outputs, _ = run_jaxpr(closed, leaves, change=_make_change(repair))
+        if is_right(outputs):
+            return repair
+    return None
+
+
+def _find_sites(closed, leaves: Sequence) -> dict[Site, tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Returns {site: (the axes of its psum, the axes over which its results vary)}, in the program's order."""
+    sites: dict[Site, tuple[tuple[str, ...], tuple[str, ...]]] = {}
+
+    def record(equation, inputs, results, mesh: Mesh):
+        name = equation.primitive.name
+        if mesh and not jaxprs.bodies(equation) and jaxprs.called(equation) is None and name != "shard_map":
+            sums = jaxprs.find_axes(equation) if _adds(name) else ()
+            varying = [axis for i, axis in enumerate(mesh) if any(x.shape[i] > 1 for x in _floats(equation, results))]
+            site = _find_site(equation)
+            before = sites.get(site, ((), ()))[1]
+            sites[site] = sums, tuple(axis for axis in mesh if axis in varying or axis in before)
+        return results
+
+    run_jaxpr(closed, leaves, change=record)
+    return sites
+
+
+def _list_repairs(sites: dict[Site, tuple[tuple[str, ...], tuple[str, ...]]]) -> Iterator[Repair]:
+    """Yields the likely repairs first: a psum less, a psum over other axes, one more after a sum, one more elsewhere."""
+    axes_of_mesh = tuple(dict.fromkeys(axis for sums, varying in sites.values() for axis in (*sums, *varying)))
+    psums = {site: sums for site, (sums, _) in sites.items() if sums}
+    yield from (Repair(site, sums, ()) for site, sums in psums.items())
+    for site, sums in psums.items():
+        yield from (Repair(site, sums, other) for other in _subsets(axes_of_mesh) if set(other) != set(sums))
+    for summing in (True, False):
+        for site, (sums, varying) in sites.items():
+            if not sums and (site.operation in SUMMING) == summing:
+                yield from (Repair(site, (), added) for added in _subsets(varying))
+
+
+def _make_change(repair: Repair) -> Change:
+    def change(equation, inputs, results, mesh: Mesh):
+        if not mesh or equation.primitive.name != repair.site.operation or _find_site(equation) != repair.site:
+            return results
+        before = inputs if repair.removed else results
+        if not repair.added:
+            return before
+        # A name that other shard_maps of the program have is no axis of this one.
+        psum = Collectives(mesh, [axis for axis in repair.added if axis in mesh])
+        return [psum.reduce(x, np.add) if x.dtype.kind in "fc" else x for x in before]
+
+    return change
+
+
+def _find_site(equation) -> Site:
+    return Site(equation.primitive.name, find_calls(equation), find_positions(equation))
+
+
+def _adds(name: str) -> bool:
+    return jaxprs.COLLECTIVES.get(name) == "all-reduce" and name not in ("pmax", "pmin")
+
+
+def _floats(equation, results: list[ndarray]) -> list[Any]:
+    return [x for x, variable in zip(results, equation.outvars, strict=True) if is_float(variable.aval.dtype)]
+
+
+def _subsets(axes: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Returns single axes first."""
+    rest = [tuple(axis for i, axis in enumerate(axes) if bits >> i & 1) for bits in range(1, 2 ** len(axes))]
+    return sorted(rest, key=len)
+
+
+def _join(axes: tuple[str, ...]) -> str:
+    return " and ".join(axes)

@@ -1,0 +1,365 @@
+"""Operations on shapes and positions: reshaping, slices, gathers and scatters, sorting; and sums along axes."""
+
+import functools
+
+import numpy as np
+import scipy.special
+from numpy import ndarray
+
+from shardformer.exact.operations import Operation, is_float, own_axes, rule, working_dtype
+
+
+@rule("reshape")
+def reshape(operation: Operation, x, *dynamic_sizes):
+    if (order := operation.params.get("dimensions")) is not None:
+        x = _transpose(operation, x, order)
+    return x.reshape((*operation.prefix(x), *operation.shape))
+
+
+@rule("squeeze")
+def squeeze(operation: Operation, x):
+    return x.reshape((*operation.prefix(x), *operation.shape))
+
+
+rule("expand_dims")(squeeze)
+
+
+@rule("broadcast_in_dim")
+def broadcast(operation: Operation, x, *dynamic_sizes):
+    shape = [1] * len(operation.shape)
+    for axis, size in zip(operation.params["broadcast_dimensions"], operation.inputs[0].shape, strict=True):
+        shape[axis] = size
+    prefix = operation.prefix(x)
+    return np.broadcast_to(x.reshape((*prefix, *shape)), (*prefix, *operation.shape))
+
+
+@rule("transpose")
+def transpose(operation: Operation, x):
+    return _transpose(operation, x, operation.params["permutation"])
+
+
+def _transpose(operation: Operation, x: ndarray, order) -> ndarray:
+    k = len(operation.mesh)
+    return x.transpose(*range(k), *(k + axis for axis in order))
+
+
+@rule("rev")
+def reverse(operation: Operation, x):
+    return np.flip(x, own_axes(len(operation.shape), operation.params["dimensions"]))
+
+
+@rule("concatenate")
+def concatenate(operation: Operation, *arrays):
+    axis = operation.params["dimension"] - len(operation.shape)
+    return np.concatenate(_share_prefix(operation, arrays), axis)
+
+
+@rule("stack")
+def stack(operation: Operation, *arrays):
+    axis = operation.params["axis"] - len(operation.shape)
+    return np.stack(_share_prefix(operation, arrays), axis)
+
+
+def _share_prefix(operation: Operation, arrays) -> list[ndarray]:
+    """Returns the arrays with the same sizes of mesh axes."""
+    prefix = np.broadcast_shapes(*(operation.prefix(x) for x in arrays))
+    return [np.broadcast_to(x, (*prefix, *x.shape[len(prefix) :])) for x in arrays]
+
+
+@rule("split")
+def split(operation: Operation, x):
+    rank = len(operation.inputs[0].shape)
+    return tuple(np.split(x, np.cumsum(operation.params["sizes"])[:-1], operation.params["axis"] - rank))
+
+
+@rule("unstack")
+def unstack(operation: Operation, x):
+    return tuple(np.moveaxis(x, operation.params.get("axis", 0) - len(operation.inputs[0].shape), 0))
+
+
+@rule("tile")
+def tile(operation: Operation, x):
+    return np.tile(x, operation.params["reps"])
+
+
+@rule("slice")
+def slice_array(operation: Operation, x):
+    p = operation.params
+    strides = p["strides"] or [1] * len(p["start_indices"])
+    return x[(..., *map(slice, p["start_indices"], p["limit_indices"], strides))]
+
+
+@rule("pad")
+def pad(operation: Operation, x, value):
+    k = len(operation.mesh)
+    prefix = np.broadcast_shapes(operation.prefix(x), operation.prefix(value))
+    result = np.empty((*prefix, *operation.shape), x.dtype)
+    result[...] = value.reshape((*operation.prefix(value), *[1] * len(operation.shape)))
+    source, target = [slice(None)] * k, [slice(None)] * k
+    sizes = zip(operation.params["padding_config"], operation.inputs[0].shape, operation.shape, strict=True)
+    for (low, _, interior), size, full in sizes:
+        step = interior + 1
+        first = max(0, -(low // step)) if low < 0 else 0  # the first element that is not cut off
+        last = min(size, (full - 1 - low) // step + 1)
+        source.append(slice(first, max(last, first)))
+        target.append(slice(low + first * step, low + max(last - 1, first) * step + 1 if last > first else 0, step))
+        if last <= first:
+            return result
+    result[tuple(target)] = x[tuple(source)]
+    return result
+
+
+# Positions that differ between devices: index arrays have the mesh axes too.
+
+
+def _mesh_indices(operation: Operation, sizes: tuple[int, ...], rank: int) -> list[ndarray]:
+    """Returns an index of each mesh axis, to be combined with index arrays of `rank` further axes."""
+    k = len(operation.mesh)
+    return [
+        np.arange(size).reshape([-1 if i == axis else 1 for i in range(k + rank)]) for axis, size in enumerate(sizes)
+    ]
+
+
+def _window_indices(starts, sizes: tuple[int, ...], limits: tuple[int, ...]) -> list[ndarray]:
+    """Returns an index array for each axis of windows that start at `starts` and are moved inside the limits."""
+    rank, result = len(sizes), []
+    for axis, (start, size, limit) in enumerate(zip(starts, sizes, limits, strict=True)):
+        first = np.clip(start.astype(np.int64), 0, limit - size)
+        offsets = np.arange(size).reshape([-1 if i == axis else 1 for i in range(rank)])
+        result.append(first.reshape((*first.shape, *[1] * rank)) + offsets)
+    return result
+
+
+@rule("dynamic_slice")
+def dynamic_slice(operation: Operation, x, *starts):
+    sizes, rank = operation.params["slice_sizes"], len(operation.shape)
+    if all(start.size == 1 for start in starts):
+        limits = zip(starts, sizes, operation.inputs[0].shape, strict=True)
+        firsts = [int(np.clip(int(start.item()), 0, limit - size)) for start, size, limit in limits]
+        return x[(..., *(slice(first, first + size) for first, size in zip(firsts, sizes, strict=True)))]
+    prefix = np.broadcast_shapes(operation.prefix(x), *(start.shape for start in starts))
+    x = np.broadcast_to(x, (*prefix, *operation.inputs[0].shape))
+    windows = _window_indices(starts, sizes, operation.inputs[0].shape)
+    return x[(*_mesh_indices(operation, prefix, rank), *windows)]
+
+
+@rule("dynamic_update_slice")
+def dynamic_update_slice(operation: Operation, x, update, *starts):
+    rank, sizes = len(operation.shape), operation.inputs[1].shape
+    prefix = np.broadcast_shapes(operation.prefix(x), operation.prefix(update), *(start.shape for start in starts))
+    result = np.broadcast_to(x, (*prefix, *operation.shape)).copy()
+    windows = _window_indices(starts, sizes, operation.shape)
+    result[(*_mesh_indices(operation, prefix, rank), *windows)] = update
+    return result
+
+
+def _is_clipped(mode) -> bool:
+    return "CLIP" in str(mode).upper() or "PROMISE" in str(mode).upper()
+
+
+class _Windows:
+    """The windows of a gather or a scatter in an operand: [*mesh, *index batch, *window]."""
+
+    def __init__(self, operation, operand_shape, indices, sizes, start_map, window_axes, batching, clipped):
+        """`sizes` are the window's sizes in each axis of the operand; `window_axes` those that the update has too."""
+        k, batch_rank = len(operation.mesh), len(indices.shape) - len(operation.mesh) - 1
+        window_rank = len(window_axes)
+        self.positions, self.inside = [], np.True_
+        operand_batching, index_batching = batching
+        for axis, (size, limit) in enumerate(zip(sizes, operand_shape, strict=True)):
+            if axis in start_map:
+                start = indices[..., start_map.index(axis)].astype(np.int64)
+                fits = (start >= 0) & (start + size <= limit)
+                self.inside = self.inside & fits
+                start = np.clip(start, 0, max(limit - size, 0))
+            elif axis in operand_batching:
+                along = index_batching[operand_batching.index(axis)]
+                start = np.arange(limit).reshape([-1 if i == k + along else 1 for i in range(k + batch_rank)])
+            else:
+                start = np.zeros([1] * (k + batch_rank), np.int64)
+            position = start.reshape((*start.shape, *[1] * window_rank))
+            if axis in window_axes:
+                at = window_axes.index(axis)
+                position = position + np.arange(size).reshape([-1 if i == at else 1 for i in range(window_rank)])
+            self.positions.append(position)
+        if clipped:
+            self.inside = np.True_
+        self.inside = np.asarray(self.inside)
+        if self.inside.ndim:
+            self.inside = self.inside.reshape((*self.inside.shape, *[1] * window_rank))
+
+
+@rule("gather")
+def gather(operation: Operation, x, indices):
+    p, k = operation.params, len(operation.mesh)
+    numbers, shape = p["dimension_numbers"], operation.inputs[0].shape
+    left_out = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    window_axes = [axis for axis in range(len(shape)) if axis not in left_out]
+    batching = numbers.operand_batching_dims, numbers.start_indices_batching_dims
+    windows = _Windows(
+        operation, shape, indices, p["slice_sizes"], numbers.start_index_map, window_axes, batching,
+        _is_clipped(p["mode"]),
+    )  # fmt: skip
+    rank = len(operation.shape)
+    mesh = np.broadcast_shapes(operation.prefix(x), operation.prefix(indices))
+    x = np.broadcast_to(x, (*mesh, *shape))
+    result = x[(*_mesh_indices(operation, mesh, rank), *windows.positions)]
+    if not windows.inside.all():
+        result = np.where(windows.inside, result, _fill_value(operation))
+    # Windows come last; put each of their axes where the result has it.
+    batch_axes = iter(range(k, k + rank - len(window_axes)))
+    offset_axes = iter(range(k + rank - len(window_axes), k + rank))
+    order = [next(offset_axes if axis in numbers.offset_dims else batch_axes) for axis in range(rank)]
+    return result.transpose(*range(k), *order)
+
+
+def _fill_value(operation: Operation):
+    """Returns what a gather has out of bounds in the mode `fill`."""
+    given, dtype = operation.params.get("fill_value"), working_dtype(operation.dtype)
+    if given is not None:
+        return np.asarray(given).astype(dtype)
+    if is_float(operation.dtype):
+        return np.array(np.nan, dtype)
+    if dtype == np.dtype(bool):
+        return np.True_
+    limits = np.iinfo(dtype)
+    return np.array(limits.min if dtype.kind == "i" else limits.max, dtype)
+
+
+def _scatter(combine: np.ufunc | None):
+    """Returns the rule of a scatter that combines by a ufunc, or replaces."""
+
+    def apply(operation: Operation, x, indices, updates):
+        p, k = operation.params, len(operation.mesh)
+        numbers, shape = p["dimension_numbers"], operation.shape
+        left_out = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+        window_axes = [axis for axis in range(len(shape)) if axis not in left_out]
+        rank = len(operation.inputs[2].shape)
+        batch_axes = [axis for axis in range(rank) if axis not in numbers.update_window_dims]
+        updates = updates.transpose(*range(k), *(k + axis for axis in (*batch_axes, *numbers.update_window_dims)))
+        sizes = [1] * len(shape)
+        for axis, size in zip(window_axes, updates.shape[k + len(batch_axes) :], strict=True):
+            sizes[axis] = size
+        batching = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
+        windows = _Windows(
+            operation, shape, indices, sizes, numbers.scatter_dims_to_operand_dims, window_axes, batching,
+            _is_clipped(p["mode"]),
+        )  # fmt: skip
+        mesh = np.broadcast_shapes(*(operation.prefix(each) for each in (x, indices, updates)))
+        result = np.broadcast_to(x, (*mesh, *shape)).copy()
+        own = updates.shape[k:]
+        places = [*_mesh_indices(operation, mesh, rank), *windows.positions]
+        flat = np.ravel_multi_index(np.broadcast_arrays(*places), result.shape) if shape else _flat_scalars(mesh, own)
+        flat = np.broadcast_to(flat, (*mesh, *own))
+        values, inside = np.broadcast_to(updates, flat.shape), np.broadcast_to(windows.inside, flat.shape)
+        flat, values = flat[inside], values[inside]
+        target = result.reshape(-1)
+        if combine is np.add and result.dtype.kind == "f":
+            target += np.bincount(flat, values, target.size)
+        elif combine is None:
+            target[flat] = values
+        else:
+            combine.at(target, flat, values)
+        return target.reshape(result.shape)
+
+    return apply
+
+
+def _flat_scalars(mesh: tuple[int, ...], own: tuple[int, ...]) -> ndarray:
+    return np.arange(int(np.prod(mesh))).reshape((*mesh, *[1] * len(own)))
+
+
+rule("scatter")(_scatter(None))
+rule("scatter-add", "scatter_add")(_scatter(np.add))
+rule("scatter-sub", "scatter_sub")(_scatter(np.subtract))
+rule("scatter-mul", "scatter_mul")(_scatter(np.multiply))
+rule("scatter-min", "scatter_min")(_scatter(np.minimum))
+rule("scatter-max", "scatter_max")(_scatter(np.maximum))
+
+
+# Sorting
+
+
+@rule("sort")
+def sort(operation: Operation, *arrays):
+    rank, count = len(operation.shape), operation.params["num_keys"]
+    axis = operation.params["dimension"] - rank
+    arrays = tuple(_share_prefix(operation, arrays))
+    keys = [_sortable(x) for x in arrays[:count]]
+    if len(arrays) == 1:
+        return np.take_along_axis(arrays[0], np.argsort(keys[0], axis, kind="stable"), axis)
+    order = np.argsort(keys[0], axis, kind="stable") if count == 1 else np.lexsort(keys[::-1], axis)
+    return tuple(np.take_along_axis(x, order, axis) for x in arrays)
+
+
+def _sortable(x: ndarray) -> ndarray:
+    return x.astype(np.int32) if x.dtype.kind not in "biufc" else x  # int4
+
+
+@rule("top_k")
+def top_k(operation: Operation, x):
+    axis = operation.params.get("axis", len(operation.shape) - 1) - len(operation.shape)
+    count = x.shape[axis]
+    # A stable sort of the reversed array has equal values by falling position, so that its end has the lowest first.
+    rising = np.argsort(np.flip(_sortable(x), axis), axis, kind="stable")
+    best = count - 1 - np.flip(rising, axis)
+    best = np.take(best, np.arange(operation.params["k"]), axis)
+    return np.take_along_axis(x, best, axis), best.astype(operation.outputs[1].dtype)
+
+
+# Reductions along own axes
+
+
+def _reduce(function):
+    def apply(operation: Operation, x):
+        axes = own_axes(len(operation.inputs[0].shape), operation.params["axes"])
+        return function(x, axis=axes)
+
+    return apply
+
+
+def _keep_dtype(ufunc: np.ufunc):
+    return lambda x, axis: ufunc.reduce(x, axis=axis, dtype=x.dtype)
+
+
+def _bitwise(ufunc: np.ufunc):
+    """Reduces integers bit by bit, one axis after the other."""
+    return lambda x, axis: functools.reduce(lambda y, a: ufunc.reduce(y, axis=a), sorted(axis), x)
+
+
+rule("reduce_sum")(_reduce(_keep_dtype(np.add)))
+rule("reduce_prod")(_reduce(_keep_dtype(np.multiply)))
+rule("reduce_max")(_reduce(_keep_dtype(np.maximum)))
+rule("reduce_min")(_reduce(_keep_dtype(np.minimum)))
+rule("reduce_and")(_reduce(_bitwise(np.bitwise_and)))
+rule("reduce_or")(_reduce(_bitwise(np.bitwise_or)))
+rule("reduce_xor")(_reduce(_bitwise(np.bitwise_xor)))
+
+
+@rule("argmax", "argmin")
+def find_extreme(operation: Operation, x):
+    (axis,) = own_axes(len(operation.inputs[0].shape), operation.params["axes"])
+    function = np.argmax if operation.name == "argmax" else np.argmin
+    return function(_sortable(x), axis).astype(operation.dtype)
+
+
+def _accumulate(function):
+    def apply(operation: Operation, x):
+        axis = operation.params["axis"] - len(operation.shape)
+        if not operation.params["reverse"]:
+            return function(x, axis)
+        return np.flip(function(np.flip(x, axis), axis), axis)
+
+    return apply
+
+
+rule("cumsum")(_accumulate(lambda x, axis: np.add.accumulate(x, axis, dtype=x.dtype)))
+rule("cumprod")(_accumulate(lambda x, axis: np.multiply.accumulate(x, axis, dtype=x.dtype)))
+rule("cummax")(_accumulate(np.maximum.accumulate))
+rule("cummin")(_accumulate(np.minimum.accumulate))
+rule("cumlogsumexp")(_accumulate(np.logaddexp.accumulate))
+
+
+@rule("logsumexp")
+def logsumexp(operation: Operation, x):
+    return scipy.special.logsumexp(x, own_axes(len(operation.inputs[0].shape), operation.params["axes"]))
