@@ -155,9 +155,8 @@ def choose_mesh(
     if config.parallel.mesh != "auto":
         rows = config.parallel.dp * config.parallel.pp
         raise UsageError(
-            f"{_searched(config, devices)} that pp={config.parallel.pp} divides and batch={config.training.batch} "
-            "can be cut into; try "
-            f"batch={-(-config.training.batch // rows) * rows}"
+            f"accum=auto on mesh={config.parallel.mesh} needs a batch that dp * pp = {rows} divides; got "
+            f"batch={config.training.batch}, try batch={-(-config.training.batch // rows) * rows}"
         )
     parts = devices * max(config.training.accum, 1)
     raise UsageError(
