@@ -122,7 +122,7 @@ def _expand_home(word: str) -> str:
 def _is_out_of_memory(error: Exception) -> bool:
     """Returns True for a MemoryError and for the RuntimeErrors of a full device or a failed thread start."""
     return isinstance(error, MemoryError) or any(
-        arguments in str(error) for arguments in ("RESOURCE_EXHAUSTED", "can't start new thread")
+        phrase in str(error) for phrase in ("RESOURCE_EXHAUSTED", "can't start new thread")
     )
 
 

@@ -151,7 +151,7 @@ class Session:
                 return self.train(stop, sink, evaluate)
         with contextlib.ExitStack() as stack:
             run = self._on_devices()
-            programs.keep_compiled_programs(run.config, processes.gather_documents)
+            programs.keep_compiled_programs(run.config, processes.gather_texts)
             stack.enter_context(processes.ending_all_on_failure())
             run.check_same_start()
             trainer = Trainer(run.config, mesh.make(run.config))
@@ -224,7 +224,7 @@ class Session:
 
     def _say_evaluated_share(self, evaluator: Evaluator) -> None:
         """Prints a line if the evaluations during training use a part of validation only."""
-        if evaluator.local_loss or not evaluator.validates:
+        if evaluator.own_loss or not evaluator.validates:
             return
         used = evaluator.count_batches("validation", evaluator.trainer.config.run.eval_batches or 0)
         total = evaluator.count_batches("validation")

@@ -17,13 +17,13 @@ def escape(text: str) -> str:
 def format_table(rows: Sequence[Sequence], header: Sequence[str]) -> str:
     """Formats rows under a header, with columns of numbers aligned to the right."""
     columns = list(zip(*rows, strict=True)) if rows else [()] * len(header)
-    documents = []
+    aligned = []
     for heading, cells in zip(header, columns, strict=True):
         printed = [heading, *(cell if isinstance(cell, str) else format_number(cell) for cell in cells)]
         width = max(map(len, printed))
         align = str.rjust if all(map(_is_number, cells)) else str.ljust
-        documents.append([align(text, width) for text in printed])
-    return "\n".join("  ".join(line).rstrip() for line in zip(*documents, strict=True))
+        aligned.append([align(text, width) for text in printed])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*aligned, strict=True))
 
 
 def format_number(value: float | None) -> str:
@@ -60,4 +60,4 @@ def format_bytes(count: float) -> str:
 
 def escape_controls(text: str) -> str:
     """Returns a stranger's text without control characters, which a terminal would obey: '\\x1b' for an escape."""
-    return _CONTROLS.sub(lambda result: result[0].encode("unicode_escape").decode(), text)
+    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

@@ -39,13 +39,13 @@ def note_exits(monkeypatch, note) -> None:
 
 def answer_for_processes(monkeypatch, answer) -> None:
     """Makes `answer(text)` the strings of all processes if this one sends its text to the others."""
-    monkeypatch.setattr(processes, "gather_documents", answer)
+    monkeypatch.setattr(processes, "gather_texts", answer)
 
 
-def note_documents(monkeypatch) -> list[str]:
-    """Returns a list that gets each document that this process sends to all."""
+def note_texts(monkeypatch) -> list[str]:
+    """Returns a list that gets each text that this process sends to all."""
     sent: list[str] = []
-    before_call(monkeypatch, processes, "gather_documents", sent.append)
+    before_call(monkeypatch, processes, "gather_texts", sent.append)
     return sent
 
 

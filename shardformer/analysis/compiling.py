@@ -72,17 +72,17 @@ def compile_step(config: Config, device_mesh: Mesh, compiler: str, chips: Slice 
         if "RESOURCE_EXHAUSTED" not in str(error) and "HbmOom" not in str(error):
             raise
         return CompiledStep(compiler, time.monotonic() - begin, 0, 0, None, _out_of_memory(str(error)))
-    memory, result, cycles, timeline = compiled.memory_analysis(), None, 0, None
+    memory, collectives, cycles, timeline = compiled.memory_analysis(), None, 0, None
     with contextlib.suppress(jax.errors.JaxRuntimeError, RuntimeError):  # a program may be too new to be printed
         text = compiled.as_text()
-        result, cycles = program_collectives.parse_collectives(text), hlo.estimate_cycles(text)
+        collectives, cycles = program_collectives.parse_collectives(text), hlo.estimate_cycles(text)
         if compiler == "libtpu" and chips:
             places = np.array([device.coords for device in device_mesh.devices.flat])
             timeline = wire_time.time_step(text, places, config, chips)
-    stored = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-    return CompiledStep(compiler, time.monotonic() - begin, *stored, result, cycles=cycles, timeline=timeline)
+    sizes = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    return CompiledStep(compiler, time.monotonic() - begin, *sizes, collectives, cycles=cycles, timeline=timeline)
 
 
-def _out_of_memory(arguments: str) -> str:
-    result = re.search(r"([\d.]+[GMK])\)? (?:of|exceeds)[^\d]*([\d.]+[GMK])", arguments)
-    return f"the compiler wants {result[1]}iB of {result[2]}iB" if result else arguments.splitlines()[0][:200]
+def _out_of_memory(message: str) -> str:
+    match = re.search(r"([\d.]+[GMK])\)? (?:of|exceeds)[^\d]*([\d.]+[GMK])", message)
+    return f"the compiler wants {match[1]}iB of {match[2]}iB" if match else message.splitlines()[0][:200]

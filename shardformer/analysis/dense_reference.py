@@ -185,8 +185,8 @@ def _resolve_window(c, i: int):
         return c.replace(window=None, window_pattern="", window_rotary_theta=None, positions="none")
     if not (c.model.window and kind == "w"):
         return c.replace(window=None, window_pattern="", window_rotary_theta=None)
-    local = {"rotary_theta": c.model.window_rotary_theta, "rotary_scaling": ""} if c.model.window_rotary_theta else {}
-    return c.replace(window_pattern="", window_rotary_theta=None, **local)
+    changes = {"rotary_theta": c.model.window_rotary_theta, "rotary_scaling": ""} if c.model.window_rotary_theta else {}
+    return c.replace(window_pattern="", window_rotary_theta=None, **changes)
 
 
 def _select_layer(c, layers, i: int) -> dict[str, Any]:
@@ -355,9 +355,9 @@ def _attention(c, params, p, h, masks=None, documents=None):
 
 def _positions(tokens, documents):
     """Returns [B, T] or [1, T]: positions that restart at 0 with every document."""
-    values = jnp.arange(tokens.shape[1])[None]
+    positions = jnp.arange(tokens.shape[1])[None]
     if documents is None:
-        return values
+        return positions
     same = documents[:, :, None] == documents[:, None, :]
     return jnp.tril(same).sum(-1) - 1  # documents are contiguous: earlier tokens of the same one
 

@@ -59,22 +59,22 @@ def diagnose(
     if equal(got, expected):
         return None
     case = Case(name, got.astype(np.float64), expected.astype(np.float64), sizes, arguments)
-    result = (sentence for test in TESTS for sentence in test(case))
-    return next(result)
+    sentences = (sentence for test in TESTS for sentence in test(case))
+    return next(sentences)
 
 
 def _wrong_shape(name: str, got: tuple, block: tuple, full: tuple, sizes: Mapping[str, int]) -> str:
-    arguments = f"`{name}` has shape {list(got)} on each device; expected the block {list(block)} of {list(full)}"
+    sentence = f"`{name}` has shape {list(got)} on each device; expected the block {list(block)} of {list(full)}"
     if got == full:
         split = [axis for axis, size in sizes.items() if size > 1]
-        local = f"with lax.psum_scatter, or a slice at axis_index of {' or '.join(split) or 'the mesh'}"
-        return f"{arguments}: keep this device's own part, {local}."
+        how = f"with lax.psum_scatter, or a slice at axis_index of {' or '.join(split) or 'the mesh'}"
+        return f"{sentence}: keep this device's own part, {how}."
     if got[1:] == block:
         return (
-            f"{arguments}: there is one axis too many, of {got[0]}. lax.all_gather without tiled=True stacks the "
+            f"{sentence}: there is one axis too many, of {got[0]}. lax.all_gather without tiled=True stacks the "
             "devices' blocks, and jax.vmap stacks rows: join them, add them, or take one."
         )
-    return arguments + "."
+    return sentence + "."
 
 
 def _non_finite(case: Case) -> Iterator[str]:

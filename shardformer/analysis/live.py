@@ -46,7 +46,7 @@ def measure(config: Config) -> Measured:
     live = {"params": bytes_by_device(state.params), "average": bytes_by_device(state.average)}
     live |= {"optimizer": bytes_by_device(updated), "host": bytes_by_device(updated, in_host_memory=True)}
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    peak = max((result.get("peak_bytes_in_use", 0) for result in stats), default=0) or None
+    peak = max((counts.get("peak_bytes_in_use", 0) for counts in stats), default=0) or None
     return Measured(
         config, memory.predict_bytes(config), memory.estimate_temporaries(trainer.model.layout),
         planned.argument_size_in_bytes, planned.temp_size_in_bytes, live, peak, whole_on_one_device(state),
@@ -66,13 +66,13 @@ def make_batch(trainer: Trainer) -> dict[str, np.ndarray]:
 
 def bytes_by_device(tree, in_host_memory: bool = False) -> dict:
     """Returns {device: bytes} of the arrays' shards on this process's devices, or in the host's memory for them."""
-    stored: dict[jax.Device, int] = {}
+    counts: dict[jax.Device, int] = {}
     for leaf in jax.tree.leaves(tree):
         if (leaf.sharding.memory_kind == HOST) != in_host_memory:
             continue
         for shard in leaf.addressable_shards:
-            stored[shard.device] = stored.get(shard.device, 0) + shard.data.nbytes
-    return stored
+            counts[shard.device] = counts.get(shard.device, 0) + shard.data.nbytes
+    return counts
 
 
 def whole_on_one_device(state) -> list[str]:
@@ -88,7 +88,7 @@ def whole_on_one_device(state) -> list[str]:
 
 
 def format_measured(m: Measured) -> str:
-    most = {kind: max(stored.values(), default=0) for kind, stored in m.live.items()}
+    most = {kind: max(by_device.values(), default=0) for kind, by_device in m.live.items()}
     stored, total = m.predicted.total - m.predicted.gradients, m.predicted.total
     if jax.default_backend() == "cpu":  # whose one memory is the host's
         stored, total = stored + m.predicted.host, total + m.predicted.host

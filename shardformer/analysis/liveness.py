@@ -87,11 +87,11 @@ class _Program:
             else:
                 if _is_constant(equation):
                     aval = equation.outvars[0].aval
-                    repeated = aval.shape, aval.dtype, str(equation.invars[0].val)
-                    if repeated in self.constants:
-                        values[equation.outvars[0]] = self.constants[repeated]
+                    constant = aval.shape, aval.dtype, str(equation.invars[0].val)
+                    if constant in self.constants:
+                        values[equation.outvars[0]] = self.constants[constant]
                         continue
-                    name, self.constants[repeated] = CONSTANT, len(self.sizes)
+                    name, self.constants[constant] = CONSTANT, len(self.sizes)
                 results = [self._new_value(variable.aval) for variable in equation.outvars]
                 trips = loop.times if loop else 1
                 known = [values[v] for v in equation.invars if not hasattr(v, "val")]
@@ -175,15 +175,15 @@ class _Program:
 
         The last set is of the results; `roots` are inputs that count as arrays.
         """
-        created: dict[int, tuple[int, ...]] = dict.fromkeys(self.inputs, ())
-        created |= {value: (value,) for value in roots}
+        origins: dict[int, tuple[int, ...]] = dict.fromkeys(self.inputs, ())
+        origins |= {value: (value,) for value in roots}
         result = []
         for operation in self.operations:
-            read = {array for value in operation.inputs for array in created.get(value, ())}
+            read = {array for value in operation.inputs for array in origins.get(value, ())}
             result.append(read)
             for value in operation.outputs:
-                created[value] = (value,) if value in self.in_memory else tuple(read)
-        result.append({array for value in self.results for array in created.get(value, ())})
+                origins[value] = (value,) if value in self.in_memory else tuple(read)
+        result.append({array for value in self.results for array in origins.get(value, ())})
         return result
 
 

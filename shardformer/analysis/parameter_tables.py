@@ -40,11 +40,11 @@ def format_rules(parameters, config: Config) -> str:
     rows = [
         [
             str(rule),
-            len(result),
-            sum(size for _, size in result),
-            ", ".join(name for name, _ in result if rule in given),
+            len(leaves),
+            sum(size for _, size in leaves),
+            ", ".join(name for name, _ in leaves if rule in given),
         ]
-        for rule, result in matched.items()
+        for rule, leaves in matched.items()
     ]
     return tables.format_table(rows, ["rule", "arrays", "numbers", "names"])
 

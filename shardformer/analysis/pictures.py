@@ -59,8 +59,8 @@ def draw_memory(m: Measured, path: str | Path) -> None:
         axes.set_xlabel(f"{name} on one device")
         axes.set_title(f"mesh {m.config.parallel.mesh} ({m.config.parallel.mesh_axes}), zero={m.config.parallel.zero}")
         axes.invert_yaxis()
-        result = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-        axes.legend(result.values(), result.keys(), loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+        handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+        axes.legend(handles.values(), handles.keys(), loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
 
 
 def draw_sweep(plans: list[Plan], path: str | Path) -> None:
@@ -148,11 +148,11 @@ def draw_split(config: Config, title: str, path: str | Path) -> None:
                     ax.set_title(f"{name}\n{each}{rows} x {columns}", fontsize=9)
             axes[device][0].set_ylabel(f"device {device}", fontsize=9)
         zero = f", zero={config.parallel.zero}" if config.parallel.zero else ""
-        arguments = (
+        heading = (
             f"{title}: mesh {config.parallel.mesh} ({config.parallel.mesh_axes}){zero}; each matrix has a separate "
             "scale"
         )
-        drawn.suptitle(arguments, fontsize=11)
+        drawn.suptitle(heading, fontsize=11)
 
 
 def draw_routes(routes: Routes, path: str | Path) -> None:

@@ -217,10 +217,10 @@ def format_compiled(plan: Plan) -> str:
         rows = [["state and batch", format_bytes(step.arguments)], ["temporary", format_bytes(step.temporary)],
                 ["together", format_bytes(step.bytes)]]  # fmt: skip
         off = plan.estimate / step.bytes - 1
-        arguments = f"the estimate is {abs(off):.0%} {'above' if off > 0 else 'below'} that"
+        remark = f"the estimate is {abs(off):.0%} {'above' if off > 0 else 'below'} that"
         if step.compiler == "cpu":
-            arguments = "another compiler than the chip's: its bytes say little of a chip's, its collectives more"
-        lines += [format_table(rows, ["on one device", "compiled"]), arguments, ""]
+            remark = "another compiler than the chip's: its bytes say little of a chip's, its collectives more"
+        lines += [format_table(rows, ["on one device", "compiled"]), remark, ""]
     if step.timeline:
         lines += [_format_timeline(plan, step.timeline), ""]
     if step.collectives is not None:
@@ -261,11 +261,11 @@ def _format_temporaries(plan: Plan) -> str:
     return format_bytes(plan.temporaries) if plan.temporaries else "in fast memory"
 
 
-def format_collectives(config: Config, result: list[Collective]) -> str:
+def format_collectives(config: Config, collectives: list[Collective]) -> str:
     rows = [
         [operation, axes, tensors, format_bytes(sent)]
         for (operation, axes), (tensors, sent) in sorted(
-            program_collectives.total_by_kind(result, config.parallel.mesh_shape).items()
+            program_collectives.total_by_kind(collectives, config.parallel.mesh_shape).items()
         )
     ]
     return format_table(rows, ["collective", "axis", "tensors a step", "bytes sent by one device"]) if rows else (
@@ -308,17 +308,17 @@ def format_verdict(plan: Plan) -> str:
     if plan.fits:
         origin = "compiled" if plan.bytes != plan.estimate else "estimated"
         return f"fits, as {origin}: {format_bytes(limit - plan.bytes)} to spare on each device"
-    arguments = f"does not fit: {format_bytes(plan.bytes - limit)} too much on each device"
+    verdict = f"does not fit: {format_bytes(plan.bytes - limit)} too much on each device"
     if plan.compiled and plan.compiled.refused:
-        arguments = f"does not fit: {plan.compiled.refused}"
+        verdict = f"does not fit: {plan.compiled.refused}"
     nearest = propose(plan)
     if nearest is not None:
-        return f"{arguments}; this is estimated to fit: {format_changes(plan.config, nearest)}"
-    arguments = f"{arguments}; no mesh of {plan.chips} is estimated to fit"
+        return f"{verdict}; this is estimated to fit: {format_changes(plan.config, nearest)}"
+    verdict = f"{verdict}; no mesh of {plan.chips} is estimated to fit"
     for larger in chip_table.larger_slices(plan.chips):
         if nearest := propose(plan._replace(chips=larger)):
-            return f"{arguments}; this is: chip={larger} {format_changes(plan.config, nearest)}"
-    return f"{arguments}: take a smaller model"
+            return f"{verdict}; this is: chip={larger} {format_changes(plan.config, nearest)}"
+    return f"{verdict}: take a smaller model"
 
 
 def format_changes(before: Config, after: Config) -> str:

@@ -101,11 +101,11 @@ def wire_bytes(c: Collective) -> float:
 
 
 def total_by_kind(
-    result: Iterable[Collective], mesh_shape: tuple[int, ...], axes: tuple[str, ...] = AXES
+    collectives: Iterable[Collective], mesh_shape: tuple[int, ...], axes: tuple[str, ...] = AXES
 ) -> dict[tuple[str, str], tuple[int, float]]:
     """Returns {(operation, axes): (tensors, bytes sent by one device)} of one step."""
     totals: dict[tuple[str, str], tuple[int, float]] = {}
-    for c in result:
+    for c in collectives:
         if over := c.over(mesh_shape, axes):
             tensors, sent = totals.get((c.operation, over), (0, 0.0))
             totals[c.operation, over] = tensors + c.times, sent + c.times * wire_bytes(c)
@@ -137,7 +137,7 @@ def _groups(text: str, devices: int) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1]))
     if iota := _IOTA.search(text):
         shape, order, transposed = iota.groups()
-        return _rows(_devices(order, transposed), _figures(shape)[-1])
+        return _rows(_devices(order, transposed), _parse_integers(shape)[-1])
     if mesh := _MESH.search(text):
         axes, order, transposed, exchanged = mesh.groups()
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", axes)}
@@ -153,13 +153,13 @@ def _groups(text: str, devices: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _devices(order: str, transposed: str | None) -> np.ndarray:
-    devices = np.arange(math.prod(_figures(order))).reshape(_figures(order))
-    return devices.transpose(_figures(transposed)) if transposed else devices
+    devices = np.arange(math.prod(_parse_integers(order))).reshape(_parse_integers(order))
+    return devices.transpose(_parse_integers(transposed)) if transposed else devices
 
 
 def _rows(devices: np.ndarray, width: int) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, devices.reshape(-1, width).tolist()))
 
 
-def _figures(text: str) -> list[int]:
+def _parse_integers(text: str) -> list[int]:
     return [int(n) for n in text.split(",")]

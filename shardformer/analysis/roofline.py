@@ -40,7 +40,7 @@ class Roofline(NamedTuple):
 
 
 def predict_times(
-    layout: Layout, chips: Slice, traffic: int, result: Iterable[Collective], hosted: int = 0
+    layout: Layout, chips: Slice, traffic: int, collectives: Iterable[Collective], hosted: int = 0
 ) -> Roofline:
     """Predicts a step's seconds from the bytes that a device reads and writes and from its collectives.
 
@@ -50,7 +50,7 @@ def predict_times(
     tokens = config.training.batch * config.model.seq
     compute = tokens * _timed_flops_per_token(layout) / (config.parallel.devices * chips.chip.flops)
     wire = {True: 0.0, False: 0.0}
-    for each in result:
+    for each in collectives:
         axes = each.over(config.parallel.mesh_shape)
         wire[_overlaps(each, axes, layout.replicas)] += (
             each.times * wire_bytes(each) / axis_bandwidth(axes, config, chips)

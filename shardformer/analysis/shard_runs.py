@@ -60,8 +60,8 @@ def match_shardings(values: Any, specs: Any, device_mesh: Mesh) -> Any:
 def split_tree(values: Any, specs: Any, device_mesh: Mesh) -> dict[str, np.ndarray]:
     """Returns {path: the block of each device, [*mesh, *block]}."""
     shardings = match_shardings(values, specs, device_mesh)
-    result = zip(jax.tree.leaves_with_path(values), jax.tree.leaves(shardings), strict=True)
-    return {name_path(path): split_blocks(leaf, sharding.spec, device_mesh) for (path, leaf), sharding in result}
+    pairs = zip(jax.tree.leaves_with_path(values), jax.tree.leaves(shardings), strict=True)
+    return {name_path(path): split_blocks(leaf, sharding.spec, device_mesh) for (path, leaf), sharding in pairs}
 
 
 def name_path(path: tuple) -> str:

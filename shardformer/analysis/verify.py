@@ -194,8 +194,8 @@ def weighted_batch(config: Config) -> dict[str, np.ndarray]:
     """
     draw = np.random.default_rng([config.training.seed, 1])
     shape = config.training.batch, config.model.seq
-    retained = np.linspace(0.1, 1, config.training.batch)[:, None]
-    weights = (draw.random(shape) < retained).astype(np.float32)
+    shares = np.linspace(0.1, 1, config.training.batch)[:, None]
+    weights = (draw.random(shape) < shares).astype(np.float32)
     weights[-1] = 1
     batch = random_batch(config) | {"weights": weights}
     if config.data.documents == "masked":

@@ -143,8 +143,8 @@ class _Simulation:
             return []
         inside = self._computations.get(called[1], ()) if called else ()
         lines = inside if called else [line]
-        result = [program_collectives.parse_line(text, called[1] if called else "", self._devices) for text in lines]
-        return [each for multiple in result for each in multiple if max(map(len, each.groups)) > 1]
+        by_line = [program_collectives.parse_line(text, called[1] if called else "", self._devices) for text in lines]
+        return [each for collectives in by_line for each in collectives if max(map(len, each.groups)) > 1]
 
     def _moves(self, collective: Collective) -> np.ndarray:
         """Returns the differences of coordinates between the devices of the first groups."""

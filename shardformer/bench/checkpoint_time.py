@@ -78,7 +78,7 @@ class Contender:
     def ratio(self, base: "Contender", field: str) -> float:
         """Returns the median over rounds of the time relative to `base`."""
         pairs = zip(self.times, base.times, strict=True)
-        return float(np.median([getattr(local, field) / getattr(other, field) for local, other in pairs]))
+        return float(np.median([getattr(ours, field) / getattr(theirs, field) for ours, theirs in pairs]))
 
 
 def bench_checkpoint(options: Measuring, base: Config) -> None:
@@ -143,8 +143,8 @@ def report(c: Config, rounds: int, out: str = "") -> str:
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state.host)) / 1e6
     rows = [[it.name, f"{size:.0f}", *cells(it, raw, placed, copy)] for it in contenders]
     # np.load fills memory once, and with dp most leaves are on two or more devices.
-    arguments = verdict(ours, raw if c.parallel.dp == 1 else placed, copy)
-    return f"{format_table(rows, [f'mesh {c.parallel.mesh}', *HEADER])}{missing}\n{arguments}"
+    summary = verdict(ours, raw if c.parallel.dp == 1 else placed, copy)
+    return f"{format_table(rows, [f'mesh {c.parallel.mesh}', *HEADER])}{missing}\n{summary}"
 
 
 def cells(it: Contender, raw: Contender, placed: Contender, copy: Contender) -> list[str]:
@@ -217,8 +217,8 @@ def copy_alone(state: State) -> Contender:
         start = time.perf_counter()
         for piece in slices:
             piece.copy_to_host_async()
-        retained = [np.array(piece) if jax.default_backend() == "cpu" else np.asarray(piece) for piece in slices]
-        return time.perf_counter() - start if retained else np.nan
+        copies = [np.array(piece) if jax.default_backend() == "cpu" else np.asarray(piece) for piece in slices]
+        return time.perf_counter() - start if copies else np.nan
 
     return Contender("copy to the host alone", save)
 

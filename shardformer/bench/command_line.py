@@ -43,10 +43,10 @@ def main(arguments: list[str]) -> None:
     if name not in BENCHES:
         raise UsageError(f"bench takes {', '.join(BENCHES)} and key=value, got {name!r}")
     reject_unread(name, [word.partition("=")[0] for word in arguments[1:] if "=" in word])
-    local = [word for word in arguments[1:] if word.partition("=")[0] in Measuring.__dataclass_fields__]
-    options = parsing.parse_options(local, Measuring)
-    overrides = parsing.parse_overrides([word for word in arguments[1:] if word not in local], Config)
-    named = any(word.startswith("preset=") for word in local)
+    known = [word for word in arguments[1:] if word.partition("=")[0] in Measuring.__dataclass_fields__]
+    options = parsing.parse_options(known, Measuring)
+    overrides = parsing.parse_overrides([word for word in arguments[1:] if word not in known], Config)
+    named = any(word.startswith("preset=") for word in known)
     settings = generation.gpt2() if name == "generate" and not named else preset(options.preset)
     default_mesh = "auto" if name == "race" else "1x1"
     settings = settings.replace(**{"mesh": default_mesh, "out": ""} | overrides)  # a preset's out is for training
@@ -59,10 +59,9 @@ def main(arguments: list[str]) -> None:
 def reject_unread(name: str, keys: list[str]) -> None:
     """Rejects keys that the benchmark ignores."""
     if unread := {key: find_readers(key) for key in keys if name not in find_readers(key)}:
-        passed = "; ".join(f"{key}= is read by bench {', '.join(readers)}" for key, readers in unread.items())
+        hints = "; ".join(f"{key}= is read by bench {', '.join(readers)}" for key, readers in unread.items())
         raise UsageError(
-            f"bench {name} does not read {', '.join(unread)}: {passed}; "
-            f"leave {'it' if len(unread) == 1 else 'them'} out"
+            f"bench {name} does not read {', '.join(unread)}: {hints}; leave {'it' if len(unread) == 1 else 'them'} out"
         )
 
 

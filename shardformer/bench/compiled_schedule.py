@@ -50,12 +50,12 @@ def format_row(name: str, step: CompiledStep, config: Config, chips: Slice) -> s
     """Returns a line of the table: figures of one device, or why there are none."""
     if step.refused:
         return f"| {name} | {step.refused} | | | |"
-    stored, times = f"{step.bytes / 1e9:.2f}", step.timeline
+    gigabytes, times = f"{step.bytes / 1e9:.2f}", step.timeline
     if times is None:
-        return f"| {name} | {stored} | not printed by this libtpu | | |"
+        return f"| {name} | {gigabytes} | not printed by this libtpu | | |"
     parts = " + ".join(f"{1e3 * seconds:.0f}" for seconds in (times.computing, times.kernels, times.exposed))
     share = wire_time.utilization(times, config, chips)
-    return f"| {name} | {stored} | {step.cycles / 1e6:.0f} | {parts} | {share:.1%} |"
+    return f"| {name} | {gigabytes} | {step.cycles / 1e6:.0f} | {parts} | {share:.1%} |"
 
 
 if __name__ == "__main__":

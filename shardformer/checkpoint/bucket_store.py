@@ -44,17 +44,17 @@ class BucketStore(Store[BucketPath]):
         return bucket.read(path, max_bytes)[0]
 
     def sizes(self, folder: BucketPath, names: Iterable[str]) -> dict[str, int]:
-        result = bucket.list_objects(folder)
+        objects = bucket.list_objects(folder)
         if reading.part_bytes(folder):
-            return reading.add_up(names, result)
-        return {name: result[name] for name in names if name in result}
+            return reading.add_up(names, objects)
+        return {name: objects[name] for name in names if name in objects}
 
     def read_into(self, path: BucketPath, offset: int, target: np.ndarray) -> int:
         done = 0
         for part, start, length in reading.locate(path, offset, target.size):
-            result = bucket.read_range(part, start, length)
-            target[done : done + len(result)] = np.frombuffer(result, np.uint8)
-            done += len(result)
+            content = bucket.read_range(part, start, length)
+            target[done : done + len(content)] = np.frombuffer(content, np.uint8)
+            done += len(content)
         return done
 
     def write_at_once(self, path: BucketPath, content: bytes) -> None:
@@ -125,13 +125,13 @@ class BucketStore(Store[BucketPath]):
         """Deletes the objects of a step folder that belong to no published and to no damaged checkpoint."""
         if objects == [MANIFEST]:  # see `list_complete`
             bucket.delete([target / MANIFEST])
-        retained = [name for name in objects if name.startswith("manifest.")]
-        subfolders = {name.partition("/")[0] for name in objects} - set(retained)
-        if retained == [MANIFEST] and len(subfolders) > 1:  # another run lost the race for this step
+        manifests = [name for name in objects if name.startswith("manifest.")]
+        subfolders = {name.partition("/")[0] for name in objects} - set(manifests)
+        if manifests == [MANIFEST] and len(subfolders) > 1:  # another run lost the race for this step
             with contextlib.suppress(ValueError, KeyError):  # without a subfolder it is the copy of one on a disk
                 published = json.loads(bucket.read(target / MANIFEST)[0])["subfolder"]
                 bucket.delete(target / name for name in objects if name.partition("/")[0] in subfolders - {published})
-        elif not retained:
+        elif not manifests:
             bucket.delete(target / name for name in objects)
 
     def lock(self, out: BucketPath, times: LockTimes | None = None) -> Lock:

@@ -86,6 +86,6 @@ def read_config(folder: Path | BucketPath) -> Config:
         text = read_small(path)
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(f"{folder} is not a run: it has no config.json") from None
-    if rest := "a Hugging Face folder" if is_hugging_face(text) else "GPT-J's shards" if b'"n_heads"' in text else "":
-        raise UsageError(f"{folder} is {rest}; make a run of it first: convert {folder} RUN")
+    if kind := "a Hugging Face folder" if is_hugging_face(text) else "GPT-J's shards" if b'"n_heads"' in text else "":
+        raise UsageError(f"{folder} is {kind}; make a run of it first: convert {folder} RUN")
     return parse_config(text, path)

@@ -68,8 +68,8 @@ class Lease(Lock):
         try:
             self._version = bucket.swap(self._path, record, self._version)
         except bucket.ChangedError:
-            result, version = bucket.read(self._path)
-            if self._name.encode() not in result:
+            current, version = bucket.read(self._path)
+            if self._name.encode() not in current:
                 raise
             self._version = bucket.swap(self._path, record, version)
 
@@ -110,10 +110,10 @@ class Lease(Lock):
         end = time.monotonic() + self._times.expire
         while time.monotonic() < end:
             time.sleep(self._times.watch)
-            holder, result = self._read_owner()
-            if result != version and not holder.host:
-                return result
-            if result != version:
+            holder, current = self._read_owner()
+            if current != version and not holder.host:
+                return current
+            if current != version:
                 raise UsageError(f"{self._out} is in use by {owner}; stop that run, or give this one another out=")
         return version
 

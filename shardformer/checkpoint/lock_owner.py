@@ -39,12 +39,12 @@ def this_process() -> Owner:
 def parse_owner(content: bytes) -> Owner:
     """Returns the owner that a record names; an empty one if the content names none."""
     try:
-        result = json.loads(content)
-        documents = {name: str(result.get(name, ""))[:_LONGEST] for name in ("boot", "namespace")}
-        host, process, started = str(result["host"])[:_LONGEST], int(result["process"]), int(result.get("started", 0))
+        record = json.loads(content)
+        identifiers = {name: str(record.get(name, ""))[:_LONGEST] for name in ("boot", "namespace")}
+        host, process, started = str(record["host"])[:_LONGEST], int(record["process"]), int(record.get("started", 0))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return Owner()
-    return Owner(host, process, **documents, started=started)
+    return Owner(host, process, **identifiers, started=started)
 
 
 def is_known_dead(owner: Owner) -> bool:
@@ -73,7 +73,7 @@ def _read_start(process: int) -> int:
     """Returns when a process started, in ticks since the boot; 0 if there is none, or only its exit status is left."""
     try:
         # The command's name, in parentheses, may have spaces.
-        state, *values = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        return 0 if state in "ZX" else int(values[18])
+        state, *fields = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return 0 if state in "ZX" else int(fields[18])
     except (OSError, ValueError, IndexError):
         return 0

@@ -172,8 +172,8 @@ def _check_leaf(name: str, leaf: Leaf) -> None:
         _is_grid([piece.index for piece in leaf.pieces], leaf.shape),
         f"the pieces of {here} do not cover it exactly once",
     )
-    values = tuple(max(size, 1) for size in leaf.shape)  # numpy multiplies these even if the array is empty
-    _require(leaf.nbytes(values) < 2**63, f"{here} has an impossible shape")
+    shape = tuple(max(size, 1) for size in leaf.shape)  # numpy multiplies these even if the array is empty
+    _require(leaf.nbytes(shape) < 2**63, f"{here} has an impossible shape")
 
 
 def _is_grid(boxes: list[Index], shape: tuple[int, ...]) -> bool:

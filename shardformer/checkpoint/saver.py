@@ -43,7 +43,7 @@ class Saver:
         self,
         step: int,
         snapshot: Snapshot,
-        strings: dict[str, str],
+        texts: dict[str, str],
         before: Callable[[], None] = lambda: None,
         then: Callable[[], None] = lambda: None,
     ) -> None:
@@ -52,7 +52,7 @@ class Saver:
             raise RuntimeError("a save is in flight; wait for it first")
         token = processes.text_of_first_process(secrets.token_hex(4))
         write = _publish if jax.process_index() == 0 else _write_local_part
-        job = _Job(self._out, self._lock, step, token, snapshot, strings, before, then)
+        job = _Job(self._out, self._lock, step, token, snapshot, texts, before, then)
         self._writing = self._thread.submit(write, job)
 
     @property
@@ -77,17 +77,17 @@ class Saver:
         self._thread.shutdown(wait)
 
 
-def save(out: Location | str, step: int, state, strings: dict[str, str], lock: Lock | None = None) -> Location:
-    """Saves `state` (jax.Arrays) and `strings` (file name -> content) as a checkpoint; every process must call this."""
-    return save_snapshot(out, step, take_snapshot(state), strings, lock)
+def save(out: Location | str, step: int, state, texts: dict[str, str], lock: Lock | None = None) -> Location:
+    """Saves `state` (jax.Arrays) and `texts` (file name -> content) as a checkpoint; every process must call this."""
+    return save_snapshot(out, step, take_snapshot(state), texts, lock)
 
 
 def save_snapshot(
-    out: Location | str, step: int, snapshot: Snapshot, strings: dict[str, str], lock: Lock | None = None
+    out: Location | str, step: int, snapshot: Snapshot, texts: dict[str, str], lock: Lock | None = None
 ) -> Location:
     saver = Saver(out, lock)
     try:
-        saver.save(step, snapshot, strings)
+        saver.save(step, snapshot, texts)
         saver.wait()
     finally:
         saver.close()

@@ -11,8 +11,8 @@ from shardformer.storage import location
 _DISK, _BUCKET = DiskStore(), BucketStore()
 
 
-def store_of(position: Location) -> Store[Any]:  # no static type ties the store to its type of path
-    return _DISK if isinstance(position, Path) else _BUCKET
+def store_of(path: Location) -> Store[Any]:  # no static type ties the store to its type of path
+    return _DISK if isinstance(path, Path) else _BUCKET
 
 
 def lock_folder(out: Location | str, times: LockTimes | None = None) -> Lock:

@@ -62,9 +62,9 @@ def run_folder(word: str) -> Path | BucketPath:
     """Returns the path of a run folder; suggests checkpoints/NAME for the bare name of a run there."""
     if storage.is_url(word):
         return storage.location(word)
-    stored = Path("checkpoints", word)
-    if not Path(word).exists() and stored.is_dir():
-        raise UsageError(f"{word} is not a run; did you mean {stored}?")
+    suggested = Path("checkpoints", word)
+    if not Path(word).exists() and suggested.is_dir():
+        raise UsageError(f"{word} is not a run; did you mean {suggested}?")
     return Path(word)
 
 

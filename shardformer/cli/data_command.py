@@ -110,18 +110,18 @@ def prepare_data(arguments: list[str]) -> None:
         pairs=options.pairs,
     )
     recipe = sources.find_recipe(names, source, say, with_ids=True)
-    result: list[Source] = [TokenFile(path, source) for path in recipe.token_files]
+    inputs: list[Source] = [TokenFile(path, source) for path in recipe.token_files]
     if recipe.files:
-        documents = sources.TextFiles(recipe)
-        documents.check_encoding()
-        result.append(documents)
+        text_files = sources.TextFiles(recipe)
+        text_files.check_encoding()
+        inputs.append(text_files)
     tokenizer = options.tokenizer
     if tokenizer == "auto":
         tokenizer = BPE if recipe.files else TokenIds.name
     vocabulary = corpus.choose_vocabulary(
-        tokenizer, result, say, special_tokens=options.special_tokens, bos=options.bos
+        tokenizer, inputs, say, special_tokens=options.special_tokens, bos=options.bos
     )
-    vocabulary = corpus.choose_chat_template(options.chat_template, result, vocabulary)
+    vocabulary = corpus.choose_chat_template(options.chat_template, inputs, vocabulary)
     with ShownProgress() as progress:
         folder = prepare.prepare(recipe, vocabulary, out, progress.show)
     say(describe(folder))
@@ -143,9 +143,9 @@ def show_data(arguments: list[str]) -> None:
         )
     folder = _open_folder(arguments)
     say(describe(folder))
-    result = sorted(folder.index["sources"], key=lambda source: -source["tokens"])
-    rows = [[escape_controls(source["path"]), source["tokens"], source["bytes"]] for source in result[:MAX_SOURCES]]
-    rest = len(result) - len(rows)
+    by_size = sorted(folder.index["sources"], key=lambda source: -source["tokens"])
+    rows = [[escape_controls(source["path"]), source["tokens"], source["bytes"]] for source in by_size[:MAX_SOURCES]]
+    rest = len(by_size) - len(rows)
     say("\n" + format_table(rows, ["source", "tokens", "file bytes"]) + (f"\n... and {rest:,} more" if rest else ""))
     if not (splits := folder.splits()):
         return
@@ -170,9 +170,9 @@ def export_data(arguments: list[str]) -> None:
         kind = "preference pairs" if folder.has_pairs else "conversations"
         raise UsageError(f"{folder.path} holds {kind}, and TFRecords cannot keep what of them is learned")
     options = parsing.parse_options(arguments[1:], ExportOptions)
-    if options.split not in (result := folder.splits()):
-        raise UsageError(f"{folder.path} has no split {options.split!r}; there are {', '.join(result)}")
-    tokens = result[options.split].tokens
+    if options.split not in (splits := folder.splits()):
+        raise UsageError(f"{folder.path} has no split {options.split!r}; there are {', '.join(splits)}")
+    tokens = splits[options.split].tokens
     count, left = divmod(len(tokens), options.ids)
     if not count:
         raise UsageError(
@@ -193,8 +193,8 @@ def export_data(arguments: list[str]) -> None:
 def describe(folder: TokenFolder) -> str:
     """Returns a table of sizes by split."""
     rows = [
-        [name, result["tokens"], result["documents"], result["bytes"], result["bytes"] / max(result["tokens"], 1)]
-        for name, result in folder.index["splits"].items()
+        [name, split["tokens"], split["documents"], split["bytes"], split["bytes"] / max(split["tokens"], 1)]
+        for name, split in folder.index["splits"].items()
     ]
     name = escape_controls(folder.vocabulary.name)
     title = f"{escape_controls(str(folder.path))}: tokenizer {name}, {len(folder.vocabulary):,} entries"

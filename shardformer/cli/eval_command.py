@@ -52,7 +52,7 @@ def evaluate(arguments: list[str]) -> None:
         run.check_corpus(corpus)
     settings = for_evaluation(run.config.with_weights(options.weights), options.mesh)
     settings = mesh.start(settings, lambda c: predict_bytes(c).parameters, say, may_add_rows=True)
-    programs.keep_compiled_programs(settings, processes.gather_documents)
+    programs.keep_compiled_programs(settings, processes.gather_texts)
     if settings.preferences.needs_references:
         from shardformer.training.preference_references import read_references  # not imported without pairs
 

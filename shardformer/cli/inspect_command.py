@@ -44,12 +44,12 @@ def inspect(arguments: list[str]) -> None:
     with stored_arrays.open_arrays(path) as arrays:
         say(_describe_source(path))
         say(format_table([_make_row(name, array, options.norms) for name, array in arrays.items()], _HEADER))
-        values = sum(math.prod(array.shape) for array in arrays.values())
+        count = sum(math.prod(array.shape) for array in arrays.values())
         total = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays.values())
         state = "all bytes read" if options.norms else "arrays not read (norms=false)"
         if options.norms and (path / "manifest.json").is_file():
             state += ", all checksums right"
-        say(f"{format_count(len(arrays), 'array')}, {format_count(values, 'number')}, {format_bytes(total)}; {state}")
+        say(f"{format_count(len(arrays), 'array')}, {format_count(count, 'number')}, {format_bytes(total)}; {state}")
 
 
 _HEADER = ["array", "shape", "dtype", "split", "norm", "largest", "note"]
@@ -59,8 +59,8 @@ def _make_row(name: str, array: StoredArray, norms: bool) -> list:
     row = [escape(name), "x".join(map(str, array.shape)) or "scalar", array.dtype.name, escape(array.spec)]
     if not norms:
         return [*row, None, None, ""]
-    result = stored_arrays.measure(array.read())
-    return [*row, result.norm, result.largest, f"{result.non_finite:,} not finite" if result.non_finite else ""]
+    measured = stored_arrays.measure(array.read())
+    return [*row, measured.norm, measured.largest, f"{measured.non_finite:,} not finite" if measured.non_finite else ""]
 
 
 def diff(arguments: list[str]) -> int:
@@ -113,7 +113,7 @@ def _describe_source(path: Location) -> str:
         keys = ("layers", "d_model", "heads", "seq", "vocab", "optimizer", "dtype", "mesh")
         settings = " ".join(f"{key}={config[key]}" for key in keys)
         best = progress["best"]
-        visible = f"step {progress['step']}, best validation {best['val_loss']} at step {best['step']}"
-        return "\n".join(map(escape, (str(path), visible, settings)))
+        summary = f"step {progress['step']}, best validation {best['val_loss']} at step {best['step']}"
+        return "\n".join(map(escape, (str(path), summary, settings)))
     except (RunError, ValueError, KeyError, TypeError, RecursionError):
         return escape(str(path))

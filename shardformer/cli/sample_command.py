@@ -76,10 +76,10 @@ def sample(arguments: list[str]) -> None:
     generator = Generator(model)
     if sampling.samples == 1 and sys.stdout.isatty() and jax.process_index() == 0:
         terminal = Terminal(_make_stops(codec, sampling).cut, prompt[_count_hidden(codec, prompt) :])
-        list(sample_documents(codec, generator, params, sampling, prompt, terminal))
+        list(sample_texts(codec, generator, params, sampling, prompt, terminal))
         print()
     else:
-        for i, text in enumerate(sample_documents(codec, generator, params, sampling, prompt)):
+        for i, text in enumerate(sample_texts(codec, generator, params, sampling, prompt)):
             say_text(f"{RULE}\n{text}" if i else text)
 
 
@@ -88,13 +88,13 @@ def sample_replies(run: Run, codec: TextCodec, sampling: SampleOptions) -> None:
     chat = open_chat_codec(run, codec)
     prompts = chat.encode_all([parse_prompt(sampling.prompt)])
     model, params = load_model(run, sampling)
-    printed = sampling.samples == 1 and sys.stdout.isatty() and jax.process_index() == 0
-    watch = Terminal(chat.read_reply) if printed else ignore
+    is_streamed = sampling.samples == 1 and sys.stdout.isatty() and jax.process_index() == 0
+    watch = Terminal(chat.read_reply) if is_streamed else ignore
     stops = chat.make_stops(sampling.ignore_eos)
     rows = Generator(model).stream(params, prompts, sampling, len(run.vocabulary), stops, watch, BATCH)
     for i, row in enumerate(rows):
         reply = chat.read_reply(row.ids)
-        say_text("" if printed else f"{RULE}\n{reply}" if i else reply)
+        say_text("" if is_streamed else f"{RULE}\n{reply}" if i else reply)
 
 
 def load_model(run: Run, options: WeightsOptions) -> tuple[Model, dict]:
@@ -107,7 +107,7 @@ def load_model(run: Run, options: WeightsOptions) -> tuple[Model, dict]:
 def make_model(run: Run, options: WeightsOptions) -> Model:
     shape = "1x1" if options.mesh == "auto" else options.mesh
     settings = mesh.start(run.config.with_weights(options.weights).for_inference(shape))
-    programs.keep_compiled_programs(settings, processes.gather_documents)
+    programs.keep_compiled_programs(settings, processes.gather_texts)
     return Model.on(settings, mesh.make(settings))
 
 
@@ -128,10 +128,10 @@ class Terminal:
 def sample_text(run: Run, generator: Generator, params, sampling: Sampling, watch: Watch = ignore) -> str:
     """Returns a text of a run without a prompt."""
     codec = open_codec(run, TextOptions())
-    return next(sample_documents(codec, generator, params, sampling, run.vocabulary.first_ids().tolist(), watch))
+    return next(sample_texts(codec, generator, params, sampling, run.vocabulary.first_ids().tolist(), watch))
 
 
-def sample_documents(
+def sample_texts(
     codec: TextCodec, generator: Generator, params, sampling: Sampling, prompt: Sequence[int], watch: Watch = ignore
 ) -> Iterator[str]:
     """Yields the prompt with each of its samples, `BATCH` of which are computed together."""

@@ -56,12 +56,12 @@ def open_state(folder: Path, config: Config, with_moments: bool = True) -> State
     count = shard_files.count_shards(folder)
     gptj.check_expressible(config, count)
     stored = [shard_files.list_members(folder, shard) for shard in range(count)]
-    stored_bytes = list_entries(config, with_moments=_has_moments(folder, stored, config))
+    entries = list_entries(config, with_moments=_has_moments(folder, stored, config))
     shapes = gptj.list_shapes(config)
     for shard in stored:
-        for entry, member in zip(stored_bytes, shard, strict=True):
+        for entry, member in zip(entries, shard, strict=True):
             _check(entry, member, shapes, count)
-    columns = {entry: list(members) for entry, members in zip(stored_bytes, zip(*stored, strict=True), strict=True)}
+    columns = {entry: list(members) for entry, members in zip(entries, zip(*stored, strict=True), strict=True)}
     params, mu, nu = (_joined(columns, config, part, shapes) for part in ("params", "mu", "nu"))
     moments = Moments(_number(columns, "count"), mu, nu) if with_moments and Entry("count") in columns else None
     return State(_number(columns, "step"), params, moments)
@@ -127,8 +127,8 @@ def _check(entry: Entry, member: Member, shapes: dict[str, tuple[int, ...]], cou
 def _joined(columns: Columns, config: Config, part: str, shapes: dict[str, tuple[int, ...]]) -> Leaves:
     """Returns the full arrays of a part of the state, under our names."""
     sources: dict[str, list[tuple[Leaf, list[Member]]]] = {}
-    for (local_part, leaf), members in columns.items():
-        if local_part == part and leaf is not None:
+    for (entry_part, leaf), members in columns.items():
+        if entry_part == part and leaf is not None:
             sources.setdefault(leaf.rule.ours, []).append((leaf, members))
     table_bias = None if config.model.embed == "bias" else sources.pop(TABLE_BIAS, None)
 

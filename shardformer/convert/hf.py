@@ -66,21 +66,21 @@ def hf_to_run(source: Path, target: Path, arguments: list[str], say: Callable[[s
     changes = parsing.parse_overrides(rest, Config)
     if "out" in changes:
         raise UsageError("the run's folder is DST; out= cannot name another")
-    result = hf_settings.read_model(source, options.ignored, changes.get("seq", 0))
-    family, config = result.family, result.config
+    model = hf_settings.read_model(source, options.ignored, changes.get("seq", 0))
+    family, config = model.family, model.config
     for name in ARCHITECTURE:
         if name in changes and changes[name] != config.get(name):
             path, said = source / hf_settings.NAME, config.shown(name)
             raise UsageError(f"{name}={changes[name]} contradicts {path}, which has {name}={said}")
-    if result.ignored:
-        say(hf_settings.describe_ignored(source, result.ignored))
+    if model.ignored:
+        say(hf_settings.describe_ignored(source, model.ignored))
     config = config.replace(**changes | {"out": str(target)})
     config = _choose_tokenizer(source, config)
-    config, vocabulary, fingerprint = open_vocabulary(config, say, result.special_tokens.first)
+    config, vocabulary, fingerprint = open_vocabulary(config, say, model.special_tokens.first)
     not_finite: set[str] = set()
-    state = State(0, hf_state.open_params(source, family, config, not_finite, result.positions))
+    state = State(0, hf_state.open_params(source, family, config, not_finite, model.positions))
     with new_folder(target) as temporary:
-        run = Run(config, vocabulary, fingerprint, result.special_tokens)
+        run = Run(config, vocabulary, fingerprint, model.special_tokens)
         runs.write_run(temporary, run, state)
         _keep_tokenizer_files(source, temporary / TOKENIZER_FOLDER)
     warning = ""
@@ -101,8 +101,8 @@ def _keep_tokenizer_files(source: Path, target: Path | BucketPath) -> None:
 
 def _choose_tokenizer(source: Path, config: Config) -> Config:
     """Names the folder's tokenizer, unless another was given; an unreadable one is an error later."""
-    local = config.data.tokenizer == "auto" and hf_tokenizer.has_tokenizer(source)
-    return config.replace(tokenizer=str(source)) if local else config
+    uses_folder = config.data.tokenizer == "auto" and hf_tokenizer.has_tokenizer(source)
+    return config.replace(tokenizer=str(source)) if uses_folder else config
 
 
 def run_to_hf(source: Path, target: Path, arguments: list[str], say: Callable[[str], None]) -> str:
@@ -133,11 +133,11 @@ def copy_tokenizer(run: Run, target: Path | BucketPath) -> None:
     """Copies the tokenizer files that came with the run or, if it has none, with the nearest of its bases."""
     # A link could name any file of this machine, and the copy may be published.
     folders = [folder / TOKENIZER_FOLDER for folder in _list_records(run)]
-    if result := next((folder for folder in folders if folder.is_dir() and not folder.is_symlink()), None):
+    if nearest := next((folder for folder in folders if folder.is_dir() and not folder.is_symlink()), None):
         target.mkdir(exist_ok=True)
         for name in TOKENIZER_FILES:
-            if (result / name).is_file() and not (result / name).is_symlink():
-                (target / name).write_bytes(read_bytes(result / name, hf_tokenizer.MAX_FILE))
+            if (nearest / name).is_file() and not (nearest / name).is_symlink():
+                (target / name).write_bytes(read_bytes(nearest / name, hf_tokenizer.MAX_FILE))
 
 
 def _list_records(run: Run) -> list[Path]:

@@ -27,19 +27,19 @@ def read_special_tokens(folder: Path | BucketPath, family: Family, config: dict,
     """Returns the ids of generation_config.json, else of `config` with its class's defaults, else of the tokenizer."""
     from_config = {key: config.get(key, family.defaults[key]) for key in IDS}
     ids = _as_ids(_read_json(folder, GENERATION), vocab, GENERATION)
-    for key, result in _as_ids(from_config, vocab, "config.json").items():
-        ids[key] = ids[key] or result
+    for key, values in _as_ids(from_config, vocab, "config.json").items():
+        ids[key] = ids[key] or values
     of_tokenizer = _as_ids(_read_tokenizer_ids(folder), vocab, TOKENIZER)
-    for key, result in of_tokenizer.items():
-        ids[key] = ids[key] or result
-    stored = {
+    for key, values in of_tokenizer.items():
+        ids[key] = ids[key] or values
+    published = {
         key: config[key] for key in (*family.dropouts, *PUBLISHED_KEYS, *ACTIVATION_KEYS) if config.get(key) is not None
     }
     first, tokenizer = (
-        {key: result[0] if result else None for key, result in some.items()} for some in (ids, of_tokenizer)
+        {key: values[0] if values else None for key, values in some.items()} for some in (ids, of_tokenizer)
     )
     return SpecialTokens(
-        first["bos_token_id"], ids["eos_token_id"], first["pad_token_id"], from_config | stored,
+        first["bos_token_id"], ids["eos_token_id"], first["pad_token_id"], from_config | published,
         tokenizer["bos_token_id"], tokenizer["eos_token_id"],
     )  # fmt: skip
 

@@ -87,7 +87,7 @@ def merge_adapters(run: Run, state: State) -> tuple[Run, State]:
     """Returns the run and its state without adapters; each layer is merged when it is written."""
 
     def fill(name: str, whole: np.ndarray) -> None:
-        module, _, local = name.rpartition("/")
+        module, _, leaf_name = name.rpartition("/")
         adapted = [name, f"{name}{lora.IN}", f"{name}{lora.OUT}"]
         if adapted[1] not in state.params:
             copy_into(whole, state.params[name])
@@ -95,7 +95,7 @@ def merge_adapters(run: Run, state: State) -> tuple[Run, State]:
         for layer in range(len(whole)):  # those that have the matrix
             exact = {other: np.asarray(state.params[other][layer], np.float32) for other in adapted}
             leaves = {other.removeprefix(f"{module}/"): leaf for other, leaf in exact.items()}
-            whole[layer] = lora.merge_adapters(leaves, run.config)[local]
+            whole[layer] = lora.merge_adapters(leaves, run.config)[leaf_name]
 
     params: dict[str, Array] = {
         name: Filled(leaf.shape, np.dtype(np.float32), functools.partial(fill, name))

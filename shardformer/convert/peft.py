@@ -146,8 +146,8 @@ def run_to_peft(source: Path, target: Path, arguments: list[str], say: Callable[
         if published:
             arrays, settings = published
         else:
-            arrays, values = join_factors(family, run.config, factors)
-            settings = _write_settings(family, run.config, values)
+            arrays, adapters = join_factors(family, run.config, factors)
+            settings = _write_settings(family, run.config, adapters)
         if options.base_name or "base_model_name_or_path" not in settings:
             settings["base_model_name_or_path"] = options.base_name or None
         kind = float_kind(options.dtype)
@@ -178,7 +178,7 @@ def _read_unchanged(
 def join_factors(family: str, config: Config, factors: dict[str, np.ndarray]) -> tuple[dict, dict[str, Adapter]]:
     """Returns PEFT's arrays by name, and the rank and alpha of each type of module, from our stacked factors."""
     arrays: dict[str, np.ndarray] = {}
-    values: dict[str, Adapter] = {}
+    adapters: dict[str, Adapter] = {}
     adapted = peft_experts.find_adapted(config)
 
     @functools.cache
@@ -200,8 +200,8 @@ def join_factors(family: str, config: Config, factors: dict[str, np.ndarray]) ->
         if target.experts:
             module = peft_experts.name_module(module, adapted)
         arrays |= {f"{PREFIX}{module}{A}": a, f"{PREFIX}{module}{B}": b}
-        values[target.kind] = Adapter(rank, _find_alpha(config, names[0], rank))
-    return arrays, values
+        adapters[target.kind] = Adapter(rank, _find_alpha(config, names[0], rank))
+    return arrays, adapters
 
 
 def _join_matrix(
@@ -217,27 +217,27 @@ def _join_matrix(
         second = factors[f"{LAYERS}{name}{lora.OUT}"][index]
         if (factor := config.lora.adapter_scale(name) / scale) != 1:
             second = second * np.float32(factor)
-        default = np.zeros((rank, second.shape[-1]), np.float32)
-        default[start:][: len(second)] = second
+        padded = np.zeros((rank, second.shape[-1]), np.float32)
+        padded[start:][: len(second)] = second
         for part in target.parts_of(name):
-            seen[part.cut] = part.view(default)
+            seen[part.cut] = part.view(padded)
     return a_RI, seen.reshape(rank, -1).T if target.is_conv1d else seen.reshape(-1, rank)
 
 
 def _find_alpha(config: Config, name: str, rank: int) -> float:
     """Returns the alpha that gives an adapter of this rank the scale of a matrix."""
-    default, alpha = (*config.lora.adapters[name],)
-    return alpha * (math.sqrt(rank / default) if config.lora.rslora else rank / default)
+    own_rank, alpha = (*config.lora.adapters[name],)
+    return alpha * (math.sqrt(rank / own_rank) if config.lora.rslora else rank / own_rank)
 
 
-def _write_settings(family: str, config: Config, values: dict[str, Adapter]) -> dict[str, Any]:
+def _write_settings(family: str, config: Config, adapters: dict[str, Adapter]) -> dict[str, Any]:
     default, alpha = config.lora.lora_rank, config.lora.lora_alpha
-    parameters = set(filter(peft_experts.is_parameter, values))
+    parameters = set(filter(peft_experts.is_parameter, adapters))
     settings = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM",
-        "r": default, "lora_alpha": _shorten(alpha), "target_modules": sorted(values.keys() - parameters),
-        "rank_pattern": {kind: result.rank for kind, result in values.items() if result.rank != default},
-        "alpha_pattern": {kind: _shorten(result.alpha) for kind, result in values.items() if result.alpha != alpha},
+        "r": default, "lora_alpha": _shorten(alpha), "target_modules": sorted(adapters.keys() - parameters),
+        "rank_pattern": {kind: each.rank for kind, each in adapters.items() if each.rank != default},
+        "alpha_pattern": {kind: _shorten(each.alpha) for kind, each in adapters.items() if each.alpha != alpha},
         "fan_in_fan_out": family == "gpt2", "lora_dropout": config.lora.lora_dropout, "bias": "none",
         "inference_mode": True, "init_lora_weights": True, "use_rslora": config.lora.rslora, "use_dora": False,
         "modules_to_save": None,
@@ -266,10 +266,10 @@ def peft_to_run(source: Path, target: Path, arguments: list[str], say: Callable[
         base=str(options.base), out=str(target), ema=0.0, lr_rules="", optimizer="adamw", param_dtype="float32",
         moment_dtype="float32",
     )  # fmt: skip
-    with runs.open_state(base, options.step, False, options.ema, with_codes=True) as result:
+    with runs.open_state(base, options.step, False, options.ema, with_codes=True) as state:
         weights = {
             name: Filled(leaf.shape, _choose_dtype(name, leaf), functools.partial(copy_into, source=leaf))
-            for name, leaf in result.params.items()
+            for name, leaf in state.params.items()
         }
         added = {
             name: Filled(array.shape, array.dtype, functools.partial(np.copyto, src=array))
@@ -277,7 +277,7 @@ def peft_to_run(source: Path, target: Path, arguments: list[str], say: Callable[
         }
         run = Run(config, base.vocabulary, base.fingerprint, base.special_tokens)
         with new_folder(target) as temporary:
-            runs.write_run(temporary, run, State(result.step, weights | added))
+            runs.write_run(temporary, run, State(state.step, weights | added))
             copy_tokenizer(base, temporary / TOKENIZER_FOLDER)
             if any(settings.get(name) for name in PATTERNS):
                 (temporary / PUBLISHED).mkdir()
@@ -328,11 +328,11 @@ def split_factors(source: Path, family: str, base: Config, settings: dict) -> tu
     """Returns the configuration with adapters, and our stacked factors, from the arrays of a folder."""
     pairs = _match(source, list_targets(family, base))
     ranks = {target.module: a.shape[0] // max(target.experts, 1) for target, a, _ in pairs}
-    values = _find_rank_alphas(source / CONFIG, settings, ranks)
+    adapters = _find_rank_alphas(source / CONFIG, settings, ranks)
     by_matrix = {
-        name: result
+        name: of_targets
         for name in (*MATRICES, *EXPERT_MATRICES, *SHARED_MATRICES)
-        if (result := [values[target.module] for target, _, _ in pairs if name in target.names])
+        if (of_targets := [adapters[target.module] for target, _, _ in pairs if name in target.names])
     }
     config = _choose_config(base, settings, by_matrix)
     shapes = flatten(Model.abstract_parameters(config))
@@ -341,7 +341,7 @@ def split_factors(source: Path, family: str, base: Config, settings: dict) -> tu
         a_RI, b_OR = a.read().astype(np.float32), b.read().astype(np.float32)
         if not (np.isfinite(a_RI).all() and np.isfinite(b_OR).all()):
             raise UsageError(f"{source / WEIGHTS}: the adapter of {target.module} has numbers that are NaN or infinite")
-        scale = scale_of(*values[target.module], config.lora.rslora)
+        scale = scale_of(*adapters[target.module], config.lora.rslora)
         if (factor := scale / config.lora.adapter_scale(target.names[0])) != 1:
             b_OR = b_OR * np.float32(factor)
         matrices = peft_experts.unstack(a_RI, b_OR, target.experts) if target.experts else [(a_RI, b_OR)]
@@ -366,11 +366,11 @@ def _choose_config(base: Config, settings: dict, by_matrix: dict[str, list[Adapt
     If the layers of a matrix differ, it has their largest rank, and the scale of most of them.
     """
     rslora, chosen = bool(settings.get("use_rslora")), {}
-    for name, result in by_matrix.items():
-        scales = [scale_of(*each, rslora) for each in result]
-        rank = max(each.rank for each in result)
+    for name, adapters in by_matrix.items():
+        scales = [scale_of(*each, rslora) for each in adapters]
+        rank = max(each.rank for each in adapters)
         alpha = max(scales, key=scales.count) * (math.sqrt(rank) if rslora else rank)
-        chosen[name] = result[0] if len(set(result)) == 1 else Adapter(rank, alpha)
+        chosen[name] = adapters[0] if len(set(adapters)) == 1 else Adapter(rank, alpha)
     first = next(iter(chosen.values()))  # for settings that a pattern overrules in every module
     default = settings["r"] if any(each.rank == settings["r"] for each in chosen.values()) else first.rank
     given = settings["lora_alpha"]

@@ -66,9 +66,9 @@ def refuse_to_convert(folder: Path) -> NoReturn:
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in named]
     reasons = []
     for ending, why in NOT_EXPRESSIBLE.items():
-        result = [name for name in names if name.startswith("params/") and name.endswith(ending)]
-        if result:
-            reasons.append(f"{result[0]}{f' and {len(result) - 1} more' if result[1:] else ''}: {why}")
+        matching = [name for name in names if name.startswith("params/") and name.endswith(ending)]
+        if matching:
+            reasons.append(f"{matching[0]}{f' and {len(matching) - 1} more' if matching[1:] else ''}: {why}")
     if not reasons:
         raise UsageError(f"{folder} has the two files of the seed's notebook, and none of its parameters")
     raise UsageError(

@@ -62,8 +62,8 @@ def has_shards(path: Path) -> bool:
 
 def count_shards(folder: Path) -> int:
     """Counts the shards, which must be numbered without a gap."""
-    values = (_FOLDER.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
-    present = {int(match[1]) for match in values if match}
+    matches = (_FOLDER.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
+    present = {int(match[1]) for match in matches if match}
     gap = next(number for number in itertools.count() if number not in present)
     if gap < len(present):
         raise RunError(f"{folder / f'shard_{gap}'} is missing: copy the whole checkpoint")

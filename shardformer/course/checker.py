@@ -90,13 +90,13 @@ def _check_on_mesh(lesson: Lesson, function: Callable, sizes: Mapping[str, int],
 
 def _recognise(lesson: Lesson, run: ShardRun, sizes: Mapping[str, int]) -> str | None:
     """Returns the words of a known mistake that gives the same numbers, if possible with the same collectives."""
-    result = []
+    candidates = []
     for index, mistake in enumerate(lesson.mistakes):
         other = _run_mistake(lesson.number, index, tuple(sizes.items()))
         if _have_equal_outputs(run, other):
-            arguments = " ".join((mistake.__doc__ or "").split())
-            result.append((_exchanges(other) != _exchanges(run), arguments))
-    return min(result, key=lambda entry: entry[0])[1] if result else None
+            sentence = " ".join((mistake.__doc__ or "").split())
+            candidates.append((_exchanges(other) != _exchanges(run), sentence))
+    return min(candidates, key=lambda entry: entry[0])[1] if candidates else None
 
 
 def _have_equal_outputs(run: ShardRun, other: ShardRun) -> bool:
@@ -147,8 +147,8 @@ def describe_error(error: Exception, path: str, hints: Mapping[str, str] | None 
     """Returns the kind, the first line and the place of an error in the learner's file, and the hint that fits."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     where = f"line {lines[-1]} raises " if lines else ""
-    arguments = str(error).strip().partition("\n")[0] or "no message"
-    described = f"{type(error).__name__}: {arguments}"
+    first_line = str(error).strip().partition("\n")[0] or "no message"
+    described = f"{type(error).__name__}: {first_line}"
     hint = next((hint for mark, hint in (hints or {}).items() if mark in described.lower()), "")
     return f"{where}{described.rstrip('.')}.{hint}"
 

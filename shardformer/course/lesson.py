@@ -34,9 +34,9 @@ class Lesson(NamedTuple):
 
     @property
     def text(self) -> str:
-        result = _TEXT.match(self.path.read_text())
-        assert result, self.path
-        return result[1].strip()
+        match = _TEXT.match(self.path.read_text())
+        assert match, self.path
+        return match[1].strip()
 
     @property
     def cells(self) -> dict[str, str]:
@@ -73,9 +73,9 @@ class Lesson(NamedTuple):
 def open_hole(source: str) -> str:
     """Replaces the solution by the words of the hole."""
 
-    def replace(result: re.Match) -> str:
-        indent, arguments = result[1], _HOLE.findall(result[3])
-        lines = [f"{indent}# YOUR TURN: {arguments[0]}", *(f"{indent}# {line}" for line in arguments[1:])]
+    def replace(match: re.Match) -> str:
+        indent, instructions = match[1], _HOLE.findall(match[3])
+        lines = [f"{indent}# YOUR TURN: {instructions[0]}", *(f"{indent}# {line}" for line in instructions[1:])]
         return "\n".join([*lines, f'{indent}raise NotImplementedError("the hole of this lesson")', ""])
 
     return _SOLUTION.sub(replace, source)
@@ -83,7 +83,7 @@ def open_hole(source: str) -> str:
 
 def close_hole(source: str) -> str:
     """Removes the marks around the solution and the words of the hole."""
-    return _SOLUTION.sub(lambda result: result[2], source)
+    return _SOLUTION.sub(lambda match: match[2], source)
 
 
 def read_lessons() -> list[Lesson]:

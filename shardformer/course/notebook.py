@@ -18,7 +18,7 @@ def write_notebook(lesson: Lesson) -> str:
     title, _, text = lesson.text.partition("\n")
     cells = lesson.cells
     check = f"from shardformer.course.checker import check_in_notebook\n\ncheck_in_notebook({lesson.number}, globals())"
-    printed = [
+    notebook_cells = [
         _markdown(f"# Lesson {lesson.number}: {title}\n{text}"),
         _code(SETUP),
         _markdown("The dense result, on one device, and how arguments and results are split:"),
@@ -28,8 +28,8 @@ def write_notebook(lesson: Lesson) -> str:
         _code(check),
     ]
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    whole = {"cells": printed, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
-    for number, cell in enumerate(printed):
+    whole = {"cells": notebook_cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    for number, cell in enumerate(notebook_cells):
         cell["id"] = f"cell-{number}"
     return json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
 

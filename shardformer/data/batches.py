@@ -33,17 +33,17 @@ class StepRows:
 ShiftedRows = tuple[np.ndarray, np.ndarray]  # (rows of the windows, how far each is shifted)
 
 
-def _choose_by_epoch(windows: Windows, location: StepRows) -> ShiftedRows:
-    epochs, indices = epoch_order(location.positions, windows.count, location.seed)
-    return indices, epoch_shift(epochs, windows.slack, location.seed)
+def _choose_by_epoch(windows: Windows, step_rows: StepRows) -> ShiftedRows:
+    epochs, indices = epoch_order(step_rows.positions, windows.count, step_rows.seed)
+    return indices, epoch_shift(epochs, windows.slack, step_rows.seed)
 
 
-def _choose_at_random(windows: Windows, location: StepRows) -> ShiftedRows:
-    return windows.draw(location.positions, location.seed)
+def _choose_at_random(windows: Windows, step_rows: StepRows) -> ShiftedRows:
+    return windows.draw(step_rows.positions, step_rows.seed)
 
 
-def _choose_as_stored(windows: Windows, location: StepRows) -> ShiftedRows:
-    indices = windows.rows_in_file_order(location.step, location.batch)[location.rows]
+def _choose_as_stored(windows: Windows, step_rows: StepRows) -> ShiftedRows:
+    indices = windows.rows_in_file_order(step_rows.step, step_rows.batch)[step_rows.rows]
     return indices, np.zeros_like(indices)
 
 
@@ -82,15 +82,15 @@ class TrainBatches:
             return self._gather(0, StepRows(positions, self.seed, step, self.batch, rows))
         sources, positions = self._mixture.locate(positions)
 
-        def gather(source: int, stored: np.ndarray) -> Batch:
+        def gather(source: int, selected: np.ndarray) -> Batch:
             seed = int(scramble(self.seed, source)[0] >> np.uint64(1))  # each source has a separate order
-            return self._gather(source, StepRows(positions[stored], seed, step, self.batch, rows))
+            return self._gather(source, StepRows(positions[selected], seed, step, self.batch, rows))
 
         return _join_sources(sources, gather)
 
-    def _gather(self, source: int, location: StepRows) -> Batch:
+    def _gather(self, source: int, step_rows: StepRows) -> Batch:
         windows = self.windows[source]
-        indices, shifts = ORDERS[self.order](windows, location)
+        indices, shifts = ORDERS[self.order](windows, step_rows)
         return windows.gather(indices, shifts, weighted=self.layout.weighs_targets)
 
 
@@ -128,19 +128,19 @@ class _TfDataBatches:
             return dict(zip(names, arrays, strict=True))
 
         dataset = tf.data.Dataset.counter(start=first_step).map(build).prefetch(PREFETCH)
-        self._stored_folders = [dataset.as_numpy_iterator()]
-        weakref.finalize(self, self._stored_folders.clear)
+        self._iterators = [dataset.as_numpy_iterator()]
+        weakref.finalize(self, self._iterators.clear)
 
     def close(self) -> None:
         """Ends the threads. The garbage collector could do so within one of them, which would wait for itself."""
-        self._stored_folders.clear()
+        self._iterators.clear()
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
         try:
-            return next(self._stored_folders[0])
+            return next(self._iterators[0])
         except Exception:
             if self._failures:
                 raise self._failures[0] from None
@@ -215,21 +215,21 @@ class EvalBatches:
         if not total:
             raise UsageError(f"{self.names}: the split needs at least 2 tokens to predict one; take a longer text")
         self.count = min(limit, total) if limit else total
-        self._figures = [number * total // self.count for number in range(self.count)]
+        self._numbers = [number * total // self.count for number in range(self.count)]
 
     def __len__(self) -> int:
         return self.count
 
     def gather(self, rows: Rows = EVERY_ROW) -> Iterator[Batch]:
         """Yields the batches; `rows` are those of each global batch to gather."""
-        return (self._gather_rows(np.arange(n * self.batch, (n + 1) * self.batch)[rows]) for n in self._figures)
+        return (self._gather_rows(np.arange(n * self.batch, (n + 1) * self.batch)[rows]) for n in self._numbers)
 
     def _gather_rows(self, indices: np.ndarray) -> Batch:
         sources = np.minimum(np.searchsorted(self._ends, indices, side="right"), len(self.windows) - 1)
         starts = self._ends - [windows.covering for windows in self.windows]
 
-        def gather(source: int, stored: np.ndarray) -> Batch:
-            return self.windows[source].gather(indices[stored] - starts[source])
+        def gather(source: int, selected: np.ndarray) -> Batch:
+            return self.windows[source].gather(indices[selected] - starts[source])
 
         batch = _join_sources(sources, gather)
         check_ids(batch, self.vocab_size, self.names)
@@ -242,9 +242,9 @@ def _join_sources(sources: np.ndarray, gather: Callable[[int, np.ndarray], Batch
     """Returns a batch whose rows are of these sources; gather(source, rows) makes those rows of it."""
     batch: Batch = {}
     for source in np.unique(sources):
-        stored = np.flatnonzero(sources == source)
-        for name, values in gather(source, stored).items():
-            batch.setdefault(name, np.zeros((len(sources), *values.shape[1:]), values.dtype))[stored] = values
+        selected = np.flatnonzero(sources == source)
+        for name, values in gather(source, selected).items():
+            batch.setdefault(name, np.zeros((len(sources), *values.shape[1:]), values.dtype))[selected] = values
     return batch
 
 

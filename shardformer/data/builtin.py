@@ -90,7 +90,7 @@ class _Chooser:
 def _write_play(choose: _Chooser) -> str:
     """Returns a play: a cast looks for a lost thing, and in all five acts the same thief lies about its place."""
     cast = sorted({choose.pick(SPEAKERS) for _ in range(6)} | {"Hobbin", "Jory"})
-    thief, lost, position = (
+    thief, lost, hiding_place = (
         choose.pick(cast),
         choose.expand("adjective") + " " + choose.expand("noun"),
         choose.expand("place"),
@@ -103,8 +103,8 @@ def _write_play(choose: _Chooser) -> str:
             speaker = choose.pick([name for name in cast if name != speaker])
             lines.append(f"{speaker.upper()}:")
             if asker:
-                result = f"The {lost} is {position}" if speaker != thief else f"I know of no {lost}"
-                lines.append(f"{result}, good {asker}.")
+                answer = f"The {lost} is {hiding_place}" if speaker != thief else f"I know of no {lost}"
+                lines.append(f"{answer}, good {asker}.")
             lines += [choose.expand("line") for _ in range(1 + int(choose.random() * 3))]
             asker = speaker if choose.random() < 0.3 else None
             lines += [f"Where is the {lost}?", ""] if asker else [""]

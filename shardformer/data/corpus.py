@@ -201,23 +201,23 @@ def load_corpus(
     pairs = config.preferences.learns_pairs
     options = dataclasses.replace(options, skips_bad_rows=config.data.bad_rows == "skip", pairs=pairs)
     names, weights = parse_mixture(config.data.source)
-    result = [sources.find_source(name, options, say) for name in names]
-    if share is not None and all(source.fixed_splits for source in result):
+    inputs = [sources.find_source(name, options, say) for name in names]
+    if share is not None and all(source.fixed_splits for source in inputs):
         raise UsageError(
             f"validation={share:g} does nothing, as data={config.data.source} has its own splits; leave it empty "
             "(validation=), or prepare the texts again with it"
         )
     for_validation = dataclasses.replace(options, named_validation=True)
     validation = sources.find_source(named_validation, for_validation, say) if named_validation else None
-    every = [*result, *([validation] if validation else [])]
+    every = [*inputs, *([validation] if validation else [])]
     vocabulary = vocabulary or choose_vocabulary(
         config.data.tokenizer, every, say, config.model.vocab, config.data.special_tokens, config.data.bos
     )
     vocabulary = choose_chat_template(config.data.chat_template, every, vocabulary)
     opened = _open_all(every, vocabulary, progress)
-    opened, held_out = opened[: len(result)], opened[-1] if validation else None
+    opened, held_out = opened[: len(inputs)], opened[-1] if validation else None
     check_objective(config, opened)
-    _check_splits(opened, bool(validation), any(source.fixed_splits for source in result))
+    _check_splits(opened, bool(validation), any(source.fixed_splits for source in inputs))
     for source in (*opened, *([held_out] if held_out else [])):
         for notice in source.notices:
             say(f"{source.name}: {notice}")
@@ -259,15 +259,15 @@ def check_objective(config: Config, opened: Sequence[OpenedSource]) -> None:
             )
 
 
-def choose_chat_template(wanted: str, result: Sequence[Source], vocabulary: Vocabulary) -> Vocabulary:
+def choose_chat_template(wanted: str, inputs: Sequence[Source], vocabulary: Vocabulary) -> Vocabulary:
     """Returns the vocabulary with the chat template of this data; raises UsageError for a key without effect."""
-    if any(source.is_chat for source in result):
+    if any(source.is_chat for source in inputs):
         return vocabulary.with_chat(chat_format.resolve_format(wanted, vocabulary.chat, vocabulary.name))
     if wanted != "auto" and not (vocabulary.chat and vocabulary.chat.name == wanted):
         raise UsageError(
-            f"chat_template={wanted} does nothing: data={result[0].name} has no conversations; leave it out"
+            f"chat_template={wanted} does nothing: data={inputs[0].name} has no conversations; leave it out"
         )
-    prepared = next((s.vocabulary.chat for s in result if s.vocabulary and s.vocabulary.chat and s.has_chat), None)
+    prepared = next((s.vocabulary.chat for s in inputs if s.vocabulary and s.vocabulary.chat and s.has_chat), None)
     return vocabulary.with_chat(prepared) if prepared else vocabulary
 
 
@@ -284,30 +284,30 @@ def _check_stored(opened: list[OpenedSource], resumes: bool, say: Say) -> tuple[
 
 
 def choose_vocabulary(
-    wanted: str, result: Sequence[Source], say: Say, size: int = 0, special_tokens: bool = False, bos: str = "auto"
+    wanted: str, inputs: Sequence[Source], say: Say, size: int = 0, special_tokens: bool = False, bos: str = "auto"
 ) -> Vocabulary:
     """Returns the vocabulary that `tokenizer` names; auto: of prepared data its own, of token files ids, else chars."""
-    prepared = next((source.vocabulary for source in result if source.vocabulary), None)
-    documents = [source for source in result if source.is_text]
+    prepared = next((source.vocabulary for source in inputs if source.vocabulary), None)
+    text_sources = [source for source in inputs if source.is_text]
     if wanted == "auto":
         if prepared:
             return prepared if bos == "auto" else prepared.with_beginning(bos)
-        wanted = Characters.name if documents else TokenIds.name
+        wanted = Characters.name if text_sources else TokenIds.name
     if wanted == TokenIds.name and not size:
-        largest = max((source.largest_id() for source in result), default=NO_IDS)
+        largest = max((source.largest_id() for source in inputs), default=NO_IDS)
         if largest >= MAX_IDS:
-            raise UsageError(f"data={result[0].name} holds the id {largest}, which no vocabulary has; is it token ids?")
+            raise UsageError(f"data={inputs[0].name} holds the id {largest}, which no vocabulary has; is it token ids?")
         return TokenIds(1 + max(largest, 0))
     if wanted == Characters.name or wanted.startswith("bpe:"):
-        if rest := [source for source in result if not source.is_text and not (documents and source.vocabulary)]:
+        if rest := [source for source in inputs if not source.is_text and not (text_sources and source.vocabulary)]:
             raise UsageError(
                 f"tokenizer={wanted} is made from text, and data={rest[0].name} holds token ids; "
-                f"give the tokenizer.json that they were made with{'' if documents else ', or leave tokenizer= out'}"
+                f"give the tokenizer.json that they were made with{'' if text_sources else ', or leave tokenizer= out'}"
             )
         return (
-            _collect_characters(documents, say)
+            _collect_characters(text_sources, say)
             if wanted == "chars"
-            else _train_bpe(wanted, documents, special_tokens, say)
+            else _train_bpe(wanted, text_sources, special_tokens, say)
         )
     vocabulary = open_vocabulary(wanted, size, special_tokens, bos)
     if vocabulary.notice:
@@ -334,10 +334,10 @@ def open_vocabulary(
     return vocabulary.with_chat(chat_format.load_format(folder) or chat_format.read_format(folder))
 
 
-def _collect_characters(documents: list[Source], say: Say) -> Characters:
+def _collect_characters(text_sources: list[Source], say: Say) -> Characters:
     """Returns the characters of all splits; reports any that the training text lacks."""
-    trained = set(join_faults(functools.partial(source.characters, "train") for source in documents))
-    known = trained.union(*(source.characters(*SPLITS[1:]) for source in documents))
+    trained = set(join_faults(functools.partial(source.characters, "train") for source in text_sources))
+    known = trained.union(*(source.characters(*SPLITS[1:]) for source in text_sources))
     vocabulary = Characters.from_text(known)
     if unseen := sorted(known - trained):
         named = " ".join(map(repr, unseen[:MAX_NAMED])) + (" ..." if len(unseen) > MAX_NAMED else "")
@@ -348,9 +348,9 @@ def _collect_characters(documents: list[Source], say: Say) -> Characters:
     return vocabulary
 
 
-def _train_bpe(wanted: str, documents: list[Source], special_tokens: bool, say: Say) -> Vocabulary:
+def _train_bpe(wanted: str, text_sources: list[Source], special_tokens: bool, say: Say) -> Vocabulary:
     size = int(wanted.removeprefix("bpe:"))
-    vocabulary = hf_tokenizer.train_bpe(join_faults(source.sample for source in documents), size, special_tokens)
+    vocabulary = hf_tokenizer.train_bpe(join_faults(source.sample for source in text_sources), size, special_tokens)
     if len(vocabulary) < size:
         say(f"tokenizer=bpe:{size}: the text has pairs for {len(vocabulary):,} entries only, which are used")
     return vocabulary

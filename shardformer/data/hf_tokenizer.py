@@ -137,8 +137,8 @@ class HfTokenizer(Vocabulary):
 
     def documents(self, *, source: str, fingerprint: str) -> dict[str, str]:
         record = self.record | {"name": self.name, "source": source, "fingerprint": fingerprint}
-        module = {FILE: json.dumps(record, indent=2) + "\n", COPY: self.text}
-        return module | (self.chat.documents() if self.chat else {})
+        files = {FILE: json.dumps(record, indent=2) + "\n", COPY: self.text}
+        return files | (self.chat.documents() if self.chat else {})
 
     def encode(self, text: str, source: str = "text") -> np.ndarray:
         """Encodes a text; a long one in pieces, by all cores."""

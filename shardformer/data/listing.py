@@ -33,12 +33,12 @@ def list_files(name: str, path: Path, out: Path | None, say: Say, expected: str)
         return _list_folder(name, path, out, say, expected)
     if path.is_file():
         return [path]
-    result = sorted({file.resolve(): file for file in _expand(str(path)) if file.is_file()}.values())
-    if not result:
+    files = sorted({file.resolve(): file for file in _expand(str(path)) if file.is_file()}.values())
+    if not files:
         raise UsageError(f"data={name} does not exist; {expected}")
     base = Path(os.path.dirname(str(path)[: next((i for i, c in enumerate(str(path)) if c in "*?["), 0)]) or ".")
-    retained = [file for file in result if not _is_in_a_run(file, base, out)]
-    if rest := len(result) - len(retained):
+    retained = [file for file in files if not _is_in_a_run(file, base, out)]
+    if rest := len(files) - len(retained):
         say(f"data={name}: left out: {format_count(rest, 'file')} in folders of runs or prepared data")
     if not retained:
         raise UsageError(f"data={name} names only files of runs or of prepared data; name texts")
@@ -69,25 +69,25 @@ def is_code(path: Path) -> bool:
 def _list_folder(name: str, folder: Path, out: Path | None, say: Say, expected: str) -> list[Path]:
     every = sorted(file for file in folder.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(folder)))
     outside = [file for file in every if not _is_in_a_run(file, folder, out)]
-    documents = [file for file in outside if _has_text_suffix(file)]
-    documents = [
-        file for file in documents if table_files.is_table(file)
-    ] or documents  # a data set's README is not data
-    rest = collections.Counter(file.suffix.lower() or "no suffix" for file in set(outside) - set(documents))
+    text_files = [file for file in outside if _has_text_suffix(file)]
+    text_files = [
+        file for file in text_files if table_files.is_table(file)
+    ] or text_files  # a data set's README is not data
+    rest = collections.Counter(file.suffix.lower() or "no suffix" for file in set(outside) - set(text_files))
     if tables := [suffix for suffix in TABLES if rest[suffix]]:
         raise UsageError(
             f"data={name} has {sum(rest[suffix] for suffix in tables):,} {tables[0]} files, which are not read here; "
             f"write their text as .jsonl, or name the other texts: data='{name}/**/*.md'"
         )
-    if not documents:
-        stored = f"; it has {_describe(rest)}" if rest else ""
+    if not text_files:
+        contents = f"; it has {_describe(rest)}" if rest else ""
         known = ", ".join(TEXT_FILES[:8])
-        raise UsageError(f"data={name} is a folder without text files ({known}, ...){stored}; {expected}")
+        raise UsageError(f"data={name} is a folder without text files ({known}, ...){contents}; {expected}")
     if rest:
-        say(f"data={name}: {format_count(len(documents), 'text file')}; left out: {_describe(rest)}")
+        say(f"data={name}: {format_count(len(text_files), 'text file')}; left out: {_describe(rest)}")
     if len(outside) < len(every):
         say(f"data={name}: left out: {format_count(len(every) - len(outside), 'file')} of runs or prepared data")
-    return documents
+    return text_files
 
 
 def _describe(rest: collections.Counter[str]) -> str:
@@ -122,19 +122,19 @@ def _expand(pattern: str) -> Iterator[Path]:
     for base in glob.glob(head or "./"):
         for folder in _walk(base, set()):
             below = os.path.join(glob.escape(folder), tail.lstrip("/") or "*")
-            yield from (Path(os.path.normpath(result)) for result in _expand(below))
+            yield from (Path(os.path.normpath(file)) for file in _expand(below))
 
 
 def _walk(folder: str, seen: set[tuple[int, int]]) -> Iterator[str]:
     """Yields a folder and those below it, links among them; no folder twice."""
     try:
-        result = os.stat(folder)
+        status = os.stat(folder)
         entries = sorted(os.listdir(folder))
     except OSError:
         return
-    if (result.st_dev, result.st_ino) in seen:
+    if (status.st_dev, status.st_ino) in seen:
         return
-    seen.add((result.st_dev, result.st_ino))
+    seen.add((status.st_dev, status.st_ino))
     yield folder
     for entry in entries:
         below = os.path.join(folder, entry)

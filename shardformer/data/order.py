@@ -12,11 +12,11 @@ MAX_PATTERN = 4096  # rows after which a mixture has its weights to 1 in 4,096
 _DRAW, _SHIFT, _PATTERN = (np.uint64(number) for number in (1, 2, 3))  # so that no two uses share random values
 
 
-def scramble(*indices) -> np.ndarray:
+def scramble(*values) -> np.ndarray:
     """Hashes each row of the values (integers, or arrays of one length) to 64 bits."""
-    state = np.zeros(np.broadcast_shapes(*(np.shape(number) for number in indices)) or (1,), np.uint64)
-    for number in indices:
-        state = _mix(state ^ np.asarray(number).astype(np.uint64))
+    state = np.zeros(np.broadcast_shapes(*(np.shape(value) for value in values)) or (1,), np.uint64)
+    for value in values:
+        state = _mix(state ^ np.asarray(value).astype(np.uint64))
     return state
 
 

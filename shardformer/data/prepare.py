@@ -292,15 +292,15 @@ def _encode_batch(
     vocabulary: Vocabulary, batch: list[Piece], starts: bool, name: str
 ) -> Iterator[tuple[Piece, np.ndarray, np.ndarray]]:
     """Yields each piece with the ids of its prompt and of its text; `starts`: the first one starts a document."""
-    documents, firsts = [], []
+    texts, firsts = [], []
     for piece in batch:
-        documents += [piece.prompt, piece.text] if piece.prompt else [piece.text]
+        texts += [piece.prompt, piece.text] if piece.prompt else [piece.text]
         firsts += [starts, False] if piece.prompt else [starts]
         starts = piece.ends
-    result = iter(vocabulary.encode_pieces(documents, firsts, name))
+    encoded = iter(vocabulary.encode_pieces(texts, firsts, name))
     for piece in batch:
-        prompt = next(result) if piece.prompt else np.zeros(0, np.int32)
-        yield piece, prompt, next(result)
+        prompt = next(encoded) if piece.prompt else np.zeros(0, np.int32)
+        yield piece, prompt, next(encoded)
 
 
 def _batches(
@@ -334,9 +334,7 @@ def _write_index(recipe: Recipe, vocabulary: Vocabulary, folder: Path, items: in
     for split in SPLITS:
         splits[split], content = _join_split(parts, split, folder, any_prompts)
         contents.append(content)
-    if not any(result["bytes"] for result in splits.values()) and not any(
-        by_source[str(p)] for p in recipe.token_files
-    ):
+    if not any(entry["bytes"] for entry in splits.values()) and not any(by_source[str(p)] for p in recipe.token_files):
         shutil.rmtree(folder)
         left_out = "".join(f"; {line}" for line in report.describe())
         raise UsageError(f"{recipe.name} has no text; name files that hold some{left_out}")
@@ -378,16 +376,16 @@ def _join_split(parts: list[dict], split: str, folder: Path, any_prompts: bool) 
     files: list[dict] = []
     tokens = 0
     for number, part in enumerate(parts):
-        result, file = part[split], f"part_{number:05d}.{split}.bin"
-        if not result["tokens"]:
+        written, file = part[split], f"part_{number:05d}.{split}.bin"
+        if not written["tokens"]:
             for path in (folder / file, mask_path(folder / file)):
                 path.unlink(missing_ok=True)  # a start that was killed here may have removed it
             continue
-        ends.append(np.array(result["ends"], np.int64) + tokens)
-        prompts += result["prompts"]
-        tokens += result["tokens"]
-        digests = {name: result[name] for name in ("sha256", "mask_sha256") if name in result}
-        files.append({"file": file, "tokens": result["tokens"]} | digests)
+        ends.append(np.array(written["ends"], np.int64) + tokens)
+        prompts += written["prompts"]
+        tokens += written["tokens"]
+        digests = {name: written[name] for name in ("sha256", "mask_sha256") if name in written}
+        files.append({"file": file, "tokens": written["tokens"]} | digests)
     all_ends = np.concatenate(ends)
     all_prompts = np.array(prompts, np.int32) if any_prompts else None
     np.save(folder / f"{split}.ends.npy", all_ends)
@@ -401,8 +399,8 @@ def _join_split(parts: list[dict], split: str, folder: Path, any_prompts: bool) 
 def describe(index: dict) -> str:
     """Returns the text of the README.md of a prepared folder."""
     rows = "\n".join(
-        f"| {split} | {result['tokens']:,} | {result['documents']:,} | {result['bytes']:,} |"
-        for split, result in index["splits"].items()
+        f"| {split} | {entry['tokens']:,} | {entry['documents']:,} | {entry['bytes']:,} |"
+        for split, entry in index["splits"].items()
     )
     return f"""# {index["name"]}
 

@@ -39,7 +39,7 @@ def load_splits() -> tuple[str, str, str]:
     return _read_splits()
 
 
-def load_tfds_documents(name: str, field: str) -> tuple[str, str, str]:
+def load_tfds_splits(name: str, field: str) -> tuple[str, str, str]:
     """Returns the train, validation and test text of a data set; a split that it does not have is empty."""
     if not TFDS_NAME.fullmatch(name):
         raise UsageError(f"data=tfds:{name} takes NAME, NAME/CONFIG or NAME:VERSION of a data set in TFDS itself")

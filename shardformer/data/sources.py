@@ -26,9 +26,9 @@ TAKES = (
 def find_source(name: str, options: SourceOptions, say: Say) -> Source:
     """Returns the source that a name stands for."""
     if is_url(name):
-        target = location(name)
-        assert isinstance(target, BucketPath)
-        return _find_in_bucket(target, options, say)
+        origin = location(name)
+        assert isinstance(origin, BucketPath)
+        return _find_in_bucket(origin, options, say)
     if name == "auto":
         return _find_shakespeare_or_builtin(say)
     if name == "tiny_shakespeare":
@@ -36,19 +36,19 @@ def find_source(name: str, options: SourceOptions, say: Say) -> Source:
     if name == "builtin":
         return Texts(name, split_text(builtin.text(), SHARE))
     if name.startswith("tfds:"):
-        documents = shakespeare.load_tfds_documents(name.removeprefix("tfds:"), options.field)
-        return Texts(name, documents, through_tf=True)
+        splits = shakespeare.load_tfds_splits(name.removeprefix("tfds:"), options.field)
+        return Texts(name, splits, through_tf=True)
     path = Path(expand_home(name))
     return _find_files(name, path, options, say)
 
 
-def _find_in_bucket(target: BucketPath, options: SourceOptions, say: Say) -> Source:
+def _find_in_bucket(origin: BucketPath, options: SourceOptions, say: Say) -> Source:
     """Returns the source of a copy on this machine's disk, under its name in the bucket."""
-    if set("*?[") & set(target.key):
-        raise UsageError(f"data={target}: patterns are not looked up in a bucket; name a file or a folder there")
-    path = copy_to_disk(target, say, check_copy)
-    source = _find_files(str(target), path, options, say, target)
-    source.name = str(target)
+    if set("*?[") & set(origin.key):
+        raise UsageError(f"data={origin}: patterns are not looked up in a bucket; name a file or a folder there")
+    path = copy_to_disk(origin, say, check_copy)
+    source = _find_files(str(origin), path, options, say, origin)
+    source.name = str(origin)
     return source
 
 
@@ -58,15 +58,15 @@ def check_copy(path: Path) -> None:
         TokenFolder.open(path).check_contents()
 
 
-def _find_files(name: str, path: Path, options: SourceOptions, say: Say, target: BucketPath | None = None) -> Source:
-    """Returns the source of a path; `target` is the location in a bucket that it is a copy of."""
+def _find_files(name: str, path: Path, options: SourceOptions, say: Say, origin: BucketPath | None = None) -> Source:
+    """Returns the source of a path; `origin` is the location in a bucket that it is a copy of."""
     if path.is_dir() and TokenFolder.is_folder(path):
         return PreparedFolder(path)
     if path.suffix in TOKEN_FILES and path.is_file():
         return TokenFile(path, options)
     if path.suffix in (".index", *tfrecords.SUFFIXES) and path.is_file():
-        return TFRecordFiles(path, options, target, say)
-    return _find_documents(name, path, options, say)
+        return TFRecordFiles(path, options, origin, say)
+    return _find_texts(name, path, options, say)
 
 
 def find_recipe(names: list[str], options: SourceOptions, say: Say = print, *, with_ids: bool = False) -> Recipe:
@@ -78,31 +78,31 @@ def find_recipe(names: list[str], options: SourceOptions, say: Say = print, *, w
     if repeated := _find_repeated(files):
         raise UsageError(f"{repeated} is named twice; name every file once")
     token_files = [file for file in files if with_ids and file.suffix in TOKEN_FILES]
-    documents = [file for file in files if file not in token_files]
-    for file in documents:
+    text_paths = [file for file in files if file not in token_files]
+    for file in text_paths:
         check_suffix(file)
         if text_files.is_json(file) or not is_code(file):
             text_files.check_not_records(file)
     name = ",".join(name if is_url(name) else str(Path(expand_home(name)).resolve()) for name in names)
-    if tables := [file for file in documents if file.suffix.lower() == ".csv"]:
+    if tables := [file for file in text_paths if file.suffix.lower() == ".csv"]:
         say(
             f"data={name}: {len(tables):,} .csv read as text, with its header, commas and quotes; to train on its "
             "columns as records, write them to .jsonl or .parquet"
         )
-    one_text = len(files) == 1 and bool(documents) and text_files.FileRange(documents[0], 0, 0, True).is_plain
-    size = sum(file.stat().st_size for file in documents) + sum(len(open_token_file(file)) for file in token_files)
-    is_chat = not options.pairs and are_chat_files(documents, options.field)
-    pairs = not is_chat and are_preference_files(documents, options.field)
-    if options.pairs and not pairs and are_chat_files(documents, options.field):
+    one_text = len(files) == 1 and bool(text_paths) and text_files.FileRange(text_paths[0], 0, 0, True).is_plain
+    size = sum(file.stat().st_size for file in text_paths) + sum(len(open_token_file(file)) for file in token_files)
+    is_chat = not options.pairs and are_chat_files(text_paths, options.field)
+    pairs = not is_chat and are_preference_files(text_paths, options.field)
+    if options.pairs and not pairs and are_chat_files(text_paths, options.field):
         raise UsageError(
             f"data={name} holds conversations, expected preference pairs; give records with prompt, chosen and "
             "rejected, or read conversations: objective=lm, without pairs=true"
         )
     if pairs:
-        is_chat = holds_messages(text_files.peek_record(documents[0]))
+        is_chat = holds_messages(text_files.peek_record(text_paths[0]))
     return Recipe(
         name,
-        tuple(documents),
+        tuple(text_paths),
         options.field,
         options.share_of(size),
         in_order=one_text,
@@ -123,7 +123,7 @@ def _find_repeated(files: list[Path]) -> Path | None:
     return None
 
 
-def _find_documents(name: str, path: Path, options: SourceOptions, say: Say) -> Source:
+def _find_texts(name: str, path: Path, options: SourceOptions, say: Say) -> Source:
     recipe = find_recipe([name], options, say)
     if recipe.has_masks or not recipe.in_order or recipe.files[0].stat().st_size > text_files.LIMITS.in_memory:
         return TextFiles(recipe)

@@ -44,7 +44,7 @@ def _filtered_stderr() -> Iterator[None]:
     """
     try:
         sys.stderr.flush()
-        retained = os.dup(2)
+        original = os.dup(2)
     except (OSError, AttributeError, ValueError):  # a process without stderr
         yield
         return
@@ -52,7 +52,7 @@ def _filtered_stderr() -> Iterator[None]:
         command = [sys.executable, "-I", "-S", "-c", FILTER]
         filtering = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
     except OSError:
-        os.close(retained)
+        os.close(original)
         yield
         return
     assert filtering.stdin is not None
@@ -62,8 +62,8 @@ def _filtered_stderr() -> Iterator[None]:
     finally:
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.flush()
-        os.dup2(retained, 2)
-        os.close(retained)
+        os.dup2(original, 2)
+        os.close(original)
         filtering.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):  # a child of this process may hold its stderr open
             filtering.wait(1)

@@ -30,24 +30,22 @@ class Texts(Source):
 
     is_text = True
 
-    def __init__(self, name: str, documents: tuple[str, str, str], fixed_splits: bool = True, through_tf: bool = False):
-        self.name, self.texts, self.fixed_splits, self.through_tf = name, documents, fixed_splits, through_tf
+    def __init__(self, name: str, texts: tuple[str, str, str], fixed_splits: bool = True, through_tf: bool = False):
+        self.name, self.texts, self.fixed_splits, self.through_tf = name, texts, fixed_splits, through_tf
 
     def sample(self) -> Iterator[str]:
         return iter(text_files.cut_text(self.texts[0]))
 
     def characters(self, *splits: str) -> set[str]:
-        documents = dict(zip(SPLITS, self.texts, strict=True))
-        return set().union(*(documents[split] for split in splits))
+        by_split = dict(zip(SPLITS, self.texts, strict=True))
+        return set().union(*(by_split[split] for split in splits))
 
     def open(self, vocabulary: Vocabulary, progress: Progress) -> OpenedSource:
         names = [f"{split} split of {self.name}" for split in SPLITS]
         ids = [vocabulary.encode(text, name) for text, name in zip(self.texts, names, strict=True)]
         ids[0] = np.concatenate([np.array(vocabulary.beginning, np.int32), ids[0]])
-        splits = {
-            split: Split.of_ids(result, self.name) for split, result in zip(SPLITS, ids, strict=True) if len(result)
-        }
-        return OpenedSource(self.name, _fingerprint_documents(self.texts), splits, through_tf=self.through_tf)
+        splits = {split: Split.of_ids(part, self.name) for split, part in zip(SPLITS, ids, strict=True) if len(part)}
+        return OpenedSource(self.name, _fingerprint_texts(self.texts), splits, through_tf=self.through_tf)
 
 
 class TextFiles(Source):
@@ -95,12 +93,12 @@ class TextFiles(Source):
                 "SHARDFORMER_CACHE to a folder on a disk"
             ) from None
         if folder.exists():
-            result = TokenFolder.open(folder)
+            prepared = TokenFolder.open(folder)
         else:
             self.check_encoding()
-            result = prepare(self.recipe, vocabulary, folder, progress)
-        splits, notices = result.splits(), tuple(result.rows.describe())
-        return OpenedSource(self.name, result.fingerprint, splits, notices=notices, check=result.check_contents)
+            prepared = prepare(self.recipe, vocabulary, folder, progress)
+        splits, notices = prepared.splits(), tuple(prepared.rows.describe())
+        return OpenedSource(self.name, prepared.fingerprint, splits, notices=notices, check=prepared.check_contents)
 
 
 def split_text(text: str, share: float) -> tuple[str, str, str]:
@@ -110,7 +108,7 @@ def split_text(text: str, share: float) -> tuple[str, str, str]:
     return text[:train_end], text[train_end:validation_end], text[validation_end:]
 
 
-def _fingerprint_documents(documents: tuple[str, str, str]) -> str:
+def _fingerprint_texts(texts: tuple[str, str, str]) -> str:
     """Returns a sha256 of the three splits."""
-    lengths = ",".join(str(len(text)) for text in documents)
-    return hashlib.sha256((lengths + "".join(documents)).encode()).hexdigest()
+    lengths = ",".join(str(len(text)) for text in texts)
+    return hashlib.sha256((lengths + "".join(texts)).encode()).hexdigest()

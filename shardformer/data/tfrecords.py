@@ -99,15 +99,15 @@ class Records:
         self.ids_per_record = len(self.files[0].ids(0))
 
     @staticmethod
-    def open(path: Path, cache: Path | None = None, target: BucketPath | None = None, say=print) -> "Records":
-        """Opens an index file, with a path a line, or one .tfrecords file; `target` is its location in a bucket."""
+    def open(path: Path, cache: Path | None = None, origin: BucketPath | None = None, say=print) -> "Records":
+        """Opens an index file, with a path a line, or one .tfrecords file; `origin` is its location in a bucket."""
         if path.suffix in SUFFIXES:
             return Records(str(path), [RecordFile.open(_unpack(path, cache))])
         try:
             lines = [line.strip() for line in read_text(path).splitlines() if line.strip()]
         except UnicodeDecodeError:
             raise UsageError(f"{path} is not an index of TFRecords: expected a path on every line") from None
-        files = _find_files(target or path, lines, say)
+        files = _find_files(origin or path, lines, say)
         return Records(str(path), [RecordFile.open(_unpack(file, cache)) for file in files])
 
     @property
@@ -185,12 +185,12 @@ class RecordWindows(Windows):
 
     def gather(self, rows: np.ndarray, shifts: np.ndarray | int = 0, weighted: bool = True) -> Batch:
         ids, weights = np.zeros((len(rows), self._seq + 1), np.int32), np.ones((len(rows), self._seq), np.float32)
-        for path, row in enumerate(np.asarray(rows).tolist()):
+        for at, row in enumerate(np.asarray(rows).tolist()):
             if row >= self.count:
-                weights[path] = 0
+                weights[at] = 0
                 continue
             record, offset = divmod(row, self._rows_per_record)
-            ids[path] = self._read(self._split.start + record)[offset * self._seq :][: self._seq + 1]
+            ids[at] = self._read(self._split.start + record)[offset * self._seq :][: self._seq + 1]
         return {"tokens": ids[:, :-1], "targets": ids[:, 1:]} | ({"weights": weights} if weighted else {})
 
     def rows_in_file_order(self, step: int, batch: int) -> np.ndarray:

@@ -180,10 +180,10 @@ def digests_of(parts: list[dict]) -> list[str]:
 
 
 def _check_size(path: Path, expected: int) -> None:
-    result = path.stat().st_size if path.exists() else None
-    if result != expected:
+    size = path.stat().st_size if path.exists() else None
+    if size != expected:
         raise RunError(
-            f"{path} is {'missing' if result is None else f'{result:,} bytes long'}, expected {expected:,} bytes; "
+            f"{path} is {'missing' if size is None else f'{size:,} bytes long'}, expected {expected:,} bytes; "
             "delete the folder and prepare it again"
         )
 

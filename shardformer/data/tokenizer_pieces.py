@@ -54,13 +54,13 @@ def _is_safe(kind: Break, first: "Tokenizer", continuation: "Tokenizer") -> bool
 
 def _make_probes(kind: Break) -> list[tuple[str, str]]:
     """Returns samples in two parts, which may be cut between them by this kind of break."""
-    result = []
+    probes = []
     for left, right in itertools.product(PROBES, PROBES):
         text = f"{left} {right}" if kind is SPACE_BEFORE_WORD else f"{left}\n{right}"
-        location = len(left) + (kind is not SPACE_BEFORE_WORD)
-        if any(match.end() == location for match in kind.text.finditer(text)):
-            result.append((text[:location], text[location:]))
-    return result
+        border = len(left) + (kind is not SPACE_BEFORE_WORD)
+        if any(match.end() == border for match in kind.text.finditer(text)):
+            probes.append((text[:border], text[border:]))
+    return probes
 
 
 def _is_separated(tokenizer: "Tokenizer", before: str, after: str) -> bool:
@@ -70,8 +70,8 @@ def _is_separated(tokenizer: "Tokenizer", before: str, after: str) -> bool:
     return any(start == len(normalise(before)) for _, (start, _) in words)
 
 
-def _encode(tokenizer: "Tokenizer", documents: list[str]) -> list[list[int]]:
-    return [result.ids for result in tokenizer.encode_batch(documents, add_special_tokens=False)]
+def _encode(tokenizer: "Tokenizer", texts: list[str]) -> list[list[int]]:
+    return [encoding.ids for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
 
 
 def remove_prefix(document: dict) -> dict:

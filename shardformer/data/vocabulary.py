@@ -181,7 +181,7 @@ class Characters(Vocabulary):
         line_start = text.rfind("\n", 0, index) + 1
         line = text.count("\n", 0, index) + 1
         first = text[index]
-        missing = sorted({text[location] for location in unknown})
+        missing = sorted({text[at] for at in unknown})
         named = " ".join(map(repr, missing[:MAX_NAMED])) + (" ..." if len(missing) > MAX_NAMED else "")
         it, all_of_them = ("them", f" ({len(missing)} are not: {named})") if len(missing) > 1 else ("it", "")
         return (
@@ -263,7 +263,7 @@ class TokenIds(Vocabulary):
         return " ".join(map(str, self._check_ids(ids).tolist()))
 
     def decode_stream(self, ids: Iterable[int]) -> Iterator[str]:
-        return (f"{' ' if location else ''}{token}" for location, token in enumerate(ids))
+        return (f"{' ' if number else ''}{token}" for number, token in enumerate(ids))
 
 
 def _code_points(text: str) -> np.ndarray:

@@ -39,8 +39,8 @@ T = TypeVar("T")
 
 def first_message_from_any_process(text: str) -> str:
     """Returns this process's text; if it is empty, the first text of another process, with its number."""
-    rest = (f"process {process}: {parts}" for process, parts in enumerate(gather_documents(text)) if parts)
-    return text or next(rest, "")
+    messages = (f"process {process}: {message}" for process, message in enumerate(gather_texts(text)) if message)
+    return text or next(messages, "")
 
 
 def succeed_or_fail_together(act: Callable[[], T]) -> T:
@@ -53,12 +53,12 @@ def succeed_or_fail_together(act: Callable[[], T]) -> T:
         local_error = error
     except OSError as error:
         local_error = RunError(str(error) or type(error).__name__)
-    failures = gather_documents(f"{type(local_error).__name__}:{local_error}" if local_error else "")
+    failures = gather_texts(f"{type(local_error).__name__}:{local_error}" if local_error else "")
     for process, failure in enumerate(failures):
         if failure:
-            kind, _, parts = failure.partition(":")
+            kind, _, message = failure.partition(":")
             raise local_error or (UsageError if kind == UsageError.__name__ else RunError)(
-                f"process {process}: {parts}"
+                f"process {process}: {message}"
             )
     return result[0]
 
@@ -69,7 +69,7 @@ def run_on_first_process(act: Callable[[], object]) -> None:
 
 
 def text_of_first_process(text: str) -> str:
-    return gather_documents(text)[0]
+    return gather_texts(text)[0]
 
 
 def array_of_first_process(values: np.ndarray) -> np.ndarray:
@@ -80,7 +80,7 @@ def array_of_first_process(values: np.ndarray) -> np.ndarray:
     return np.frombuffer(gather_rows(row)[0].tobytes(), values.dtype).reshape(values.shape)
 
 
-def gather_documents(text: str) -> list[str]:
+def gather_texts(text: str) -> list[str]:
     """Returns the strings of all processes in order; with two or more processes each is cut to 2 kB."""
     if jax.process_count() == 1:
         return [text]
@@ -123,26 +123,26 @@ def ending_all_on_failure(raised_on_all: tuple[type[Exception], ...] = (RunError
     except Exception as error:
         if not jax.distributed.is_initialized() or jax.process_count() == 1:
             raise
-        parts, advice = str(error)[:500] or type(error).__name__, ""
+        message, advice = str(error)[:500] or type(error).__name__, ""
         if not isinstance(error, (RunError, UsageError, OSError)):
             if _watch is not None and _watch.ending.wait(2):
                 time.sleep(60)  # another process has died; the watch prints that and ends this process
             traceback.print_exc()
             advice = ". If another process has died, what it printed says why"
         here = f"process {jax.process_index()} of {jax.process_count()}"
-        rendezvous.end_process(f"{here}: {parts}{advice}; start all of them again (to train: train --resume)")
+        rendezvous.end_process(f"{here}: {message}{advice}; start all of them again (to train: train --resume)")
 
 
 def check_same_on_all_processes(what: str, value: str) -> None:
     """Raises RunError if a value differs: the processes would wait for one another forever, or train nonsense."""
     digest = hashlib.sha256(value.encode(errors="surrogateescape")).hexdigest()
-    if len(set(gather_documents(digest))) > 1:
+    if len(set(gather_texts(digest))) > 1:
         raise RunError(f"{what} differs between the {jax.process_count()} processes; give all of them the same")
 
 
 def check_same_software() -> None:
     """Raises RunError if a process has other code or another JAX: JAX alone may have joined the processes."""
-    first, *rest = gather_documents(describe_software())
+    first, *rest = gather_texts(describe_software())
     for process, software in enumerate(rest, start=1):
         if software != first:
             raise RunError(describe_difference(0, first, process, software))

@@ -174,11 +174,11 @@ def find_danger(folder: Path) -> str:
 def _is_own_group(group: int) -> bool:
     """Returns whether only this user is in a group: many systems give every user one of the same name."""
     try:
-        user, result = pwd.getpwuid(os.getuid()), grp.getgrgid(group)
+        user, entry = pwd.getpwuid(os.getuid()), grp.getgrgid(group)
     except KeyError:
         return False
-    is_named_so = user.pw_gid == group and result.gr_name == user.pw_name
-    return is_named_so and not set(result.gr_mem) - {user.pw_name}
+    is_named_so = user.pw_gid == group and entry.gr_name == user.pw_name
+    return is_named_so and not set(entry.gr_mem) - {user.pw_name}
 
 
 def _name_file(lowered: jax.stages.Lowered, devices: Sequence[jax.Device], options) -> str:

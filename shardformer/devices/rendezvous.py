@@ -95,7 +95,7 @@ def connect(
     host, _, port = address.rpartition(":")
     if index == 0:
         return _accept_all(int(port), count, waiting)
-    return {0: _inside_first(host.strip("[]"), int(port), count, index, waiting)}
+    return {0: _connect_to_first(host.strip("[]"), int(port), count, index, waiting)}
 
 
 class _Waiting:
@@ -170,9 +170,9 @@ def _welcome(connection: socket.socket, count: int, links: dict[int, Link], wait
     link = Link(connection)
     try:
         hello = link.receive_one(min(5, max(waiting.deadline - time.monotonic(), RETRY)))
-        name, *values = hello.decode().split(" ", 3)
-        index, their_count = map(int, values[:2])
-        software = values[2] if len(values) > 2 else "an older shardformer"
+        name, *fields = hello.decode().split(" ", 3)
+        index, their_count = map(int, fields[:2])
+        software = fields[2] if len(fields) > 2 else "an older shardformer"
     except (OSError, ValueError):
         connection.close()
         return
@@ -198,7 +198,7 @@ def _welcome(connection: socket.socket, count: int, links: dict[int, Link], wait
         links[index] = link
 
 
-def _inside_first(host: str, port: int, count: int, index: int, waiting: _Waiting) -> Link:
+def _connect_to_first(host: str, port: int, count: int, index: int, waiting: _Waiting) -> Link:
     where = f" at {host}:{port}"
     while True:
         try:

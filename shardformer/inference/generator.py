@@ -135,11 +135,11 @@ class Generator:
         check_prompts(contexts, vocab_size)
         parameters = _Parameters(params, self._unstack_layers(params))
         request = _Request(parameters, sampling, vocab_size, stops, watch)
-        values = itertools.count()
+        row_numbers = itertools.count()
         repeated = [context for context in contexts for _ in range(sampling.samples)]
         numbers = range(len(repeated)) if apart else itertools.cycle(range(sampling.samples))
         pairs = zip(repeated, numbers, strict=False)
-        while rows := [Row(next(values), *pair) for pair in itertools.islice(pairs, batch)]:
+        while rows := [Row(next(row_numbers), *pair) for pair in itertools.islice(pairs, batch)]:
             while any(not row.ended(sampling) for row in rows):
                 self._fill_contexts(request, rows)
             yield from (Continuation(row.ids, row.logprobs, row.stopped) for row in rows)

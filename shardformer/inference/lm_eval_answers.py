@@ -67,7 +67,7 @@ class Answers:
 
     def continue_prompts(self, questions: Sequence[Question]) -> list[str]:
         """Returns the continuation of each question, in order."""
-        documents = [""] * len(questions)
+        continuations = [""] * len(questions)
         for settings, indices in self._group(questions):
             sampling, until = self._read_settings(settings)
             stops = Stops(self._codec.vocabulary, until, self._codec.ends)
@@ -84,8 +84,8 @@ class Answers:
                 lambda *_: self._before_batch(), self._rows,
             )  # fmt: skip
             for i, row in zip(order, rows, strict=True):
-                documents[i] = cut_text(self._codec.decode_without_special_tokens(row.ids), until)
-        return documents
+                continuations[i] = cut_text(self._codec.decode_without_special_tokens(row.ids), until)
+        return continuations
 
     def _encode(self, text: str) -> list[int]:
         """Encodes a text as `hf` does: without a beginning if the text spells the prefix."""

@@ -154,8 +154,8 @@ class Stops:
     def __init__(self, vocabulary: Vocabulary, strings: Sequence[str] = (), ends: Collection[int] | None = None):
         self._decode = vocabulary.decode
         self._strings = [string for string in strings if string]
-        local = [] if vocabulary.end_of_text is None else [vocabulary.end_of_text]
-        self._ends = frozenset(local if ends is None else ends)
+        default = [] if vocabulary.end_of_text is None else [vocabulary.end_of_text]
+        self._ends = frozenset(default if ends is None else ends)
 
     def __call__(self, ids: list[int]) -> bool:
         """Returns whether the last of these ids ends the text."""

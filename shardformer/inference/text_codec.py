@@ -70,8 +70,8 @@ class TextCodec:
         """Encodes a text without a beginning."""
         return self.vocabulary.encode(text, source).tolist()
 
-    def encode_all(self, documents: list[str], name: str) -> list[list[int]]:
-        return [self.encode(text, f"{name} {i + 1}") for i, text in enumerate(documents)]
+    def encode_all(self, texts: list[str], name: str) -> list[list[int]]:
+        return [self.encode(text, f"{name} {i + 1}") for i, text in enumerate(texts)]
 
     def decode(self, ids: list[int]) -> str:
         return self.vocabulary.decode(ids)

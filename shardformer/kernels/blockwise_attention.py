@@ -135,18 +135,18 @@ def no_keys(shape: tuple[int, ...]) -> Running:
     return Running(jnp.zeros(shape), jnp.full(shape[:-1], MASKED), jnp.zeros(shape[:-1]))
 
 
-def add_keys(running: Running, q_i, k, v, position, mask: Mask, sizes: Sizes, figures) -> Running:
+def add_keys(running: Running, q_i, k, v, position, mask: Mask, sizes: Sizes, indices) -> Running:
     """Adds a block of the keys and values to the softmax of block i of the queries.
 
-    The block is at `position` in `k` and `v`, and has number j of the row; `figures` are (i, j).
+    The block is at `position` in `k` and `v`, and has number j of the row; `indices` are (i, j).
     """
     values, largest, total = running
     g, h = k.shape[1], q_i.shape[1]
-    logits = _logits(q_i, take_block(k, position, sizes.block), mask, sizes, *figures)[0]
+    logits = _logits(q_i, take_block(k, position, sizes.block), mask, sizes, *indices)[0]
     new_largest = jnp.maximum(largest, logits.max(-1))
     weights, shrink = jnp.exp(logits - new_largest[..., None]), jnp.exp(largest - new_largest)
     total = total * shrink + weights.sum(-1)
-    weights = weights * _dropout_factor(mask, sizes, *figures)
+    weights = weights * _dropout_factor(mask, sizes, *indices)
     more = _product("bgxs,bgsk->bgxk", _group(weights.astype(v.dtype), g), take_block(v, position, sizes.block))
     return Running(values * shrink[..., None] + _ungroup(more, h), new_largest, total)
 
@@ -192,12 +192,12 @@ def expected_gradients(d_values_BhTK: Array, values_BhTK: Array) -> Array:
     return _product("bhtk,bhtk->bht", d_values_BhTK.astype(jnp.float32), values_BhTK.astype(jnp.float32))
 
 
-def add_gradients(sums: tuple, queries: Queries, position, k_j, v_j, mask: Mask, sizes: Sizes, values) -> tuple:
+def add_gradients(sums: tuple, queries: Queries, position, k_j, v_j, mask: Mask, sizes: Sizes, indices) -> tuple:
     """Adds to the sums (dq, d_bias, dk_j, dv_j) the gradients of one pair of blocks.
 
-    The pair is block i of the queries, at `position` in their array, and block j of the keys; `values` are (i, j).
+    The pair is block i of the queries, at `position` in their array, and block j of the keys; `indices` are (i, j).
     """
-    (dq, d_bias, dk_j, dv_j), (i, j) = sums, values
+    (dq, d_bias, dk_j, dv_j), (i, j) = sums, indices
     g, h, block = k_j.shape[1], queries.q_BhTK.shape[1], sizes.block
     q_i, d_values_i = (take_block(x, position, block) for x in (queries.q_BhTK, queries.d_values_BhTK))
     logits, slope = _logits(q_i, k_j, mask, sizes, i, j)

@@ -54,7 +54,7 @@ linear.defvjp(_forward, _backward)
 
 
 def split_columns(x: Array, elements: int) -> list[Array]:
-    """Returns x in pieces of equally many columns, as a gradient of so many elements with these columns has them.
+    """Splits x by columns into equal pieces, as many as `linear` computes a gradient of `elements` numbers in.
 
     A TPU sends one piece of a wide gradient while it computes the next. `linear` computes a gradient as a
     concatenation of products, and `scatter_sum` splits it in the same places. XLA drops the concatenation then. The

@@ -46,7 +46,7 @@ def compute_losses(sides: Sides, keys, kl: Array | float = 0.0) -> Losses:
 
 
 def smooth_sigmoid_loss(margin: Array, smoothing: float) -> Array:
-    """Returns -log sigmoid of a margin; with `smoothing`, the expectation if so many labels are wrong."""
+    """Returns -log sigmoid of a margin, or its mean if the fraction `smoothing` of the labels is wrong."""
     right, wrong = jax.nn.log_sigmoid(margin), jax.nn.log_sigmoid(-margin)
     return -(1 - smoothing) * right - smoothing * wrong
 

@@ -25,11 +25,11 @@ def find_frequencies(
     stretched = frequency / np.float32(scaling.factor)
     if scaling.kind == "linear":
         return stretched
-    retained = _share_by_yarn(size, theta, scaling) if scaling.kind == "yarn" else _share_remaining(frequency, scaling)
-    return (1 - retained) * stretched + retained * frequency
+    share = _share_by_yarn(size, theta, scaling) if scaling.kind == "yarn" else _share_by_llama3(frequency, scaling)
+    return (1 - share) * stretched + share * frequency
 
 
-def _share_remaining(frequency: np.ndarray, scaling: RotaryScaling) -> np.ndarray:
+def _share_by_llama3(frequency: np.ndarray, scaling: RotaryScaling) -> np.ndarray:
     """Returns llama3's share: linear in the rotations of each pair within the first training's context."""
     turns_before = np.float32(scaling.old_seq) * frequency / np.float32(2 * math.pi)
     return np.clip((turns_before - scaling.low) / np.float32(scaling.high - scaling.low), 0, 1).astype(np.float32)

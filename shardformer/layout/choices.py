@@ -20,7 +20,7 @@ PLAIN, SCAN, KEEP_ALL, REPLICATED, NO_ROWS = Plain(), Loop(scan=True), Remat(), 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The choices of one configuration on one type of device, each an object; `reasons` has a sentence for each."""
+    """The choices of one configuration on one type of device. `reasons` explains each choice in one sentence."""
 
     config: Config
     hardware: Hardware = CPU

@@ -63,12 +63,12 @@ def start(
     gpu.prepare()
     use_cpu_devices(_cpu_devices(config), many_in_flight=in_parts)
     processes.join_processes(config)
-    devices, multiple, rows = find_devices(), jax.process_count() > 1, 0
-    virtual = devices[0].platform == "cpu" and not multiple
+    devices, distributed, rows = find_devices(), jax.process_count() > 1, 0
+    virtual = devices[0].platform == "cpu" and not distributed
     if previous and previous.parallel.mesh != "auto":
         rows = previous.microbatch_rows
         if config.parallel.mesh == previous.parallel.mesh:
-            config = adapt_to_devices(config, len(devices), multiple, say)
+            config = adapt_to_devices(config, len(devices), distributed, say)
     if may_add_rows and config.parallel.mesh == "auto":
         config = config.replace(batch=-(-config.training.batch // len(devices)) * len(devices))
     return choose_mesh(config, len(devices), virtual, needed, device_memory(), say, rows)
@@ -77,13 +77,13 @@ def start(
 def adapt_to_devices(config: Config, devices: int, all_of_them: bool, say: Callable[[str], None]) -> Config:
     """Adapts the mesh of a resumed run to fewer or more devices: changes dp if that fits, else sets mesh=auto."""
     before, size = parse_mesh(config.parallel.mesh), config.parallel.devices
-    rest = size // before.dp
+    per_replica = size // before.dp
     if devices == size or (devices % size == 0 and not all_of_them):
         return config
     changed = config.replace(mesh="auto")
-    if devices % rest == 0:
+    if devices % per_replica == 0:
         with contextlib.suppress(UsageError):
-            changed = config.replace(mesh=str(before._replace(dp=devices // rest)))
+            changed = config.replace(mesh=str(before._replace(dp=devices // per_replica)))
     hint = "" if config.training.accum == 0 else "; accum=auto would adapt the microbatches"
     say(
         f"{format_count(size, 'device')} before, {devices} now: mesh={config.parallel.mesh} becomes "
@@ -155,9 +155,8 @@ def choose_mesh(
     if config.parallel.mesh != "auto":
         rows = config.parallel.dp * config.parallel.pp
         raise UsageError(
-            f"{_searched(config, devices)} that pp={config.parallel.pp} divides and batch={config.training.batch} "
-            "can be cut into; try "
-            f"batch={-(-config.training.batch // rows) * rows}"
+            f"accum=auto on mesh={config.parallel.mesh} needs a batch that dp * pp = {rows} divides; got "
+            f"batch={config.training.batch}, try batch={-(-config.training.batch // rows) * rows}"
         )
     parts = devices * max(config.training.accum, 1)
     raise UsageError(

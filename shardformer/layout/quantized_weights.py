@@ -46,7 +46,7 @@ class QuantizedWeights(FloatWeights):
         return leaf in OF_LAYERS if is_stacked(module) else name.endswith(("/embed/tokens", "/head/w"))
 
     def quantizes_rows(self, name: str) -> bool:
-        """Returns whether no scale is of two rows of the first axis: of two layers, or of two rows of a token table."""
+        """Returns whether each index of the first axis has its own scales: each layer, or each row of a token table."""
         return is_stacked(name) or name.endswith("/tokens")
 
     def store(self, params: dict) -> dict:

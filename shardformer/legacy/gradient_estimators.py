@@ -109,8 +109,8 @@ def _difference(function: Function, samples: jax.Array, first: jax.Array, second
     def value(x, number, position):
         return function(x.at[position].set(number))
 
-    over_indices = jax.vmap(value, in_axes=(None, 0, 0))
-    over_samples = jax.vmap(over_indices, in_axes=(0, 0, None))
+    over_positions = jax.vmap(value, in_axes=(None, 0, 0))
+    over_samples = jax.vmap(over_positions, in_axes=(0, 0, None))
     positions = jnp.arange(samples.shape[1])
     return over_samples(samples, first, positions) - over_samples(samples, second, positions)
 

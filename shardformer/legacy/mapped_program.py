@@ -106,15 +106,15 @@ class MappedProgram:
 
     def _map_with(self, mapper: Callable, args):
         """The results as their specs say, at index 0 of an axis that a result varies over and its spec omits."""
-        results: dict[str, Any] = {}
+        structure: dict[str, Any] = {}
         try:
-            return self._mapped(args, mapper, results)
+            return self._mapped(args, mapper, structure)
         except NameError as error:
             self._explain_unbound_name(error)
             raise
         except ValueError as error:
-            # Before the body has returned, it is an error of the body, and no objection to its results.
-            if not isinstance(error, NotProvenEqual) and not ("tree" in results and raised_by_jax(error)):
+            # Before the body has returned, it is an error of the body, and no objection to its structure.
+            if not isinstance(error, NotProvenEqual) and not ("tree" in structure and raised_by_jax(error)):
                 raise
             refused = error
         # This raises again whatever was not an objection to a result.
@@ -153,20 +153,20 @@ class MappedProgram:
             raise TypeError(f"{message}; name the axis in the spec, or reduce over it in the body") from refused
         self.warnings.append(f"{message}; its value at index 0 is returned. strict=True makes this an error")
 
-    def _mapped(self, args, mapper: Callable, matches: dict):
+    def _mapped(self, args, mapper: Callable, structure: dict):
         """The function of whole arrays; `mapper(body)` is the body mapped over every named axis.
 
-        found: takes the structure of the results, once the body has returned.
+        structure: receives the structure of the results, once the body has returned.
         """
 
         def body(*leaves):
             # The results travel in one list for each spec, because vmap wants a prefix that describes them.
             result = self.fun()(*jax.tree.unflatten(self.in_tree, leaves))
             matched = self.outputs.match(result, self.strict)
-            matches["tree"] = jax.tree.structure(result)
-            matches["specs"] = [self.outputs.distinct.index(axes) for _, axes in matched]
+            structure["tree"] = jax.tree.structure(result)
+            structure["specs"] = [self.outputs.distinct.index(axes) for _, axes in matched]
             by_spec = [[] for _ in self.outputs.distinct]
-            for leaf, (path, axes), spec in zip(jax.tree.leaves(result), matched, matches["specs"], strict=True):
+            for leaf, (path, axes), spec in zip(jax.tree.leaves(result), matched, structure["specs"], strict=True):
                 self._check_result(leaf, f"result{path}", axes)
                 by_spec[spec].append(leaf)
             return by_spec
@@ -177,7 +177,7 @@ class MappedProgram:
             iter([self._constrain_layout(leaf, axes) for leaf in results])
             for axes, results in zip(self.outputs.distinct, by_spec, strict=True)
         ]
-        return jax.tree.unflatten(matches["tree"], [next(queues[spec]) for spec in matches["specs"]])
+        return jax.tree.unflatten(structure["tree"], [next(queues[spec]) for spec in structure["specs"]])
 
     def _constrain_layout(self, leaf, axes: AxisSpec):
         if self.placements.mesh is None:

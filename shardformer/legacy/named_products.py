@@ -40,7 +40,7 @@ def xeinsum(spec: str, *operands):
     for what, index, result in (("subscript", 0, out_letters), ("named axis", 1, out_names)):
         if absent := set(result).difference(*(term[index] for term in inputs)):
             raise ValueError(f"the result of {spec!r} has the {what} {', '.join(sorted(absent))}, which no operand has")
-    if any(len(set(defined)) < len(defined) for term in terms for defined in term):
+    if any(len(set(axes)) < len(axes) for term in terms for axes in term):
         raise NotImplementedError(f"a term of {spec!r} has an axis twice; take the diagonal first (jnp.diagonal)")
     first, *rest = [_reduce_alone(position, operand, inputs, terms[-1]) for position, operand in enumerate(operands)]
     if rest:
@@ -98,15 +98,15 @@ def _reduce_alone(position: int, operand, inputs: list, result: tuple):
     """Sums the axes that this operand alone has; returns it with the letters and the names that are left."""
     rest = [term for other, term in enumerate(inputs) if other != position]
     letters, names = inputs[position]
-    retained = [
-        [axis for axis in defined if axis in result[kind] or any(axis in term[kind] for term in rest)]
-        for kind, defined in enumerate((letters, names))
+    left = [
+        [axis for axis in axes if axis in result[kind] or any(axis in term[kind] for term in rest)]
+        for kind, axes in enumerate((letters, names))
     ]
     operand = jnp.asarray(operand)
-    operand = operand.sum(tuple(location for location, letter in enumerate(letters) if letter not in retained[0]))
-    if alone := tuple(name for name in names if name not in retained[1]):
+    operand = operand.sum(tuple(i for i, letter in enumerate(letters) if letter not in left[0]))
+    if alone := tuple(name for name in names if name not in left[1]):
         operand = lax.psum(operand, alone)
-    return operand, retained[0], retained[1]
+    return operand, left[0], left[1]
 
 
 def _contract(left: tuple, right: tuple, result: tuple):
@@ -114,13 +114,13 @@ def _contract(left: tuple, right: tuple, result: tuple):
     shared = [letter for letter in x_letters if letter in y_letters]
 
     def positions(letters):
-        return tuple([defined.index(letter) for letter in letters] for defined in (x_letters, y_letters))
+        return tuple([axes.index(letter) for letter in letters] for axes in (x_letters, y_letters))
 
     contracted = [letter for letter in shared if letter not in result[0]]
     batch = [letter for letter in shared if letter in result[0]]
     names = [name for name in x_names if name in y_names and name not in result[1]]
     product = pdot(x, y, names, positions(contracted), positions(batch))
-    order = batch + [letter for defined in (x_letters, y_letters) for letter in defined if letter not in shared]
+    order = batch + [letter for axes in (x_letters, y_letters) for letter in axes if letter not in shared]
     return jnp.transpose(product, [order.index(letter) for letter in result[0]])
 
 
@@ -217,13 +217,13 @@ def _shifted(sides, x_axis, y_axis):
     return _shift(sides[0], x_axis), _shift(sides[1], y_axis)
 
 
-def _shift(positions, location: int | None) -> tuple[int, ...]:
-    return tuple(p + 1 if location is not None and p >= location else p for p in positions)
+def _shift(positions, position: int | None) -> tuple[int, ...]:
+    return tuple(p + 1 if position is not None and p >= position else p for p in positions)
 
 
-def _free_position(location: int, contract, batch) -> int:
+def _free_position(position: int, contract, batch) -> int:
     """Returns a position's index among the positions that are neither contracted nor batched."""
-    return location - sum(other < location for other in (*contract, *batch))
+    return position - sum(other < position for other in (*contract, *batch))
 
 
 batching.fancy_primitive_batchers[_pdot] = _batch

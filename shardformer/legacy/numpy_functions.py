@@ -64,10 +64,10 @@ def find_common_type(array_types: Sequence, scalar_types: Sequence) -> np.dtype 
     scalar = np.result_type(*scalars) if scalars else None
     if largest is None or scalar is None:
         return scalar if largest is None else largest
-    type_names = "buifcSUVO"
-    if largest.kind not in type_names or scalar.kind not in type_names:
+    kinds = "buifcSUVO"
+    if largest.kind not in kinds or scalar.kind not in kinds:
         return None
-    is_higher = type_names.index(scalar.kind) > type_names.index(largest.kind)
+    is_higher = kinds.index(scalar.kind) > kinds.index(largest.kind)
     return np.promote_types(scalar, largest) if is_higher else largest
 
 

@@ -61,8 +61,8 @@ class ShardingSpec:
         names = [
             f"split {m.axis}" if isinstance(m, ShardedAxis) else f"copy {i}" for i, m in enumerate(self.mesh_mapping)
         ]
-        values = iter(range(len(sizes)))
-        spec = [tuple(f"split {next(values)}" for _ in split) or None for split in splits]
+        numbers = iter(range(len(sizes)))
+        spec = [tuple(f"split {next(numbers)}" for _ in split) or None for split in splits]
         return NamedSharding(Mesh(np.array(devices).reshape(shape), names), PartitionSpec(*spec))
 
 
@@ -75,15 +75,15 @@ class PmapSharding:
     @staticmethod
     def default(shape: Sequence[int], sharded_dim: int | None = 0, devices: Sequence[jax.Device] | None = None):
         """The layout of one index of a position on each device; replicated if `sharded_dim` is None."""
-        result = list(jax.local_devices() if devices is None else devices)
+        chosen = list(jax.local_devices() if devices is None else devices)
         if sharded_dim is None:
-            return NamedSharding(Mesh(np.array(result), ("copy",)), PartitionSpec())
-        if shape[sharded_dim] != len(result) and devices is not None:
+            return NamedSharding(Mesh(np.array(chosen), ("copy",)), PartitionSpec())
+        if shape[sharded_dim] != len(chosen) and devices is not None:
             raise ValueError(
-                f"PmapSharding.default got the shape {tuple(shape)} and {len(result)} devices for its position "
+                f"PmapSharding.default got the shape {tuple(shape)} and {len(chosen)} devices for its position "
                 f"{sharded_dim}; give one device for each index"
             )
-        mesh = Mesh(np.array(result[: shape[sharded_dim]]), ("split",))
+        mesh = Mesh(np.array(chosen[: shape[sharded_dim]]), ("split",))
         return NamedSharding(mesh, PartitionSpec(*[None] * sharded_dim, "split"))
 
 

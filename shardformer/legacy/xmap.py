@@ -337,8 +337,8 @@ def _warn_of(program: _Compiled, stacklevel: int):
 
 def _is_about_devices(error: Exception) -> bool:
     """Returns True if jax found that the arrays of one program lie on different devices."""
-    result = [error, error.__context__]
-    return any("DeviceAssignmentMismatch" in type(e).__name__ or "incompatible devices" in str(e) for e in result)
+    errors = [error, error.__context__]
+    return any("DeviceAssignmentMismatch" in type(e).__name__ or "incompatible devices" in str(e) for e in errors)
 
 
 def _where(args) -> str:

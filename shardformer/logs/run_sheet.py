@@ -72,8 +72,8 @@ def _name_runs(folders: list[Path]) -> list[str]:
     names = [path.name for path in paths]
     unclear = [f"{path.parent.name}/{path.name}" if names.count(path.name) > 1 else path.name for path in paths]
     # matplotlib leaves labels that begin with _ out of a legend.
-    printed = [f"./{name}" if name.startswith("_") else name for name in unclear]
-    return [escape(os.fsencode(name).decode(errors="replace")) for name in printed]
+    labels = [f"./{name}" if name.startswith("_") else name for name in unclear]
+    return [escape(os.fsencode(name).decode(errors="replace")) for name in labels]
 
 
 def _compute_x(folder: Path, series: Series, by: str) -> list[float | None]:

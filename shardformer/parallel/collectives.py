@@ -80,8 +80,8 @@ def sum_squares(parts: list[Array], specs: list[P]) -> Array:
     axes_of = [_axes(spec) for spec in specs]
     axes = tuple(sorted(set().union(*axes_of)))
     total = sum(
-        _square_once(part, tuple(a for a in axes if a not in local_part))
-        for part, local_part in zip(parts, axes_of, strict=True)
+        _square_once(part, tuple(a for a in axes if a not in split_over))
+        for part, split_over in zip(parts, axes_of, strict=True)
     )
     return psum(total, axes)
 

@@ -65,8 +65,8 @@ def micro_grad(
 
     def grad_of_shard(*args, **kwargs):
         batch = jax.tree.leaves(([args[i] for i in _indices(batch_argnums)], kwargs))
-        trainable = _indices(argnums)
-        return grad(*[vary_like(arg, *batch) if i in trainable else arg for i, arg in enumerate(args)], **kwargs)
+        differentiated = _indices(argnums)
+        return grad(*[vary_like(arg, *batch) if i in differentiated else arg for i, arg in enumerate(args)], **kwargs)
 
     return grad_of_shard
 

@@ -54,8 +54,8 @@ def run_stages(stage: Callable, rows, schedule: Pipeline):
     pp, is_first = lax.axis_size(PP), lax.axis_index(PP) == 0
     onward, backward = [(s, (s + 1) % pp) for s in range(pp)], [((s + 1) % pp, s) for s in range(pp)]
 
-    def choose(on_first, on_other_devices):
-        return jax.tree.map(lambda a, b: jnp.where(is_first, a, b), on_first, on_other_devices)
+    def choose(on_first, on_other_stages):
+        return jax.tree.map(lambda a, b: jnp.where(is_first, a, b), on_first, on_other_stages)
 
     def exchange(tick, arrived, waiting):
         """Returns the stage's next microbatch; the first stage swaps a new one for one that is finished."""
@@ -114,8 +114,8 @@ def _plan_exchanges(pp: int, rounds: int) -> tuple[list[list[int]], np.ndarray]:
     sent_is, arrival = [], np.zeros((pp, rounds), np.int32)
     for i in range(rounds):
         sent = [(i + s // (pp // math.gcd(pp, rounds))) % rounds for s in range(pp)]
-        values = [s * rounds + part for s, part in enumerate(sent)]
-        arrival[[n % pp for n in values], [n // pp for n in values]] = i
+        indices = [s * rounds + part for s, part in enumerate(sent)]
+        arrival[[n % pp for n in indices], [n // pp for n in indices]] = i
         sent_is.append(sent)
     return sent_is, arrival
 

@@ -188,10 +188,10 @@ def start_rows(q_BhtK: Array, sizes: Sizes) -> Running:
 
 
 def add_to_rows(
-    running: Running, q_BhtK: Array, keys: tuple[Array, Array], values: tuple[Array, Array], mask: Mask, sizes: Sizes
+    running: Running, q_BhtK: Array, keys: tuple[Array, Array], indices: tuple[Array, Array], mask: Mask, sizes: Sizes
 ) -> Running:
-    """Adds keys and values to the softmax of all queries; `values` are those of the query and the key blocks."""
-    (k, v), (number_n, number_m), block = keys, values, sizes.block
+    """Adds keys and values to the softmax of all queries; `indices` are those of the query and the key blocks."""
+    (k, v), (number_n, number_m), block = keys, indices, sizes.block
 
     def compute_rows(each):
         n, running_n = each
@@ -220,10 +220,10 @@ def start_gradients(q_BhtK: Array, mask: Mask) -> tuple[Array, Array | None]:
 
 
 def add_to_gradients(
-    sums: tuple, queries: Queries, keys: tuple[Array, Array], values: tuple[Array, Array], mask: Mask, sizes: Sizes
+    sums: tuple, queries: Queries, keys: tuple[Array, Array], indices: tuple[Array, Array], mask: Mask, sizes: Sizes
 ) -> tuple[tuple, tuple[Array, Array]]:
     """Adds the part of these keys to (dq, d_bias); returns the sums and (dk, dv) of this shard's queries in float32."""
-    (k, v), (number_n, number_m), block = keys, values, sizes.block
+    (k, v), (number_n, number_m), block = keys, indices, sizes.block
     zeros = vary_like((jnp.zeros((*k.shape[:2], block, k.shape[3])),) * 2, queries.q_BhTK)
 
     def compute_columns(sums, m):

@@ -14,7 +14,7 @@ PARTS = (CODES, SCALES, BLOCKS)
 
 @dataclasses.dataclass(frozen=True)
 class Stored(Replicated):
-    """Replicas whose matrices are joined of their parts, which are gathered as they are stored and have no gradient."""
+    """Replicas that join each matrix from its stored parts. The parts are gathered as stored and have no gradient."""
 
     join: Callable | None = None  # of (full name of a matrix, its parts)
 

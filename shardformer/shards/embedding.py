@@ -21,11 +21,10 @@ class EmbeddingShard(hk.Module):
     name: str = "embed"
 
     def __call__(self, tokens_BT: Array, position_BT: Array) -> Array:
-        """Returns x_BTD, replicated over mp or split by tokens; `position_BT` may be one row for all."""
+        """Returns x_BTD, replicated over mp or split by tokens; `position_BT` may have one row for all."""
         x_BTD = self._lookup(tokens_BT, position_BT)
-        x_BTD = (
-            add_bias(x_BTD, zeros("bias", self.config.model.d_model)) if self.config.model.embed == "bias" else x_BTD
-        )
+        if self.config.model.embed == "bias":
+            x_BTD = add_bias(x_BTD, zeros("bias", self.config.model.d_model))
         return Norm(self.config)(x_BTD) if self.config.model.embed == "norm" else x_BTD
 
     def table(self) -> Array:

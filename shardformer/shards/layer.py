@@ -47,7 +47,7 @@ class LayerFeature:
 
 
 class Records:
-    """The arrays that layers give besides their activations; this class is that of layers which give none."""
+    """The arrays that layers return besides their activations. This base class is for layers that return none."""
 
     def feed_forward(self, stored: dict | None = None) -> Any:
         """Returns the feed-forward of a layer, a function of (the layer, h_BTD); None: the dense one.

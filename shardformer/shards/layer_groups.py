@@ -48,10 +48,10 @@ def scan_members(members: Sequence[Callable], grouped, x: Array, groups: int) ->
     return x, [each for group in zip(*unstacked, strict=True) for each in group]
 
 
-def _of_group(layer: Callable, location: int, wrap: Callable | None) -> Callable:
+def _of_group(layer: Callable, position: int, wrap: Callable | None) -> Callable:
     """Returns the layer as a function of its group's inputs: a scan keeps a second copy of inputs selected before."""
 
     def run(x, of_group):
-        return layer(x, jax.tree.map(lambda p: p[location], of_group))
+        return layer(x, jax.tree.map(lambda p: p[position], of_group))
 
     return wrap(run, in_loop=True) if wrap else run

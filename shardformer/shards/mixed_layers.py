@@ -76,15 +76,15 @@ class MixedLayers:
         return x, outputs
 
     def _scan(self, layers, inputs: tuple, x, first: int, groups: int, period: int, wrap):
-        def of_group(location: int) -> Callable:
+        def of_group(position: int) -> Callable:
             def run(x, inputs):  # selects inside of `wrap`: a scan keeps a second copy of inputs selected before
                 stored, index = inputs
-                selected = self._select(stored, first, first + location), index[location]
-                return layers[(first + location) % len(layers)](x, selected)
+                selected = self._select(stored, first, first + position), index[position]
+                return layers[(first + position) % len(layers)](x, selected)
 
             return wrap(run, in_loop=True) if wrap else run
 
-        members = [of_group(location) for location in range(period)]
+        members = [of_group(position) for position in range(period)]
         grouped = jax.tree.map(lambda p: p.reshape(groups, -1, *p.shape[1:]), inputs)
         return scan_members(members, grouped, x, groups)
 

@@ -314,8 +314,8 @@ def run_in_order(layers: Sequence[Callable], inputs: list, x) -> tuple[Array, li
 
 def _by_type(layer: Callable, loop: Loop) -> list[Callable]:
     """Returns the layer of each type; a single type has no number."""
-    values = range(loop.types) if loop.types > 1 else [None]
-    return [functools.partial(layer, number) for number in values]
+    numbers = range(loop.types) if loop.types > 1 else [None]
+    return [functools.partial(layer, number) for number in numbers]
 
 
 def transform(module_call: Callable) -> Callable:

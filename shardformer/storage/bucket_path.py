@@ -113,11 +113,11 @@ def on_disk(text, key: str) -> Path:
     return Path(files.expand_home(text))
 
 
-def new_file_on_disk(text, key: str, types: tuple[str, ...] = ()) -> Path:
+def new_file_on_disk(text, key: str, suffixes: tuple[str, ...] = ()) -> Path:
     """Returns the output file that a key names; checks before the command's work that it can be written."""
     path = on_disk(text, key)
-    if text and types and path.suffix.lower() not in types:
-        raise UsageError(f"{key} takes the name of a file that ends in {', '.join(types)}; got {text!r}")
+    if text and suffixes and path.suffix.lower() not in suffixes:
+        raise UsageError(f"{key} takes the name of a file that ends in {', '.join(suffixes)}; got {text!r}")
     if not path.parent.is_dir():
         raise UsageError(f"{key}={text}: folder {path.parent} does not exist; make it first")
     if text and path.is_dir():

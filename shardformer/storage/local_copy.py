@@ -35,7 +35,7 @@ class Requests(NamedTuple):
 REQUESTS = Requests()
 Say = Callable[[str], object]
 Check = Callable[[Path], object]  # raises if a file or a folder is damaged
-_stored_folders: dict[str, int] = {}  # open folders of the copies that this process uses
+_open_folders: dict[str, int] = {}  # open folders of the copies that this process uses
 
 
 def local_path(text, say: Say = lambda _: None, check: Check | None = None) -> Path:
@@ -47,8 +47,8 @@ def local_path(text, say: Say = lambda _: None, check: Check | None = None) -> P
 def copy_to_disk(path: BucketPath, say: Say, check: Check | None = None) -> Path:
     """Copies an object as a file, or all objects below a path as a folder."""
     try:
-        result = bucket.head(path)
-        objects = {path: result} if result else {path / name: it for name, it in bucket.list_stored(path).items()}
+        head = bucket.head(path)
+        objects = {path: head} if head else {path / name: it for name, it in bucket.list_stored(path).items()}
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror}") from None
     if not objects:
@@ -60,12 +60,12 @@ def copy_files(what: str, places: list[BucketPath], say: Say) -> list[Path]:
     """Copies objects as one copy; returns their files."""
     with ThreadPoolExecutor(REQUESTS.threads) as pool:
         try:
-            result = dict(zip(places, pool.map(bucket.head, places), strict=True))
+            objects = dict(zip(places, pool.map(bucket.head, places), strict=True))
         except OSError as error:
             raise RunError(f"cannot read {error.filename}: {error.strerror}") from None
-    if missing := next((path for path, stored in result.items() if not stored), None):
+    if missing := next((path for path, stored in objects.items() if not stored), None):
         raise UsageError(f"{missing} does not exist")
-    folder = _copy(what, {path: stored for path, stored in result.items() if stored}, say, None)
+    folder = _copy(what, {path: stored for path, stored in objects.items() if stored}, say, None)
     return [folder / _name(path) for path in places]
 
 
@@ -103,8 +103,8 @@ def _hold(prefix: str, folder: Path) -> Path:
     descriptor = os.open(folder, os.O_RDONLY)
     with contextlib.suppress(OSError):  # not every file system has locks
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    before = _stored_folders.pop(prefix, None)
-    _stored_folders[prefix] = descriptor
+    before = _open_folders.pop(prefix, None)
+    _open_folders[prefix] = descriptor
     if before is not None:
         os.close(before)
     return folder

@@ -47,15 +47,15 @@ class Evaluator:
     """A source of batches, the trainer's compiled sums over it, and the monitor of a run with other scores."""
 
     def __init__(
-        self, trainer: Trainer, corpus: Any, monitor: Monitor | None = None, local: Callable[[Any], float] | None = None
+        self, trainer: Trainer, corpus: Any, monitor: Monitor | None = None, loss: Callable[[Any], float] | None = None
     ):
-        """Takes a `Corpus` or another source of batches; `local` maps parameters to a loss, instead of validation."""
-        self.trainer, self.corpus, self.monitor, self.local_loss = trainer, corpus, monitor, local
+        """Takes a `Corpus` or another source of batches; `loss` computes one from parameters, instead of validation."""
+        self.trainer, self.corpus, self.monitor, self.own_loss = trainer, corpus, monitor, loss
 
     @property
     def validates(self) -> bool:
         """True if there is a validation loss."""
-        return bool(self.local_loss) or "validation" in self.corpus.held_out
+        return bool(self.own_loss) or "validation" in self.corpus.held_out
 
     def evaluate(
         self,
@@ -69,8 +69,8 @@ class Evaluator:
 
         Raises EvaluationStopped if `is_stopped` answers True before a batch.
         """
-        if self.local_loss:
-            return Evaluation(float(self.local_loss(params)), math.nan, 0)
+        if self.own_loss:
+            return Evaluation(float(self.own_loss(params)), math.nan, 0)
         batches = self.corpus.eval_batches(split, self.trainer.config, limit)
         count, total, ahead = len(batches), np.zeros(4), 1
         pending: deque[Sums] = deque()

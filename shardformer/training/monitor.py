@@ -112,7 +112,7 @@ class Monitor:
                 if self._tasks:
                     self._score(params, step, name, say)
                 if self._writer:
-                    self._write_documents(params, step, name)
+                    self._write_texts(params, step, name)
         except Stopped:
             say(f"the scores of step {step} are incomplete, because of the stop")
 
@@ -156,7 +156,7 @@ class Monitor:
         ids = codec.encode_all(self._prompts, "prompt")
         return Generator(self._model), codec, ids, Stops(codec.vocabulary, (), codec.ends)
 
-    def _write_documents(self, params, step: int, weights: str) -> None:
+    def _write_texts(self, params, step: int, weights: str) -> None:
         generator, codec, ids, stops = self._writer
         sampling = Sampling(tokens=TOKENS, temperature=0.0)
 

@@ -21,7 +21,7 @@ from shardformer.storage import BucketPath, bucket
 EMULATORS = os.environ.get("SHARDFORMER_EMULATORS", "")
 KINDS = ("disk", "memory", *(("s3", "gs") if EMULATORS else ()))
 BUCKET = "checkpoints"
-_figures = itertools.count()
+_numbers = itertools.count()
 _open_bucket = bucket.open_bucket
 _memory = functools.cache(lambda name: MemoryStore())
 
@@ -33,7 +33,7 @@ def open_bucket(scheme: str, name: str):
 
 def new_place(kind: str, tmp_path: Path):
     """A run folder that does not exist yet."""
-    return tmp_path / "run" if kind == "disk" else BucketPath(kind, BUCKET, f"runs/{os.getpid()}-{next(_figures)}")
+    return tmp_path / "run" if kind == "disk" else BucketPath(kind, BUCKET, f"runs/{os.getpid()}-{next(_numbers)}")
 
 
 def object_of(folder, name: str):

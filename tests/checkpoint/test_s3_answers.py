@@ -29,7 +29,7 @@ with checkpoint.lock_folder(sys.argv[1], lease.TIMES._replace(expire=3, watch=0.
 """
 TEMPORARY = ["ConditionalRequestConflict", "OperationAborted", "SlowDown", "InternalError", "RequestTimeout"]
 TEMPORARY += [RESET_BEFORE, RESET_AFTER]
-_figures = itertools.count()
+_numbers = itertools.count()
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def s3(monkeypatch):
 @pytest.fixture
 def out():
     """A bucket of its own, because the clients of buckets are cached."""
-    return BucketPath("s3", f"bucket-{next(_figures)}", "runs/one")
+    return BucketPath("s3", f"bucket-{next(_numbers)}", "runs/one")
 
 
 def is_manifest(method, key, headers) -> bool:

@@ -201,7 +201,7 @@ def test_stored_data_with_another_fingerprint_is_rejected(run, tmp_path, capsys,
 @pytest.mark.parametrize("name", ["huggingface:someone/set", "x/../../y", "kaggle:x:1.0.0", "x/a=b", "https://x/y"])
 def test_data_sets_outside_of_tfds_are_rejected(name):
     with pytest.raises(UsageError, match="of a data set in TFDS itself"):
-        shakespeare.load_tfds_documents(name, "text")
+        shakespeare.load_tfds_splits(name, "text")
 
 
 @pytest.mark.parametrize("name", ["imdb_reviews", "wikipedia/20230601.ace:1.0.0", "tiny_shakespeare:1.0.0"])

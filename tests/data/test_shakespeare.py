@@ -175,4 +175,4 @@ def test_a_field_that_is_no_text_is_refused(monkeypatch):
     )
     monkeypatch.setattr(tensorflow_datasets, "builder", lambda *_, **__: builder)
     with pytest.raises(UsageError, match="'label' is not UTF-8 text"):
-        shakespeare.load_tfds_documents("x", "label")
+        shakespeare.load_tfds_splits("x", "label")

@@ -113,7 +113,7 @@ def other(monkeypatch):
 
 def test_processes_exchange_a_path_that_is_not_utf_8(other):
     path = "caf\udce9/\u904b"
-    assert processes.gather_documents(path) == [path, path]
+    assert processes.gather_texts(path) == [path, path]
     processes.check_same_on_all_processes("the path", path)
     other[0] = np.invert
     with pytest.raises(RunError, match="the path differs between the 2 processes"):
@@ -122,9 +122,9 @@ def test_processes_exchange_a_path_that_is_not_utf_8(other):
 
 @pytest.mark.parametrize("start", ["", "a", "ab", "\udce9"])
 def test_a_long_text_is_cut_between_characters(other, start):
-    told = processes.gather_documents(start + "\u904b" * 1000)[0]
+    told = processes.gather_texts(start + "\u904b" * 1000)[0]
     assert told == start + "\u904b" * ((2048 - len(start)) // 3)
-    assert processes.gather_documents("x" * 5000)[0] == "x" * 2048
+    assert processes.gather_texts("x" * 5000)[0] == "x" * 2048
 
 
 def test_long_array_of_the_first_process_is_exact(other):

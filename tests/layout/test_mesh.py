@@ -269,9 +269,7 @@ def test_accum_auto(shape, rows, available, expected):
 
 
 def test_batch_without_microbatches_names_one_that_has():
-    message = (
-        r"^accum=auto finds no number of microbatches on mesh=1x1x4 that pp=4 divides and batch=6 .*; try batch=8$"
-    )
+    message = r"^accum=auto on mesh=1x1x4 needs a batch that dp \* pp = 4 divides; got batch=6, try batch=8$"
     with pytest.raises(UsageError, match=message):
         mesh.choose_mesh(shared.tiny(mesh="1x1x4", layers=4, accum=4).replace(batch=6, accum=0), 8)
 

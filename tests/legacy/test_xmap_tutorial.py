@@ -47,7 +47,7 @@ def test_another_number_is_seen():
 
 
 def same(now, then):
-    """TokenIds to 1e-6, other words exactly."""
+    """Numbers to 1e-6, other words exactly."""
     lines = list(zip(now.splitlines(), then.splitlines(), strict=False))
     return len(now.splitlines()) == len(then.splitlines()) and all(same_line(*line) for line in lines)
 

@@ -8,7 +8,7 @@ from shardformer.logs import curves, metrics_file
 from shardformer.model import flops
 from shardformer.training import outputs
 from tests import runs
-from tests.surroundings import let_fail, note_documents
+from tests.surroundings import let_fail, note_texts
 
 
 @pytest.mark.slow
@@ -18,7 +18,7 @@ def test_unreadable_records_are_reported_to_all_processes(tmp_path, text, monkey
     words = ("tiny", "mesh=4x2", f"data={text}")
     assert runs.train(*words, f"out={out}", "steps=2") == 0
     (out / "metrics.csv").write_text("damaged\n")
-    told = note_documents(monkeypatch)
+    told = note_texts(monkeypatch)
     assert runs.train("--resume", out, "steps=4") == 1
     assert [words for words in told if "metrics.csv has unknown columns" in words]
     assert f"{out}/metrics.csv has unknown columns: got 'damaged'" in capsys.readouterr().err

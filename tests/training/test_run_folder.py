@@ -17,7 +17,7 @@ from shardformer.model import Model
 from shardformer.training.checkpoint_progress import Best
 from shardformer.training.run_folder import Run
 from tests import asserts, runs, shared
-from tests.surroundings import note_documents
+from tests.surroundings import note_texts
 
 TEXTS = ("abcdefgh" * 20, "abc", "abd")
 
@@ -234,7 +234,7 @@ def test_damage_in_the_way_of_parameters_comes_with_a_way_out(pruned, name, step
 
 
 def test_what_the_first_process_cannot_write_all_hear_of(saved, tmp_path, monkeypatch):
-    told = note_documents(monkeypatch)
+    told = note_texts(monkeypatch)
     (tmp_path / "file").touch()
     nowhere = dataclasses.replace(saved, config=saved.config.replace(out=str(tmp_path / "file" / "run")))
     with pytest.raises(RunError, match="Not a directory"):

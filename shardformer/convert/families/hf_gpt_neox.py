@@ -60,9 +60,9 @@ def list_layer(c: Config, at: str = "gpt_neox.layers.{}", attention: str = "atte
     qkv: list[Part] = []
     qkv_bias: list[Part] = []
     for j, name in enumerate("qkv"):
-        module = c if name != "v" else c.replace(positions="none")  # values do not rotate
-        qkv += half_split(name, module, H, (j,))
-        qkv_bias += half_split(f"{name}_bias", module, H, (j,))
+        config = c if name != "v" else c.replace(positions="none")  # values do not rotate
+        qkv += half_split(name, config, H, (j,))
+        qkv_bias += half_split(f"{name}_bias", config, H, (j,))
     return [
         *norm(f"{at}.input_layernorm", "attention_norm", c),
         *norm(f"{at}.post_attention_layernorm", "feed_forward_norm", c),

@@ -60,8 +60,8 @@ def _update(w, momentum, x, y, reduce):
 
 
 def _slice(gradient, index):
-    local = gradient.size // lax.axis_size("dp")
-    return lax.dynamic_slice_in_dim(gradient, local * index, local)
+    size = gradient.size // lax.axis_size("dp")
+    return lax.dynamic_slice_in_dim(gradient, size * index, size)
 
 
 def local_rows_only(w, momentum, x, y):

@@ -80,7 +80,7 @@ def _explain(got, n):
         n * 2 * (2 * (n - 1) / n * 4): "that is the sum of all devices; state what one device sends.",
     }
     return next(
-        (arguments for value, arguments in typical.items() if abs(got - value) < 1e-3), "two all-reduces of 4 bytes."
+        (sentence for value, sentence in typical.items() if abs(got - value) < 1e-3), "two all-reduces of 4 bytes."
     )
 
 

@@ -103,11 +103,11 @@ def resolve_format(wanted: str, stored: ChatFormat | None, tokenizer: str) -> Ch
     return make_builtin(wanted, stored.tokens if stored else None)
 
 
-def _read_templates(result) -> dict[str, str]:
+def _read_templates(value) -> dict[str, str]:
     """Returns the templates of `chat_template` by name: it is a text, or a list of named ones."""
-    if isinstance(result, str):
-        return {DEFAULT: result}
-    entries = [entry for entry in result if isinstance(entry, dict)] if isinstance(result, list) else []
+    if isinstance(value, str):
+        return {DEFAULT: value}
+    entries = [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
     named = [(entry.get("name"), entry.get("template")) for entry in entries]
     return {name: text for name, text in named if isinstance(name, str) and isinstance(text, str)}
 

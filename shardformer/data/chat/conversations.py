@@ -39,8 +39,8 @@ class Conversation:
     @property
     def words(self) -> str:
         """The text of users and assistants, which tells conversations apart: many share a system message."""
-        passed = [message for message in self.messages if message["role"] in ("user", "assistant")]
-        return "\n".join(_join_parts(message.get("content")) for message in passed)
+        spoken = [message for message in self.messages if message["role"] in ("user", "assistant")]
+        return "\n".join(_join_parts(message.get("content")) for message in spoken)
 
     @property
     def replies(self) -> list[int]:
@@ -234,8 +234,8 @@ def _from_instruction(record: dict, answer: str, location: str) -> list[dict]:
     if not isinstance(given, str):
         raise RowError(location, f"has a field {ANSWERS[answer]} of {type(given).__name__}; expected text")
     question = f"{record['instruction']}\n{given}" if given else record["instruction"]
-    documents = [text for pair in history for text in pair] + [question, record[answer]]
-    messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(documents)]
+    contents = [text for pair in history for text in pair] + [question, record[answer]]
+    messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(contents)]
     system = record.get("system")
     return (_system(system) if isinstance(system, str) and system else []) + messages
 

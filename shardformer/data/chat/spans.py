@@ -184,10 +184,10 @@ def _with_marks(conversation: Conversation, number: int, mark: str) -> Iterator[
 def _leave_out_space(text: str, span: Span, content) -> Span:
     """Returns the span without white space behind the marker that ends the turn: nothing of it is generated."""
     turn = text[span[0] : span[1]]
-    printed = turn.rstrip()
+    stripped = turn.rstrip()
     content = content.strip() if isinstance(content, str) else ""
-    has_marker = printed and not (content and printed.endswith(content))
-    return (span[0], span[0] + len(printed)) if has_marker else span
+    has_marker = stripped and not (content and stripped.endswith(content))
+    return (span[0], span[0] + len(stripped)) if has_marker else span
 
 
 def _check_order(spans: list[Span], process: TemplateProcess) -> None:

@@ -47,8 +47,8 @@ def apply_edits(source: str, edits: list[Edit], comments: dict[int, list[str]] |
         # Later lines keep their numbers: replaced lines stay one entry, however many they are.
         lines[first_line - 1] = text if text.strip() else ""
         lines[first_line:last_line] = [""] * (last_line - first_line)
-    for line, documents in (comments or {}).items():
-        lines[line - 1] = "".join(f"{text}\n" for text in documents) + lines[line - 1]
+    for line, texts in (comments or {}).items():
+        lines[line - 1] = "".join(f"{text}\n" for text in texts) + lines[line - 1]
     return "".join(_add_imports(split_lines("".join(lines)), edits))
 
 
@@ -72,8 +72,8 @@ def _add_imports(lines: list[str], edits: list[Edit]) -> list[str]:
     # Relative imports come last, as isort has them.
     modules = sorted(by_module, key=lambda module: (module.startswith("."), module))
     added = [*plain, *(f"from {module} import {', '.join(by_module[module])}" for module in modules)]
-    location = _lines_of_imports(tree)
-    return [*lines[:location], *(f"{line}\n" for line in added), *lines[location:]]
+    count = _lines_of_imports(tree)
+    return [*lines[:count], *(f"{line}\n" for line in added), *lines[count:]]
 
 
 def _single_imports(node: ast.stmt) -> list[str]:
@@ -87,12 +87,12 @@ def _single_imports(node: ast.stmt) -> list[str]:
 
 def _lines_of_imports(tree: ast.Module) -> int:
     """Returns the number of lines up to the last import at the top of the module."""
-    location = 0
+    count = 0
     for number, statement in enumerate(tree.body):
         docstring = number == 0 and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
         if docstring or isinstance(statement, ast.Import | ast.ImportFrom):
-            location = statement.end_lineno or location
-    return location
+            count = statement.end_lineno or count
+    return count
 
 
 def text_of(lines: list[str], span: Span) -> str:

@@ -26,7 +26,7 @@ class MeshEdits(ValueVisitor):
         self.edits: list[Edit] = []
         self.left: list[tuple[int, str]] = []
         self.import_nodes: list[ast.Import | ast.ImportFrom] = []
-        self._stored_names: set[str] = set()
+        self._used_names: set[str] = set()
 
     def visit_With(self, node: ast.With):
         for item in node.items:
@@ -66,10 +66,10 @@ class MeshEdits(ValueVisitor):
             self._leave(node, "what is assigned to thread_resources.env is not ResourceEnv(mesh, ...)")
         else:
             text = self._mesh(mesh) if isinstance(mesh, ast.Call) else ast.unparse(mesh)
-            remaining = f"{ast.get_source_segment(self.source, node)}; " if self.keeps_xmaps else ""
-            if remaining:
+            original = f"{ast.get_source_segment(self.source, node)}; " if self.keeps_xmaps else ""
+            if original:
                 self._keep_names(node)
-            self._replace(span_of(node), f"{remaining}set_mesh({text})", "set_mesh")
+            self._replace(span_of(node), f"{original}set_mesh({text})", "set_mesh")
         return None
 
     def visit_Call(self, node: ast.Call):
@@ -127,7 +127,7 @@ class MeshEdits(ValueVisitor):
             remaining = [
                 imported
                 for imported in node.names
-                if (imported.asname or imported.name.partition(".")[0]) in self._stored_names
+                if (imported.asname or imported.name.partition(".")[0]) in self._used_names
                 or not self._imports_maps(node, imported.name)
             ]
             if len(remaining) < len(node.names):
@@ -155,13 +155,13 @@ class MeshEdits(ValueVisitor):
         self.left.append((node.lineno, reason))
 
     def _keep_names(self, node: ast.AST):
-        self._stored_names |= {result.id for result in ast.walk(node) if isinstance(result, ast.Name)}
+        self._used_names |= {result.id for result in ast.walk(node) if isinstance(result, ast.Name)}
 
 
 def unparse_import(node: ast.Import | ast.ImportFrom, names: list[ast.alias]) -> str:
     """Returns the import of only these names."""
-    remaining = ast.Import(names) if isinstance(node, ast.Import) else ast.ImportFrom(node.module, names, node.level)
-    return ast.unparse(remaining)
+    shortened = ast.Import(names) if isinstance(node, ast.Import) else ast.ImportFrom(node.module, names, node.level)
+    return ast.unparse(shortened)
 
 
 def keep_blocks_filled(tree: ast.Module, edits: dict[int, Edit]) -> None:

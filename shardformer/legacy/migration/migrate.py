@@ -61,10 +61,10 @@ def migrate(paths: Iterable[Path], seconds_to_progress: float = SECONDS_TO_PROGR
     undecided: list[str] = []
     users: dict[Path, Migration] = {}  # the files that import helpers
     imported: set[str] = set()  # modules, and names in modules, that a file of the trees imports
-    printed = time.monotonic()
+    printed_at = time.monotonic()
     for number, (file, root) in enumerate(roots.items()):
-        if time.monotonic() > printed + seconds_to_progress:
-            printed = time.monotonic()
+        if time.monotonic() > printed_at + seconds_to_progress:
+            printed_at = time.monotonic()
             print(f"{number} of {len(roots)} files read, next {file}", file=sys.stderr)
         try:
             result = migrate_file(file, root)
@@ -272,9 +272,7 @@ def rewrite_names(source: str, dots: str, kept: str = "") -> str:
 def _unused_imports(tree: ast.Module, stays: str) -> list[Edit]:
     """Returns the removals of imports of removed names that nothing mentions any more."""
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    documents = {
-        node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    }
+    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     spelled = {dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     edits: dict[int, Edit] = {}
     for node in ast.walk(tree):
@@ -282,7 +280,7 @@ def _unused_imports(tree: ast.Module, stays: str) -> list[Edit]:
             continue
         if isinstance(node, ast.ImportFrom) and not node.level:
             remaining = [each for each in node.names if not _is_removed(f"{node.module}.{each.name}")
-                    or (each.asname or each.name) in names | documents]  # fmt: skip
+                    or (each.asname or each.name) in names | strings]  # fmt: skip
         elif isinstance(node, ast.Import):
             remaining = [each for each in node.names if not _is_removed(each.name) or
                     (each.asname in names if each.asname else each.name in spelled)]  # fmt: skip

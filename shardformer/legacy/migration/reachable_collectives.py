@@ -164,10 +164,10 @@ class _FactFinder(ScopedVisitor):
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef):
         decorators = [inner for decorator in node.decorator_list for inner in ast.walk(decorator)]
-        defined = any(self.resolve(inner) == "jax.custom_vjp" for inner in decorators if isinstance(inner, ast.expr))
-        if defined:
+        has_rule = any(self.resolve(inner) == "jax.custom_vjp" for inner in decorators if isinstance(inner, ast.expr))
+        if has_rule:
             self.uses[2].append((node, f"{node.name} ({self.path.name}:{node.lineno})"))
-        part_of_rule = defined or node.name in self._parts_of_rules
+        part_of_rule = has_rule or node.name in self._parts_of_rules
         self._in_rule += part_of_rule
         super().visit_FunctionDef(node)
         self._in_rule -= part_of_rule
@@ -187,7 +187,7 @@ def _parts_of_own_transposes(tree: ast.Module) -> set[str]:
 
 
 def _axis_of(call: ast.Call, operator: str) -> str:
-    location = 2 if operator == "pdot" else 1
+    position = 2 if operator == "pdot" else 1
     named = [keyword.value for keyword in call.keywords if keyword.arg == "axis_name"]
-    axis = [*call.args[location : location + 1], *named]
+    axis = [*call.args[position : position + 1], *named]
     return ast.unparse(axis[0]) if axis else "?"

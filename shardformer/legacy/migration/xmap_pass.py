@@ -38,8 +38,8 @@ def rewrite_xmaps(file: Path, source: str, home: str) -> XmapPass:
     tree = ast.parse(source)
     finder = XmapFinder()
     finder.visit(tree)
-    visible = _calls_inside(finder.calls, SourceTree(file))
-    nested = _nested(finder.calls, visible, file)
+    uses = _find_uses(finder.calls, SourceTree(file))
+    nested = _nested(finder.calls, uses, file)
     calls = [call for call in finder.calls if id(call) not in nested]
     stays = [(undecided.node.lineno, undecided.reason) for undecided in finder.undecided]
     stays += [(call.call.lineno, nested[id(call)]) for call in finder.calls if id(call) in nested]
@@ -51,12 +51,12 @@ def rewrite_xmaps(file: Path, source: str, home: str) -> XmapPass:
     every = [*edits, *around.edits, *around.import_edits(tree)] if rewrites_meshes else []
     if not stays and around.left:
         stays = around.left if calls else [(node.lineno, NO_CALL) for node in around.import_nodes]
-    migrated = apply_edits(source, every, _comments(calls, source, tree, visible))
+    migrated = apply_edits(source, every, _comments(calls, source, tree, uses))
     ast.parse(migrated)
     return XmapPass(migrated, len(edits), stays)
 
 
-def _calls_inside(calls: list[XmapCall], files: SourceTree) -> dict[int, CollectiveUses]:
+def _find_uses(calls: list[XmapCall], files: SourceTree) -> dict[int, CollectiveUses]:
     result = {}
     for call in calls:
         function = call.function or call.fun
@@ -65,13 +65,13 @@ def _calls_inside(calls: list[XmapCall], files: SourceTree) -> dict[int, Collect
     return result
 
 
-def _nested(calls: list[XmapCall], visible: dict[int, CollectiveUses], file: Path) -> dict[int, str]:
+def _nested(calls: list[XmapCall], uses: dict[int, CollectiveUses], file: Path) -> dict[int, str]:
     """The xmaps that reach, or are reached by, another one over a mesh: by the id of the call, with the reason."""
     result = {}
-    by_coordinates = {f"{file.name}:{call.call.lineno}": call for call in calls}
+    by_location = {f"{file.name}:{call.call.lineno}": call for call in calls}
     for call in calls:
-        for location in visible[id(call)].xmaps:
-            inner = by_coordinates.get(location)
+        for location in uses[id(call)].xmaps:
+            inner = by_location.get(location)
             if inner is None or inner.mesh_axes:
                 result[id(call)] = (
                     f"its body reaches the xmap at {location}: one shard_map over all their mesh axes serves both"
@@ -109,24 +109,24 @@ def _indent(call: XmapCall, source: str, tree: ast.Module) -> str:
 
 
 def _comments(
-    calls: list[XmapCall], source: str, tree: ast.Module, visible: dict[int, CollectiveUses]
+    calls: list[XmapCall], source: str, tree: ast.Module, uses: dict[int, CollectiveUses]
 ) -> dict[int, list[str]]:
     """By the line of a statement, the comment in front of it."""
     comments: dict[int, list[str]] = {}
-    passed: set[str] = set()
+    stated: set[str] = set()
     for call in calls:
         indent = _indent(call, source, tree)
-        for paragraph in _comment(call, visible[id(call)]):
+        for paragraph in _comment(call, uses[id(call)]):
             topic = re.split(r"[:=]", paragraph)[0]
-            text = paragraph if paragraph not in passed else f"{topic}: as above."
-            passed.add(paragraph)
+            text = paragraph if paragraph not in stated else f"{topic}: as above."
+            stated.add(paragraph)
             lines = textwrap.wrap(text, WIDTH - len(indent), initial_indent="# ", subsequent_indent="#   ")
             line = _first_line(_statement(tree, call.call))
             comments.setdefault(line, []).extend(indent + text for text in lines)
     return comments
 
 
-def _comment(call: XmapCall, visible: CollectiveUses) -> list[str]:
+def _comment(call: XmapCall, uses: CollectiveUses) -> list[str]:
     """Returns the assumptions under which the rewritten call is equal, for comments above it."""
     paragraphs = []
     if call.mesh_axes:
@@ -138,7 +138,7 @@ def _comment(call: XmapCall, visible: CollectiveUses) -> list[str]:
         paragraphs.append(f"{what}: no {names}; of a result that varies along it, index 0's is taken.")
     for what, names in _omitted(call, call.vmapped):
         paragraphs.append(f"{what}: no {names}; vmap raises if the result varies along it.")
-    return paragraphs + _transposes(call, visible)
+    return paragraphs + _transposes(call, uses)
 
 
 def _mesh_axis_text(axis: str | tuple[str, ...]) -> str:
@@ -157,28 +157,28 @@ def _omitted(call: XmapCall, names: tuple) -> list[tuple[str, str]]:
     ]
 
 
-def _transposes(call: XmapCall, visible: CollectiveUses) -> list[str]:
+def _transposes(call: XmapCall, uses: CollectiveUses) -> list[str]:
     if not call.mesh_axes:
         return []
-    if not visible.gradients:
+    if not uses.gradients:
         return ["check_vma: no gradient is seen inside; if none is taken outside either, check_vma=True may do."]
     by_kind: dict[tuple[str, str], list[str]] = {}
-    for collective in visible.collectives:
+    for collective in uses.collectives:
         by_kind.setdefault((collective.name, collective.axis), []).append(collective.place)
-    passed = [
+    clauses = [
         f"{name} over {axis} ({_first_places(places)}) to {TRANSPOSES[name][0]}{_checked(*TRANSPOSES[name])}"
         for (name, axis), places in by_kind.items()
         if TRANSPOSES[name][0]
     ]
-    places = _first_places(visible.gradients)
-    words = f"check_vma=False keeps xmap's transposes for the gradient at {places}: {'; '.join(passed)}."
-    if visible.xmap_transposes:
-        words += f" {_first_places(visible.xmap_transposes)} bring their own, which check_vma=True refuses."
+    places = _first_places(uses.gradients)
+    words = f"check_vma=False keeps xmap's transposes for the gradient at {places}: {'; '.join(clauses)}."
+    if uses.xmap_transposes:
+        words += f" {_first_places(uses.xmap_transposes)} bring their own, which check_vma=True refuses."
     return [words]
 
 
-def _checked(remaining: str, checked: str) -> str:
-    return "" if remaining == checked else f" [with check_vma=True: {checked}]"
+def _checked(unchecked: str, checked: str) -> str:
+    return "" if unchecked == checked else f" [with check_vma=True: {checked}]"
 
 
 def _first_places(places: list[str]) -> str:
