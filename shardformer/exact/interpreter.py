@@ -15,7 +15,7 @@ from jax.extend import core
 from numpy import ndarray
 
 from shardformer.errors import RunError, UsageError
-from shardformer.exact import elementwise, jaxprs, products, random_bits, shapes  # noqa: F401  # they register rules
+from shardformer.exact import elementwise, jaxprs, positions, products, random_bits, reductions  # noqa: F401
 from shardformer.exact.lockstep import Collectives, Mesh, find_differing, join, split
 from shardformer.exact.operations import RULES, Operation, is_float, working_dtype
 from shardformer.exact.source_lines import find_line

@@ -73,3 +73,9 @@ def working_dtype(dtype) -> np.dtype:
 def own_axes(rank: int, axes) -> tuple[int, ...]:
     """Returns axes of an array of this rank, counted from the end."""
     return tuple(int(axis) - rank for axis in axes)
+
+
+def share_prefix(operation: Operation, arrays) -> list[ndarray]:
+    """Returns the arrays with the same sizes of mesh axes."""
+    prefix = np.broadcast_shapes(*(operation.prefix(x) for x in arrays))
+    return [np.broadcast_to(x, (*prefix, *x.shape[len(prefix) :])) for x in arrays]

@@ -83,10 +83,7 @@ def convolve(operation: Operation, x, kernel):
         result = result + np.matmul(weight[..., None, :, :], rows)  # [*mesh, G, N, O, points]
     result = np.asarray(result)
     groups_first = np.moveaxis(result, k, k + 1)  # [*mesh, N, G, O, points]
-    if p["batch_group_count"] > 1:
-        count = result.shape[k + 1]
-    else:
-        count = groups_first.shape[k]
+    count = result.shape[k + 1] if p["batch_group_count"] > 1 else groups_first.shape[k]
     outputs = groups_first.shape[k + 1] * groups_first.shape[k + 2]
     result = groups_first.reshape((*groups_first.shape[:k], count, outputs, *sizes))
     return result.transpose(*range(k), *(k + int(axis) for axis in np.argsort(numbers.out_spec)))

@@ -78,7 +78,7 @@ def _find_sites(closed, leaves: Sequence) -> dict[Site, tuple[tuple[str, ...], t
 
 
 def _list_repairs(sites: dict[Site, tuple[tuple[str, ...], tuple[str, ...]]]) -> Iterator[Repair]:
-    """Yields the likely repairs first: a psum less, a psum over other axes, one more after a sum, one more elsewhere."""
+    """Yields likely repairs first: a psum less, a psum over other axes, one more after a sum, one more elsewhere."""
     axes_of_mesh = tuple(dict.fromkeys(axis for sums, varying in sites.values() for axis in (*sums, *varying)))
     psums = {site: sums for site, (sums, _) in sites.items() if sums}
     yield from (Repair(site, sums, ()) for site, sums in psums.items())
