@@ -15,6 +15,7 @@ from shardformer.config import Config
 from shardformer.config.names import AXES
 from shardformer.errors import UsageError
 from shardformer.layout import Layout
+from shardformer.model import Model
 from shardformer.parallel.replicas import Zero
 from shardformer.parallel.scattering import IN_ONE_STAGE
 from shardformer.training.trainer import Trainer
@@ -49,6 +50,11 @@ def abstract_mesh(config: Config) -> AbstractMesh:
     """Returns the config's mesh without devices."""
     names = AXES[: len(config.parallel.mesh_shape)]
     return AbstractMesh(config.parallel.mesh_shape, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def parameter_shapes(config: Config) -> dict:
+    """Returns the shapes of the float parameters."""
+    return Model.abstract_parameters(config)
 
 
 def check_one_program(config: Config) -> None:

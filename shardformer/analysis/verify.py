@@ -30,11 +30,12 @@ NO_KEY = np.zeros(2, np.uint32)  # the data of a dropout key
 
 
 class Difference(NamedTuple):
-    """The relative difference of one result from the dense one."""
+    """The relative difference of one result from that of another program."""
 
     name: str
     relative: float
     allowed: float
+    expected: str = "dense"  # the program that has the right result
 
     @property
     def passes(self) -> bool:
@@ -48,8 +49,8 @@ def compare_loss_and_gradients(dense: tuple, sharded: tuple) -> list[Difference]
     rows = []
     for (path, want), got in zip(expected, jax.tree.leaves(sharded[1]), strict=True):
         least = ZERO_GRADIENT * rms * np.sqrt(np.size(want))
-        rows.append(Difference(name_path(path), _relative(got, want, least), GRADIENT))
-    loss = Difference("loss", _relative(sharded[0], dense[0]), LOSS)
+        rows.append(Difference(name_path(path), measure_difference(got, want, least), GRADIENT))
+    loss = Difference("loss", measure_difference(sharded[0], dense[0]), LOSS)
     return [*sorted(rows, key=lambda row: (row.passes, -row.relative)), loss]
 
 
@@ -108,7 +109,7 @@ def draw_parameters(dense: Trainer) -> Any:
 
 def find_worst(dense, sharded) -> float:
     """Returns the largest relative difference; NaN if there is one, which max() would ignore."""
-    return float(np.max([_relative(got, want) for got, want in zip(sharded, dense, strict=True)]))
+    return float(np.max([measure_difference(got, want) for got, want in zip(sharded, dense, strict=True)]))
 
 
 def loss_and_gradients(model: Model, parameters, batch, dropout_key=None) -> tuple[np.ndarray, Any, str]:
@@ -226,7 +227,7 @@ def _size(leaves) -> int:
     return sum(np.size(leaf) for _, leaf in leaves)
 
 
-def _relative(got, want, least: float = 0.0) -> float:
+def measure_difference(got, want, least: float = 0.0) -> float:
     """Returns the norm of the difference relative to the norm of `want`, or to `least` if that is larger."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     scale = max(float(np.linalg.norm(want)), least)

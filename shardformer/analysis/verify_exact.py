@@ -1,0 +1,239 @@
+"""Proves a configuration's program right: on its mesh, on one device and in the dense reference, in float64.
+
+No device takes part, so the mesh may be any. What differs by more than rounding, by 1e-10, is a mistake.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from shardformer import exact
+from shardformer.analysis import dense_reference, traced
+from shardformer.analysis.shard_runs import name_path
+from shardformer.analysis.verify import Difference, measure_difference
+from shardformer.config import Config
+from shardformer.config.names import ROUTER_BIAS
+from shardformer.errors import RunError
+from shardformer.layout import resolve
+from shardformer.model import lora
+from shardformer.training.trainer import Trainer
+
+BOUND = 1e-10
+STEPS = 3
+ZERO_GRADIENT = 1e-4  # of all gradients' RMS: smaller ones are rounding noise, as of k's bias without rotary
+SPREAD = 0.3  # of parameters: so that softmaxes, norms and activations are far from linear
+
+
+class Result(NamedTuple):
+    """What a program computed for a batch."""
+
+    loss: np.ndarray
+    gradients: Any
+    run: exact.Run
+
+
+def verify_exactly(config: Config, memory: float = 8e9, watch: Callable | None = None) -> list[Difference]:
+    """Compares the loss, the gradients and three steps on the config's mesh with those of one device.
+
+    Compares with the dense reference too, if the objective is to predict tokens and the weights are floats.
+    Raises RunError for a program that JAX cannot trace, or whose replicas differ, with the line to look at.
+    """
+    options = {"memory": memory, "watch": watch}
+    sharded, single = traced.make_trainer(config), traced.make_trainer(on_one_device(config))
+    params, batch, key = draw_parameters(config), draw_batch(sharded), draw_key(config)
+    compute = functools.partial(compute_gradients, params=params, batch=batch, key=key, **options)
+    try:
+        got = compute(sharded)
+    except (ValueError, TypeError) as error:  # raised by JAX for sums over devices that are missing or doubled
+        raise RunError(explain_rejected(config, params, batch, key, error)) from None
+    rows = compare("", got, compute(single), "one device")
+    if has_dense_reference(config):
+        dense = compute_dense(config, params, batch, key, **options)
+        rows += compare("", got, dense, "dense")
+    states = [run_steps(trainer, params, batch, **options) for trainer in (sharded, single)]
+    return [*rows, *compare_states(*states)]
+
+
+def on_one_device(config: Config) -> Config:
+    """Returns the configuration of the same training on one device, without microbatches."""
+    return config.replace(
+        mesh="1x1", zero=0, accum=1, accum_mode="scan", pipeline_rounds=1, sequence_parallel=False, attention="auto"
+    )
+
+
+def has_dense_reference(config: Config) -> bool:
+    """Returns whether the dense reference computes this configuration."""
+    return config.preferences.objective == "lm" and not config.stored.quantized
+
+
+def compute_gradients(trainer: Trainer, params, batch, key, **options) -> Result:
+    """Returns the loss and the gradients of a trainer's program on its mesh."""
+    model = trainer.model
+    shapes = model.shapes, describe(batch) | model.constant_shapes(), describe(key)
+    run = exact.run(model.loss_and_grad, store(trainer, params), batch, key, shapes=shapes, **options)
+    losses, gradients = run.outputs
+    return Result(losses.loss, gradients, run)
+
+
+def compute_dense(config: Config, params, batch, key, **options) -> Result:
+    """Returns the loss and the gradients of the dense reference."""
+    compute = functools.partial(dense_reference.losses_and_gradients, config)
+    run = exact.run(compute, params, batch, key, **options)
+    (nats, _), gradients = run.outputs
+    return Result(nats, lora.select_trainable(gradients, config), run)
+
+
+def run_steps(trainer: Trainer, params, batch, steps: int = STEPS, **options) -> tuple[Any, list[np.ndarray]]:
+    """Returns the training state and the metrics after full steps with one batch."""
+    state = exact.run(trainer.update.start, store(trainer, params), shapes=(trainer.model.shapes,)).outputs
+    shapes = trainer.abstract, describe(batch) | trainer.model.constant_shapes(), describe(np.int32(0))
+    program = jax.make_jaxpr(trainer.accumulation.step, return_shape=True)
+    closed, outputs = program(*shapes)
+    tree, rows = jax.tree.structure(outputs), []
+    for step in range(steps):
+        leaves, _ = exact.run_jaxpr(closed, jax.tree.leaves((state, batch, np.int32(step))), **options)
+        state, metrics = jax.tree.unflatten(tree, leaves)
+        rows.append(metrics)
+    return state, rows
+
+
+def compare(prefix: str, got: Result, expected: Result, with_what: str) -> list[Difference]:
+    """Compares the losses and the gradients; returns the worst gradient first."""
+    leaves = jax.tree.leaves_with_path(expected.gradients)
+    size = sum(np.size(leaf) for _, leaf in leaves)
+    rms = np.sqrt(sum(np.square(leaf).sum() for _, leaf in leaves) / size)
+    rows = []
+    for (path, want), leaf in zip(leaves, jax.tree.leaves(got.gradients), strict=True):
+        least = ZERO_GRADIENT * rms * np.sqrt(np.size(want))
+        difference = measure_difference(leaf, want, least)
+        rows.append(Difference(f"{prefix}gradient of {name_path(path)}", difference, BOUND, with_what))
+    loss = Difference(f"{prefix}loss", measure_difference(got.loss, expected.loss), BOUND, with_what)
+    return [loss, *sorted(rows, key=lambda row: (row.passes, -row.relative))]
+
+
+def compare_states(got: tuple, expected: tuple) -> list[Difference]:
+    """Compares training states, and the metrics of the steps that led to them."""
+    after = f"after {STEPS} steps"
+    (state, metrics), (single, metrics_of_one) = got, expected
+    rows = [Difference(f"metrics of {STEPS} steps", measure_difference(metrics, metrics_of_one), BOUND, "one device")]
+    for name in ("params", "average", "masters"):
+        for (path, want), leaf in zip(
+            jax.tree.leaves_with_path(getattr(single, name)), jax.tree.leaves(getattr(state, name)), strict=True
+        ):
+            difference = measure_difference(leaf, want) if want.dtype.kind == "f" else float((leaf != want).any())
+            rows.append(Difference(f"{name} {name_path(path)} {after}", difference, BOUND, "one device"))
+    return [rows[0], *sorted(rows[1:], key=lambda row: (row.passes, -row.relative))]
+
+
+# What a program computes with
+
+
+def draw_parameters(config: Config) -> dict:
+    """Returns random float parameters: of scales around 1, and of all others a normal draw.
+
+    With experts, all tokens share a direction from which the first expert of each layer turns away, so that it has no
+    tokens; and the routers' biases count.
+    """
+    draw = np.random.default_rng(config.training.seed)
+
+    def draw_leaf(path, shape):
+        centre = float(path[-1].key.endswith("scale"))
+        return (centre + SPREAD * draw.standard_normal(shape.shape)).astype(np.float32)
+
+    params = jax.tree.map_with_path(draw_leaf, traced.parameter_shapes(config))
+    if config.experts.experts:
+        layers, tokens = params["transformer/layers"], params["transformer/embed"]["tokens"]
+        signs = np.resize(np.array([1, -1], np.float32), config.model.d_model)
+        tokens += 2 * SPREAD * signs
+        layers["router"][:, :, 0] = -signs
+        if ROUTER_BIAS in layers:
+            layers[ROUTER_BIAS] /= 10 * config.experts.experts
+    return params
+
+
+def store(trainer: Trainer, params: dict) -> dict:
+    """Returns the parameters in the form in which the trainer's model stores them."""
+    weights = resolve(trainer.config).weights
+    return exact.run(weights.store, params).outputs if trainer.config.stored.quantized else params
+
+
+def draw_batch(trainer: Trainer) -> dict[str, np.ndarray]:
+    """Returns a random batch of the shapes that the trainer's objective learns from.
+
+    Each row has another share of masked targets, so that a mean of the means of shards or microbatches is wrong.
+    """
+    config, shapes = trainer.config, trainer.model.batch_shapes()
+    draw = np.random.default_rng([config.training.seed, 1])
+    share = np.linspace(0.2, 1, config.training.batch)
+    if config.preferences.objective == "lm":
+        shapes["weights"] = jax.ShapeDtypeStruct(shapes["tokens"].shape, np.float32)
+        if config.data.documents == "masked":
+            shapes["documents"] = shapes["tokens"]
+    batch = {}
+    for name, shape in shapes.items():
+        if name == "documents":
+            batch[name] = np.minimum(np.cumsum(draw.random(shape.shape) < 0.2, -1), MOST_DOCUMENTS).astype(np.int32)
+        elif np.issubdtype(shape.dtype, np.integer):
+            batch[name] = draw.integers(0, config.model.vocab, shape.shape, np.int32)
+        elif name in MASKS:
+            chosen = draw.random(shape.shape) < share.reshape(-1, *[1] * (len(shape.shape) - 1))
+            chosen[-1] = True
+            batch[name] = chosen.astype(np.float32)
+        else:
+            batch[name] = draw.normal(-1, 0.5, shape.shape).astype(np.float32)
+    return batch | {name: draw_constants(leaf, draw) for name, leaf in trainer.model.constant_shapes().items()}
+
+
+MASKS = ("weights", "scored", "pairs", "kl_scored", "kl_pairs", "sft")
+MOST_DOCUMENTS = 3
+
+
+def draw_constants(shapes, draw: np.random.Generator):
+    """Returns a random teacher."""
+    return jax.tree.map(lambda leaf: (SPREAD * draw.standard_normal(leaf.shape)).astype(np.float32), shapes)
+
+
+def draw_key(config: Config) -> np.ndarray:
+    """Returns the data of a dropout key."""
+    return np.random.default_rng([config.training.seed, 2]).integers(0, 2**32, 2, np.uint32)
+
+
+def describe(tree):
+    """Returns the shapes and dtypes of arrays."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), tree)
+
+
+# Words for a program that is wrong
+
+
+def explain_rejected(config: Config, params, batch, key, error: Exception) -> str:
+    """Returns JAX's reason to reject a program, and the line where a sum over devices is missing or one too many.
+
+    Without the types of shard_map the loss can be computed, and each line be tried with another sum.
+    """
+    reason = " ".join(str(error).split())[:300]
+    sharded = traced.make_trainer(config).model
+    sharded.check_types = False
+    expected = compute_gradients(traced.make_trainer(on_one_device(config)), params, batch, key).loss
+
+    def compute_loss(params, batch, key):
+        return sharded.evaluate(params, batch, key)[1].loss
+
+    try:
+        closed = jax.make_jaxpr(compute_loss)(sharded.shapes, describe(batch) | sharded.constant_shapes(), describe(key))
+    except (ValueError, TypeError):
+        return f"the sharded model cannot be traced: {reason}"
+    leaves = jax.tree.leaves((store(traced.make_trainer(config), params), batch, key))
+    repair = exact.find_repair(closed, leaves, lambda outputs: measure_difference(outputs[0], expected) <= BOUND)
+    found = f"{repair}; with this repaired, the loss is that of one device" if repair else "no single sum repairs it"
+    return f"the sharded model is wrong: {found}. JAX rejects it: {reason}"
+
+
+def use_no_accelerator() -> None:
+    """Keeps JAX from starting an accelerator for the few constants of a trace."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    jax.config.update("jax_platforms", "cpu")
