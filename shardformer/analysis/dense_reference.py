@@ -17,7 +17,7 @@ Params = dict[str, dict[str, Any]]  # module name -> parameter name -> array, as
 
 ACTIVATIONS: dict[str, Callable] = {
     "gelu": lambda u: 0.5 * u * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3))),
-    "gelu_exact": lambda u: 0.5 * u * (1 + jax.lax.erf(u / math.sqrt(2))),
+    "gelu_exact": lambda u: 0.5 * u * (1 + jax.lax.erf(u * math.sqrt(0.5))),
     "relu": lambda u: jnp.maximum(u, 0),
     "silu": lambda u: u * jax.nn.sigmoid(u),
 }
@@ -365,11 +365,12 @@ def _positions(tokens, documents):
 def _rotate(c, x):
     """Turns pair (2i, 2i + 1) of each head by t * frequency_i, as a complex multiplication."""
     dims = c.model.rotary_dims or x.shape[-1]
-    rotation = np.exp(1j * np.arange(x.shape[1])[:, None] * _frequencies(c, dims, x.shape[1]))[None, :, None]
+    frequencies = _frequencies(c, dims, x.shape[1]).astype(np.float32)
+    angle = (jnp.arange(x.shape[1])[:, None] * frequencies[None]).astype(x.dtype)[None, :, None]
     pairs = jax.lax.complex(x[..., 0:dims:2], x[..., 1:dims:2])
     kind, _, values = c.model.rotary_scaling.partition(":")
     factor = float(values.split(",")[{"yarn": 4, "longrope": 1}[kind]]) if kind in ("yarn", "longrope") else 1.0
-    turned = pairs * jnp.asarray(rotation * factor, pairs.dtype)
+    turned = pairs * jax.lax.complex(jnp.cos(angle), jnp.sin(angle)) * factor
     pairs = jnp.stack([turned.real, turned.imag], axis=-1).reshape(*x.shape[:-1], dims)
     return jnp.concatenate([pairs, x[..., dims:]], axis=-1)
 
@@ -380,7 +381,8 @@ def _frequencies(c, dims: int, tokens: int) -> np.ndarray:
     Longrope's are OLD_SEQ,ATTENTION, and two numbers for each pair: one for rows of at most OLD_SEQ tokens, one for
     longer rows.
     """
-    frequencies = c.model.rotary_theta ** (-np.arange(0, dims, 2) / dims)
+    # In float32, as in Llama's published code.
+    frequencies = np.float32(1) / np.float32(c.model.rotary_theta) ** (np.arange(0, dims, 2, dtype=np.float32) / dims)
     kind, _, values = c.model.rotary_scaling.partition(":")
     if not kind:
         return frequencies
