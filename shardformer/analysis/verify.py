@@ -206,13 +206,18 @@ def weighted_batch(config: Config) -> dict[str, np.ndarray]:
 
 def format_differences(rows: list[Difference], most: int = 8) -> str:
     """Returns a table with the worst first, and a verdict."""
-    printed = [[row.name, f"{row.relative:.1e}", f"{row.allowed:.0e}", "yes" if row.passes else "NO"] for row in rows]
-    listed = printed[:most] + [row for row in printed[most:] if row[-1] == "NO" or row[0].startswith("loss")]
+    printed = [
+        [row.name, row.expected, f"{row.relative:.1e}", f"{row.allowed:.0e}", "yes" if row.passes else "NO"]
+        for row in sorted(rows, key=lambda row: (row.passes, -row.relative))
+    ]
+    always = ("loss", "metrics")  # of the step, and of further steps
+    listed = printed[:most] + [row for row in printed[most:] if row[-1] == "NO" or row[0].startswith(always)]
     rest = len(printed) - len(listed)
-    hidden = f"\n({format_count(rest, 'gradient')} not listed, with smaller differences)" if rest else ""
-    failed = [row for row in rows if not row.passes]
-    verdict = f"sharded and dense differ; the worst is {failed[0].name}" if failed else "sharded equals dense"
-    table = format_table(listed, ["compared with dense", "relative difference", "allowed", "passes"])
+    hidden = f"\n({format_count(rest, 'row')} not listed, with smaller differences)" if rest else ""
+    failed = sorted((row for row in rows if not row.passes), key=lambda row: -row.relative)
+    others = " and ".join(dict.fromkeys(row.expected for row in rows))
+    verdict = f"sharded and dense differ; the worst is {failed[0].name}" if failed else f"sharded equals {others}"
+    table = format_table(listed, ["compared", "with", "relative difference", "allowed", "passes"])
     return f"{table}{hidden}\n{verdict}"
 
 
@@ -230,5 +235,8 @@ def _size(leaves) -> int:
 def measure_difference(got, want, least: float = 0.0) -> float:
     """Returns the norm of the difference relative to the norm of `want`, or to `least` if that is larger."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    scale = max(float(np.linalg.norm(want)), least)
-    return float(np.linalg.norm(got - want)) / (scale or 1.0) if got.shape == want.shape else float("inf")
+    if got.shape != want.shape:
+        return float("inf")
+    same = got == want  # infinities too
+    scale = max(float(np.linalg.norm(want[np.isfinite(want)])), least)
+    return float(np.linalg.norm(got[~same] - want[~same])) / (scale or 1.0)

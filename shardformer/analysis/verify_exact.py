@@ -24,6 +24,8 @@ from shardformer.training.trainer import Trainer
 
 BOUND = 1e-10
 STEPS = 3
+PARTS = ("gradients on the mesh", "gradients on one device", "gradients of the dense reference",
+         f"{STEPS} steps on the mesh", f"{STEPS} steps on one device")  # fmt: skip
 ZERO_GRADIENT = 1e-4  # of all gradients' RMS: smaller ones are rounding noise, as of k's bias without rotary
 SPREAD = 0.3  # of parameters: so that softmaxes, norms and activations are far from linear
 
@@ -36,26 +38,35 @@ class Result(NamedTuple):
     run: exact.Run
 
 
-def verify_exactly(config: Config, memory: float = 8e9, watch: Callable | None = None) -> list[Difference]:
+def verify_exactly(config: Config, memory: float = 8e9, begin: Callable[[str], None] = lambda part: None) -> list:
     """Compares the loss, the gradients and three steps on the config's mesh with those of one device.
 
-    Compares with the dense reference too, if the objective is to predict tokens and the weights are floats.
-    Raises RunError for a program that JAX cannot trace, or whose replicas differ, with the line to look at.
+    Compares with the dense reference too, if the objective is to predict tokens and the weights are floats. Returns
+    `Difference`s; raises RunError for a program that JAX cannot trace, with the line that is wrong.
+
+    Arguments:
+        memory: the bytes that arrays may take.
+        begin: is called with the name of each of the PARTS.
     """
-    options = {"memory": memory, "watch": watch}
     sharded, single = traced.make_trainer(config), traced.make_trainer(on_one_device(config))
     params, batch, key = draw_parameters(config), draw_batch(sharded), draw_key(config)
-    compute = functools.partial(compute_gradients, params=params, batch=batch, key=key, **options)
+    begin(PARTS[0])
     try:
-        got = compute(sharded)
+        got = compute_gradients(sharded, params, batch, key, memory=memory)
     except (ValueError, TypeError) as error:  # raised by JAX for sums over devices that are missing or doubled
         raise RunError(explain_rejected(config, params, batch, key, error)) from None
-    rows = compare("", got, compute(single), "one device")
+    begin(PARTS[1])
+    rows = compare(got, compute_gradients(single, params, batch, key, memory=memory), "one device")
+    begin(PARTS[2])
     if has_dense_reference(config):
-        dense = compute_dense(config, params, batch, key, **options)
-        rows += compare("", got, dense, "dense")
-    states = [run_steps(trainer, params, batch, **options) for trainer in (sharded, single)]
-    return [*rows, *compare_states(*states)]
+        in_float32 = config.replace(dtype="float32", param_dtype="float32", grad_dtype="float32")
+        if in_float32 != config:  # a constant of a bfloat16 program is rounded to it
+            got = compute_gradients(traced.make_trainer(in_float32), params, batch, key, memory=memory)
+        rows += compare(got, compute_dense(in_float32, params, batch, key, memory=memory), "dense")
+    begin(PARTS[3])
+    after = run_steps(sharded, params, batch, memory=memory)
+    begin(PARTS[4])
+    return [*rows, *compare_states(after, run_steps(single, params, batch, memory=memory))]
 
 
 def on_one_device(config: Config) -> Config:
@@ -101,7 +112,7 @@ def run_steps(trainer: Trainer, params, batch, steps: int = STEPS, **options) ->
     return state, rows
 
 
-def compare(prefix: str, got: Result, expected: Result, with_what: str) -> list[Difference]:
+def compare(got: Result, expected: Result, with_what: str) -> list[Difference]:
     """Compares the losses and the gradients; returns the worst gradient first."""
     leaves = jax.tree.leaves_with_path(expected.gradients)
     size = sum(np.size(leaf) for _, leaf in leaves)
@@ -110,8 +121,8 @@ def compare(prefix: str, got: Result, expected: Result, with_what: str) -> list[
     for (path, want), leaf in zip(leaves, jax.tree.leaves(got.gradients), strict=True):
         least = ZERO_GRADIENT * rms * np.sqrt(np.size(want))
         difference = measure_difference(leaf, want, least)
-        rows.append(Difference(f"{prefix}gradient of {name_path(path)}", difference, BOUND, with_what))
-    loss = Difference(f"{prefix}loss", measure_difference(got.loss, expected.loss), BOUND, with_what)
+        rows.append(Difference(f"gradient of {name_path(path)}", difference, BOUND, with_what))
+    loss = Difference("loss", measure_difference(got.loss, expected.loss), BOUND, with_what)
     return [loss, *sorted(rows, key=lambda row: (row.passes, -row.relative))]
 
 

@@ -104,10 +104,12 @@ COMMANDS = {
     "verify": Command(
         "cli.device_commands:run_verify",
         "sharded against dense: loss, gradients, ten steps",
-        ("verify PRESET|RUN mesh=4x2 [key=value ...]",),
-        (RUN_KEYS,),
+        ("verify PRESET|RUN mesh=4x2 [key=value ...]", "verify PRESET|RUN mesh=64x8 exact=true [key=value ...]"),
+        ("cli.device_commands:VerifyOptions", RUN_KEYS),
         "Run it on a new pod or with a new version of JAX. If the two differ, it names the worst leaf and exits with "
-        "status 1. For your own shard functions: shardformer.verify_function, and the command `learn`.",
+        "status 1. With exact=true, the program of any mesh runs in float64 on this machine, without devices; a sum "
+        "over devices that is missing or doubled is named with its line. For your own shard functions: "
+        "shardformer.verify_function, and the command `learn`.",
     ),
     "explain": Command(
         "cli.explain_command:run_explain",

@@ -1,16 +1,23 @@
 """`memory` and `verify`: the bytes of a step, and sharded against dense, on the devices of this machine."""
 
+import contextlib
 import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from shardformer import jax_releases, storage
-from shardformer.analysis import live, traced, verify
+from shardformer.analysis import live, traced, verify, verify_exact
 from shardformer.analysis.memory import format_device_bytes
 from shardformer.cli.arguments import parse_settings, say
-from shardformer.config import parsing
+from shardformer.config import Config, parsing
 from shardformer.config.keys import key
 from shardformer.config.parsing import PICTURES
 from shardformer.errors import RunError, UsageError
 from shardformer.layout import mesh
+from shardformer.tables import format_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +47,24 @@ def run_memory(arguments: list[str]) -> None:
         say(f"drawn in {options.picture}")
 
 
+@dataclasses.dataclass(frozen=True)
+class VerifyOptions:
+    """How to compare (besides every key of a run)."""
+
+    exact: bool = key(False, "in float64, on any mesh, without devices; also one device, and complete steps")
+    memory: float = key(8.0, "GB that arrays may take with exact=true", least=0.1)
+
+
 def run_verify(arguments: list[str]) -> int:
     """Compares a sharded with a dense model; returns 1 if they differ."""
-    settings = parse_settings(arguments)
+    options, rest = parsing.parse_known_options(arguments, VerifyOptions)
+    if options.exact:
+        return verify_without_devices(rest, options.memory)
+    settings = parse_settings(rest)
     if settings.stored.quantized:
         raise UsageError(
-            f"verify compares with a dense model of float weights, got weights={settings.stored.weights}; leave it out"
+            f"verify compares with a dense model of float weights, got weights={settings.stored.weights}; leave it "
+            "out, or give exact=true, which compares with one device"
         )
     settings = mesh.start(settings, say=say)
     if settings.parallel.devices == 1:
@@ -64,3 +83,44 @@ def run_verify(arguments: list[str]) -> int:
     if not passes and mesh.find_devices()[0].platform == "cpu" and (fault := jax_releases.describe_faults()):
         say(fault)
     return 0 if passes else 1
+
+
+def verify_without_devices(arguments: list[str], memory: float) -> int:
+    """Compares a sharded program exactly with one device and the dense reference; returns 1 if they differ."""
+    settings = parse_on_any_mesh(arguments)
+    if settings.parallel.mesh == "auto" or settings.parallel.devices == 1:
+        raise UsageError(
+            f"exact=true compares a mesh of several devices with one device, got mesh={settings.parallel.mesh}; name "
+            "any mesh, such as mesh=64x8: no device is needed"
+        )
+    verify_exact.use_no_accelerator()
+    count = format_count(settings.parallel.devices, "device")
+    say(f"mesh {settings.parallel.mesh} ({settings.parallel.mesh_axes}), {count}, in float64, without any of them")
+    with show_parts(verify_exact.PARTS) as begin:
+        rows = verify_exact.verify_exactly(settings, memory * 1e9, begin)
+    say(verify.format_differences(rows))
+    return 0 if all(row.passes for row in rows) else 1
+
+
+def parse_on_any_mesh(arguments: list[str]) -> Config:
+    """Returns the settings, whose batch has a row for each device along dp unless `batch=` is given."""
+    given = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
+    if "batch" in given or given.get("mesh", "auto") == "auto":
+        return parse_settings(arguments)
+    batch = parse_settings([*(a for a in arguments if not a.startswith("mesh=")), "mesh=1x1"]).training.batch
+    sizes = parsing.parse_mesh(given["mesh"])
+    rows = sizes.dp * sizes.pp * int(given.get("accum", 1) or 1)
+    if batch % rows == 0:
+        return parse_settings(arguments)
+    more = -(-batch // rows) * rows
+    say(f"batch={batch} becomes batch={more}, as mesh={given['mesh']} splits it into {rows}")
+    return parse_settings([*arguments, f"batch={more}"])
+
+
+@contextlib.contextmanager
+def show_parts(parts: Sequence[str]) -> Iterator[Callable[[str], None]]:
+    """Shows a bar on a terminal; yields the function that starts a part."""
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("", total=len(parts))
+        yield lambda part: progress.update(task, description=part, completed=parts.index(part))
