@@ -54,7 +54,7 @@ def verify_exactly(config: Config, memory: float = 8e9, begin: Callable[[str], N
     try:
         got = compute_gradients(sharded, params, batch, key, memory=memory)
     except (ValueError, TypeError) as error:  # raised by JAX for sums over devices that are missing or doubled
-        raise RunError(explain_rejected(config, params, batch, key, error)) from None
+        raise RunError(explain(config, error)) from None
     begin(PARTS[1])
     rows = compare(got, compute_gradients(single, params, batch, key, memory=memory), "one device")
     begin(PARTS[2])
@@ -218,30 +218,44 @@ def describe(tree):
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), tree)
 
 
-# Words for a program that is wrong
+# Where a program is wrong
 
 
-def explain_rejected(config: Config, params, batch, key, error: Exception) -> str:
-    """Returns JAX's reason to reject a program, and the line where a sum over devices is missing or one too many.
+def explain(config: Config, error: Exception | None = None) -> str:
+    """Returns the line where a sum over devices is missing or one too many, and JAX's reason to reject the program.
 
-    Without the types of shard_map the loss can be computed, and each line be tried with another sum.
+    Without the types of shard_map, the loss can be computed all the same, and each line be tried with another sum.
     """
-    reason = " ".join(str(error).split())[:300]
-    sharded = traced.make_trainer(config).model
-    sharded.check_types = False
-    expected = compute_gradients(traced.make_trainer(on_one_device(config)), params, batch, key).loss
+    repair = find_repair(config)
+    found = f"{repair}. With this repaired, the loss is that of one device" if repair else ""
+    if error is None:
+        return found
+    rejected = f"JAX rejects {exact.find_error_line(error)}: {' '.join(str(error).split())[:300]}"
+    return f"the sharded model is wrong: {found}. {rejected}" if found else f"the sharded model is wrong: {rejected}"
+
+
+def find_repair(config: Config) -> exact.Repair | None:
+    """Returns the change of one sum over devices that makes the loss right; None if it is right, or none does."""
+    sharded, single = traced.make_trainer(config), traced.make_trainer(on_one_device(config))
+    params, batch, key = draw_parameters(config), draw_batch(sharded), draw_key(config)
+    expected = compute_gradients(single, params, batch, key).loss
+    model = sharded.model
+    model.check_types = False
 
     def compute_loss(params, batch, key):
-        return sharded.evaluate(params, batch, key)[1].loss
+        return model.evaluate(params, batch, key)[1].loss
+
+    def is_right(outputs) -> bool:
+        return measure_difference(outputs[0], expected) <= BOUND
 
     try:
-        closed = jax.make_jaxpr(compute_loss)(sharded.shapes, describe(batch) | sharded.constant_shapes(), describe(key))
+        closed = jax.make_jaxpr(compute_loss)(model.shapes, describe(batch) | model.constant_shapes(), describe(key))
     except (ValueError, TypeError):
-        return f"the sharded model cannot be traced: {reason}"
-    leaves = jax.tree.leaves((store(traced.make_trainer(config), params), batch, key))
-    repair = exact.find_repair(closed, leaves, lambda outputs: measure_difference(outputs[0], expected) <= BOUND)
-    found = f"{repair}; with this repaired, the loss is that of one device" if repair else "no single sum repairs it"
-    return f"the sharded model is wrong: {found}. JAX rejects it: {reason}"
+        return None
+    leaves = jax.tree.leaves((store(sharded, params), batch, key))
+    if is_right(exact.run_jaxpr(closed, leaves)[0]):
+        return None
+    return exact.find_repair(closed, leaves, is_right)
 
 
 def use_no_accelerator() -> None:

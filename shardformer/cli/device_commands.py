@@ -99,7 +99,11 @@ def verify_without_devices(arguments: list[str], memory: float) -> int:
     with show_parts(verify_exact.PARTS) as begin:
         rows = verify_exact.verify_exactly(settings, memory * 1e9, begin)
     say(verify.format_differences(rows))
-    return 0 if all(row.passes for row in rows) else 1
+    if all(row.passes for row in rows):
+        return 0
+    if found := verify_exact.explain(settings):
+        say(found)
+    return 1
 
 
 def parse_on_any_mesh(arguments: list[str]) -> Config:

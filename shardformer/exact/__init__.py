@@ -5,5 +5,6 @@
 
 from shardformer.exact.interpreter import Disagreement, Run, Sent, run, run_jaxpr
 from shardformer.exact.repairs import Repair, find_repair
+from shardformer.exact.source_lines import find_error_line
 
-__all__ = ["Disagreement", "Repair", "Run", "Sent", "find_repair", "run", "run_jaxpr"]
+__all__ = ["Disagreement", "Repair", "Run", "Sent", "find_error_line", "find_repair", "run", "run_jaxpr"]

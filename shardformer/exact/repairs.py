@@ -48,7 +48,7 @@ class Repair(NamedTuple):
 def find_repair(
     closed, leaves: Sequence, is_right: Callable[[list[ndarray]], bool], seconds: float = 60
 ) -> Repair | None:
-    """Returns a change of one line's sums over devices that makes the results of a traced program right."""
+    """Returns a change of one line's sums over devices that makes the wrong results of a traced program right."""
     until = time.monotonic() + seconds
     for repair in _list_repairs(_find_sites(closed, leaves)):
         if time.monotonic() > until:
@@ -65,7 +65,8 @@ def _find_sites(closed, leaves: Sequence) -> dict[Site, tuple[tuple[str, ...], t
 
     def record(equation, inputs, results, mesh: Mesh):
         name = equation.primitive.name
-        if mesh and not jaxprs.bodies(equation) and jaxprs.called(equation) is None and name != "shard_map":
+        # A jitted function counts too: JAX traces it once, so its operations name only the first line that calls it.
+        if mesh and not jaxprs.bodies(equation) and name != "shard_map":
             sums = jaxprs.find_axes(equation) if _adds(name) else ()
             varying = [axis for i, axis in enumerate(mesh) if any(x.shape[i] > 1 for x in _floats(equation, results))]
             site = _find_site(equation)

@@ -2,6 +2,7 @@
 
 import functools
 import sysconfig
+import traceback
 from pathlib import Path
 
 import haiku
@@ -19,14 +20,14 @@ def find_line(equation) -> str:
 
 def find_calls(equation) -> tuple[str, ...]:
     """Returns the calls outside of JAX, Haiku and optax that led to an operation, the innermost first."""
-    traceback = equation.source_info.traceback
-    return _find_calls(traceback) if traceback is not None else ()
+    found = equation.source_info.traceback
+    return _find_calls(found) if found is not None else ()
 
 
 def find_positions(equation) -> tuple[int, ...]:
     """Returns the position of each call in its function: two psums on one line differ in it."""
-    traceback = equation.source_info.traceback
-    return tuple(traceback.raw_frames()[1]) if traceback is not None else ()
+    found = equation.source_info.traceback
+    return tuple(found.raw_frames()[1]) if found is not None else ()
 
 
 def describe_calls(calls: tuple[str, ...], most: int = 3) -> str:
@@ -34,17 +35,24 @@ def describe_calls(calls: tuple[str, ...], most: int = 3) -> str:
     return ", called from ".join(calls[:most]) or "?"
 
 
+def find_error_line(error: BaseException) -> str:
+    """Returns the innermost line outside of JAX, Haiku and optax that an error passed through."""
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    return next((f"{_shorten(f.filename)}:{f.lineno} ({f.name})" for f in frames if _is_user_code(f.filename)), "?")
+
+
 @functools.lru_cache(maxsize=65_536)
-def _find_calls(traceback) -> tuple[str, ...]:
+def _find_calls(of_operation) -> tuple[str, ...]:
     return tuple(
         f"{_shorten(frame.file_name)}:{frame.line_num} ({frame.function_name})"
-        for frame in traceback.frames
-        if not frame.file_name.startswith((*LIBRARIES, "<")) and not _is_standard(frame.file_name)
+        for frame in of_operation.frames
+        if _is_user_code(frame.file_name)
     )
 
 
-def _is_standard(path: str) -> bool:
-    return path.startswith(STANDARD_LIBRARY) and "site-packages" not in path
+def _is_user_code(path: str) -> bool:
+    is_standard = path.startswith(STANDARD_LIBRARY) and "site-packages" not in path
+    return not is_standard and not path.startswith((*LIBRARIES, "<"))
 
 
 @functools.cache
