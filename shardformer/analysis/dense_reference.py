@@ -366,7 +366,7 @@ def _rotate(c, x):
     """Turns pair (2i, 2i + 1) of each head by t * frequency_i, as a complex multiplication."""
     dims = c.model.rotary_dims or x.shape[-1]
     frequencies = _frequencies(c, dims, x.shape[1]).astype(np.float32)
-    angle = (jnp.arange(x.shape[1])[:, None] * frequencies[None]).astype(x.dtype)[None, :, None]
+    angle = (jnp.arange(x.shape[1], dtype=np.float32)[:, None] * frequencies[None]).astype(x.dtype)[None, :, None]
     pairs = jax.lax.complex(x[..., 0:dims:2], x[..., 1:dims:2])
     kind, _, values = c.model.rotary_scaling.partition(":")
     factor = float(values.split(",")[{"yarn": 4, "longrope": 1}[kind]]) if kind in ("yarn", "longrope") else 1.0

@@ -2,16 +2,22 @@
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
+from shardformer import exact
 from shardformer.analysis.hlo import running_lines
 from shardformer.config.names import AXES
 
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8,
          "s16": 2, "u16": 2}  # fmt: skip
+
+DTYPES = {
+    "float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64", "bool": "pred", "int8": "s8",
+    "int16": "s16", "int32": "s32", "int64": "s64", "uint8": "u8", "uint16": "u16", "uint32": "u32", "uint64": "u64",
+}  # fmt: skip
 
 _COLLECTIVE = re.compile(
     r"= (.+?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\((.*)$"
@@ -112,9 +118,20 @@ def total_by_kind(
     return totals
 
 
-def groups_over(axes: tuple[str, ...], mesh_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+def describe_sent(sent: exact.Sent, mesh: Mapping[str, int]) -> Collective:
+    """Returns what the exact interpreter has sent on a mesh as the collective of a compiled program."""
+    names, shape = tuple(mesh), tuple(mesh.values())
+    groups = groups_over(sent.axes, shape, names)
+    if sent.pairs:
+        groups = tuple((group[sender], group[receiver]) for group in groups for sender, receiver in sent.pairs)
+    return Collective(sent.operation, DTYPES[sent.dtype], sent.shape, groups, sent.times > 1, sent.times)
+
+
+def groups_over(
+    axes: tuple[str, ...], mesh_shape: tuple[int, ...], names: tuple[str, ...] = AXES
+) -> tuple[tuple[int, ...], ...]:
     """Returns the groups of devices that exchange tensors over these axes."""
-    dimensions = [AXES.index(axis) for axis in axes]
+    dimensions = [names.index(axis) for axis in axes]
     devices = np.moveaxis(np.arange(math.prod(mesh_shape)).reshape(mesh_shape), dimensions, range(-len(axes), 0))
     return _rows(devices, math.prod(mesh_shape[d] for d in dimensions))
 

@@ -9,18 +9,16 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
 from shardformer.analysis import liveness
-from shardformer.exact import jaxprs
-from shardformer.analysis.program_collectives import Collective, groups_over
+from shardformer.analysis.program_collectives import DTYPES, Collective, groups_over
 from shardformer.config import Config
 from shardformer.config.names import AXES
 from shardformer.errors import UsageError
+from shardformer.exact import jaxprs
 from shardformer.layout import Layout
 from shardformer.model import Model
 from shardformer.parallel.replicas import Zero
 from shardformer.parallel.scattering import IN_ONE_STAGE
 from shardformer.training.trainer import Trainer
-
-DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int32": "s32", "uint32": "u32", "bool": "pred"}
 
 
 class Traced(NamedTuple):

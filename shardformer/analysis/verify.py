@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
+from shardformer import exact
 from shardformer.analysis import dense_reference
-from shardformer.analysis.shard_runs import match_shardings, name_path
+from shardformer.analysis.shard_runs import name_path
 from shardformer.config import Config
 from shardformer.config.names import ROUTER_BIAS
 from shardformer.errors import UsageError
@@ -56,19 +57,17 @@ def compare_loss_and_gradients(dense: tuple, sharded: tuple) -> list[Difference]
 
 def compare_functions(
     dense: Callable, sharded: Callable, parameters: Any, specs: Any, batch: Any, batch_specs: Any,
-    device_mesh: Mesh, check_vma: bool = True,
+    device_mesh: Mesh | AbstractMesh, check_vma: bool = True,
 ) -> list[Difference]:  # fmt: skip
     """Compares the loss and the gradients of `sharded(parameters, batch)` under shard_map with those of `dense`.
 
-    Both return the mean loss. `specs` and `batch_specs` are trees of PartitionSpecs.
+    Both return the mean loss. `specs` and `batch_specs` are trees of PartitionSpecs. No device takes part.
     """
     in_specs = (specs, batch_specs)
     mapped = jax.shard_map(sharded, mesh=device_mesh, in_specs=in_specs, out_specs=P(), check_vma=check_vma)
-    placed = jax.device_put((parameters, batch), match_shardings((parameters, batch), in_specs, device_mesh))
-    with jax.default_matmul_precision("highest"):
-        expected = jax.jit(jax.value_and_grad(dense))(parameters, batch)
-        got = jax.jit(jax.value_and_grad(mapped))(*placed)
-    return compare_loss_and_gradients(_on_host(expected), _on_host(got))
+    expected = exact.run(jax.value_and_grad(dense), parameters, batch).outputs
+    got = exact.run(jax.value_and_grad(mapped), parameters, batch).outputs
+    return compare_loss_and_gradients(expected, got)
 
 
 def verify_config(config: Config) -> list[Difference]:

@@ -17,7 +17,7 @@ from numpy import ndarray
 from shardformer.errors import RunError, UsageError
 from shardformer.exact import elementwise, jaxprs, positions, products, random_bits, reductions  # noqa: F401
 from shardformer.exact.lockstep import Collectives, Mesh, find_differing, join, split
-from shardformer.exact.operations import RULES, Operation, is_float, working_dtype
+from shardformer.exact.operations import RULES, Operation, is_float, own_axes, working_dtype
 from shardformer.exact.source_lines import find_line
 from shardformer.tables import format_bytes
 
@@ -32,6 +32,7 @@ class Sent(NamedTuple):
     axes: tuple[str, ...]
     shape: tuple[int, ...]  # of the result on one device
     dtype: str
+    pairs: tuple[tuple[int, int], ...]  # (sender, receiver) of a collective-permute, as indices along the axes
     line: str
     times: int
 
@@ -196,9 +197,9 @@ class Interpreter:
             line = find_line(equation)
             raise UsageError(f"the exact interpreter cannot run {name} with {error}; {line} uses it") from None
         results = list(results) if isinstance(results, (tuple, list)) else [results]
-        return [self._store(each, aval, equation) for each, aval in zip(results, outputs, strict=True)]
+        return [self._store(each, aval, equation, mesh) for each, aval in zip(results, outputs, strict=True)]
 
-    def _store(self, result, aval, equation) -> ndarray:
+    def _store(self, result, aval, equation, mesh: Mesh) -> ndarray:
         """Returns a result in its dtype, rounded to what the program stores if `floats` is "stored"."""
         result = np.asarray(result)
         wanted = working_dtype(aval.dtype)
@@ -206,11 +207,8 @@ class Interpreter:
             result = result.astype(wanted)
         if self._rounds and is_float(aval.dtype):
             result = result.astype(aval.dtype).astype(wanted)
-        assert result.shape[result.ndim - len(aval.shape) :] == aval.shape, (
-            equation.primitive.name,
-            result.shape,
-            aval,
-        )
+        own = result.shape[len(mesh) :]
+        assert own == aval.shape, f"the rule of {equation.primitive.name} has shape {own}, expected {aval.shape}"
         return result
 
     # Collectives
@@ -218,22 +216,27 @@ class Interpreter:
     def communicate(self, equation, inputs: list[ndarray], mesh: Mesh) -> list[ndarray]:
         """Runs a collective, and counts what it sends."""
         name, p = equation.primitive.name, equation.params
-        axes = tuple(axis for axis in jaxprs.find_axes(equation) if isinstance(axis, str))
+        axes = jaxprs.find_axes(equation)
         if missing := [axis for axis in axes if axis not in mesh]:
             raise UsageError(f"{find_line(equation)} names the axis {missing[0]}, which no shard_map around it has")
         collectives = Collectives(mesh, axes)
         if name == "axis_index":
             return [collectives.index()]
         self._count(equation, axes, mesh)
-        return [self._store(_communicate(collectives, name, p, x), variable.aval, equation)
-                for x, variable in zip(inputs, equation.outvars, strict=True)]  # fmt: skip
+        results = []
+        for x, atom, variable in zip(inputs, equation.invars, equation.outvars, strict=True):
+            if own := own_axes(len(atom.aval.shape), jaxprs.find_own_axes(equation)):
+                x = REDUCTIONS.get(name, np.add).reduce(x, axis=own, dtype=x.dtype)
+            results.append(self._store(_communicate(collectives, name, p, x), variable.aval, equation, mesh))
+        return results
 
     def _count(self, equation, axes: tuple[str, ...], mesh: Mesh) -> None:
         if math.prod(mesh[axis] for axis in axes) == 1:
             return
         for variable in equation.outvars:
             kind = jaxprs.COLLECTIVES[equation.primitive.name]
-            key = (kind, axes, variable.aval.shape, variable.aval.dtype.name, find_line(equation))
+            pairs = tuple(map(tuple, equation.params.get("perm", ())))
+            key = (kind, axes, variable.aval.shape, variable.aval.dtype.name, pairs, find_line(equation))
             self._sent[key] = self._sent.get(key, 0) + 1
 
     # Control flow

@@ -96,6 +96,15 @@ def called_closed(equation):
 
 def find_axes(collective) -> tuple[str, ...]:
     """Returns the names of a collective's mesh axes."""
+    return tuple(axis for axis in _axes(collective) if isinstance(axis, str))
+
+
+def find_own_axes(collective) -> tuple[int, ...]:
+    """Returns the axes of the array itself that a collective reduces too, as `logsumexp(x, axis=(0, "dp"))` does."""
+    return tuple(axis for axis in _axes(collective) if not isinstance(axis, str))
+
+
+def _axes(collective) -> tuple:
     axes = collective.params.get("axes", collective.params.get("axis_name", ()))
     return (axes,) if isinstance(axes, str) else tuple(axes)
 

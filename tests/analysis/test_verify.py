@@ -168,7 +168,7 @@ def test_the_table_names_the_worst_first_and_what_fails():
         (1.0, {"a": np.ones(3), "b": np.ones(3)}), (1.0, {"a": np.ones(3), "b": 2 * np.ones(3)})
     )
     text = verify.format_differences(rows)
-    assert text.splitlines()[1].split() == ["b", "1.0e+00", "1e-05", "NO"]
+    assert text.splitlines()[1].split() == ["b", "dense", "1.0e+00", "1e-05", "NO"]
     assert text.endswith("sharded and dense differ; the worst is b")
     assert not verify.Difference("nan", float("nan"), 1.0).passes
 
