@@ -307,11 +307,19 @@ def test_following_the_advice_leads_to_a_valid_configuration(dp, mp, **changes):
         ({"beta": 0.2}, "beta does nothing without pairs or rewards; give objective=dpo, grpo or another of them"),
         *(
             ({name: value}, f"{name} does nothing with another objective; give objective=grpo")
-            for name, value in {"group_size": 4, "answer_tokens": 5, "rollout_steps": 2, "clip_ratio": 0.1}.items()
+            for name, value in {"group_size": 4, "answer_tokens": 5, "rollout_steps": 2}.items()
         ),
         ({"token_mean": "answer"}, "token_mean does nothing with another objective; give objective=grpo"),
         ({"sft_weight": 0.2}, "sft_weight does nothing without pairs"),
-        ({"sft_tokens": "all"}, "sft_tokens does nothing without pairs"),
+        (
+            {"sft_tokens": "all"},
+            "sft_tokens does nothing without pairs and the loss of chosen answers; give objective=",
+        ),
+        ({"sft_tokens": "all", "objective": "dpo"}, "sft_tokens does nothing without pairs and the loss of chosen"),
+        (
+            GRPO | {"clip_ratio": 0.1, "seq": 128},
+            "clip_ratio does nothing while a step learns from answers of",
+        ),
         ({"teacher": "x"}, "teacher does nothing with another objective; give objective=distill"),
         ({"divergence": "reverse"}, "divergence does nothing with another objective; give objective=distill"),
         ({"distill_weight": 0.5}, "distill_weight does nothing with another objective; give objective=distill"),
