@@ -62,6 +62,8 @@ def check_rules(c: "Config") -> None:
 
 def check_given(c: "Config", given: dict[str, object]) -> None:
     """Raises UsageError if a key that a user gave has no effect in this configuration."""
+    if given.get("balance_rate") and c.lora.lora_rank and not c.training.base:
+        raise UsageError("balance_rate does nothing with lora_rank, which freezes the biases; give balance_rate=0")
     for name, value in given.items():
         keys, field = c.group(name), keys_of(type(c))[name]
         needed, used_if = field.metadata["needs"], field.metadata["used_if"]
@@ -170,11 +172,6 @@ def _check_experts(c: "Config") -> None:
         "experts are trained by optimizer=adamw or muon with param_dtype=float32 and grad_metrics=false; got "
         f"optimizer={c.optimizer.name} param_dtype={c.optimizer.param_dtype} "
         f"grad_metrics={str(c.training.grad_metrics).lower()}",
-    )
-    require(
-        not (c.experts.balance_rate and c.lora.lora_rank),
-        f"balance_rate={c.experts.balance_rate} changes a bias of the model, and lora_rank trains only adapters; "
-        "give balance_rate=0",
     )
 
 

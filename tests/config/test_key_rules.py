@@ -233,8 +233,6 @@ def test_malformed_mesh(text):
          "feed-forward width=6 does not divide over mp=4"),
         ({"experts": 4}, "experts have no biases, and bias=ff has them in the feed-forward; give bias=none"),
         ({"experts": 4, "bias": "none", "grad_metrics": True}, "experts are trained by optimizer=adamw or muon with p"),
-        ({"experts": 4, "bias": "none", "balance_rate": 0.001, "lora_rank": 2},
-         "balance_rate=0.001 changes a bias of the model, and lora_rank trains only adapters; give balance_rate=0"),
         ({"experts": 4, "bias": "none", "lora_rank": 2, "lora_targets": "up"},
          "lora_targets takes some of q,k,v,o,expert_up,expert_down, got 'up'"),
         ({"experts": 6, "bias": "none", "expert_axes": "dp", "mesh": "4x2", "batch": 8},
@@ -295,6 +293,10 @@ def test_following_the_advice_leads_to_a_valid_configuration(dp, mp, **changes):
                 "balance_rate": 0.1,
                 "expert_axes": "dp",
             }.items()
+        ),
+        (
+            {"experts": 4, "bias": "none", "balance_rate": 0.001, "lora_rank": 2},
+            "balance_rate does nothing with lora_rank, which freezes the biases; give balance_rate=0",
         ),
         ({"shared_gate": True}, "shared_gate does nothing without shared_width; give shared_width as well"),
         ({"rotary_dims": 4, "positions": "learned"}, "rotary_dims does nothing without positions=rotary; got rotary_"),
