@@ -9,6 +9,7 @@ from shardformer.data.chat.chat_format import ChatFormat
 from shardformer.data.chat.conversations import Conversation, make_conversation
 from shardformer.data.chat.spans import MARK, render_with_spans
 from shardformer.data.chat.template_process import TemplateProcess, render_either_form
+from shardformer.errors import UsageError
 from shardformer.inference.sampling import Stops, cut_text
 
 
@@ -41,7 +42,11 @@ class ChatCodec:
             return [self.encode(process, conversation) for conversation in conversations]
 
     def encode(self, process: TemplateProcess, conversation: Conversation) -> list[int]:
-        """Returns the ids of one conversation of `encode_all`."""
+        """Returns the ids of one conversation of `encode_all`; raises UsageError for tools that the prompt would lack."""
+        if self.format.ignores_tools(conversation.tools):
+            raise UsageError(
+                f"tools are given, and the chat template of {self.format.name} does not read them; leave tools out"
+            )
 
         def render(conversation):
             return process.render(conversation, with_prompt=True).text
