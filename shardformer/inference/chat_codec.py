@@ -34,7 +34,7 @@ class ChatCodec:
 
     def start_process(self) -> TemplateProcess:
         """Starts the process that renders prompts, with today's date."""
-        return TemplateProcess(self.format, now=True)
+        return TemplateProcess(self.format, now=True, letters=self.vocabulary.letters)
 
     def encode_all(self, conversations: Sequence[Conversation]) -> list[list[int]]:
         """Returns the ids of each conversation with the header of the assistant's next turn."""
@@ -42,7 +42,7 @@ class ChatCodec:
             return [self.encode(process, conversation) for conversation in conversations]
 
     def encode(self, process: TemplateProcess, conversation: Conversation) -> list[int]:
-        """Returns the ids of one conversation of `encode_all`; raises UsageError for tools that the prompt would lack."""
+        """Returns the ids of one conversation of `encode_all`; raises UsageError for tools that it would lack."""
         if self.format.ignores_tools(conversation.tools):
             raise UsageError(
                 f"tools are given, and the chat template of {self.format.name} does not read them; leave tools out"
@@ -51,7 +51,7 @@ class ChatCodec:
         def render(conversation):
             return process.render(conversation, with_prompt=True).text
 
-        text = render_either_form(render, conversation)
+        text = render_either_form(render, process.guard(conversation))
         return self.vocabulary.encode_with_offsets(text, "prompt")[0].tolist()
 
     def make_stops(self, ignore_ends: bool = False) -> Stops:

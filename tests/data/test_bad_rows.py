@@ -113,8 +113,8 @@ def test_tools_that_a_template_ignores_are_named(tmp_path, keys):
     rows = [record | {"tools": tools} for record in records(60)]
     if keys:
         turns = [(record["messages"][:1], record["messages"][1:2]) for record in rows]
-        rows = [{"prompt": prompt, "chosen": answer, "rejected": [{"role": "assistant", "content": "?"}], "tools": tools}
-                for prompt, answer in turns]  # fmt: skip
+        other = {"rejected": [{"role": "assistant", "content": "?"}], "tools": tools}
+        rows = [{"prompt": prompt, "chosen": answer} | other for prompt, answer in turns]
     load(write_lines(tmp_path / "chat.jsonl", rows), said.append, **keys)
     message = "rows that are changed: 60 x tools are left out: the chat template of plain does not read them"
     assert [line for line in said if message in line]

@@ -31,12 +31,14 @@ def read_conversations(
     format: ChatFormat,
     advance: Callable[[int], object] = lambda _: None,
     report: RowReport | None = None,
+    letters: Sequence[str] = (),
 ) -> Iterator[Piece]:
     """Yields the conversations of a file as pieces of text with spans.
 
     A record that is no conversation, or that the template does not take, goes into `report`, or raises without one.
+    `letters` are special tokens that are only letters in messages, as `vocabulary.letters` lists them.
     """
-    with TemplateProcess(format) as process:
+    with TemplateProcess(format, letters=letters) as process:
         for line, location in text_files.read_lines(path, advance):
             try:
                 yield _read_conversation(process, line, location, report)

@@ -6,7 +6,7 @@ The prompt is explicit, or implicit: the common beginning of chosen and rejected
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,15 +61,17 @@ def read_pairs(
     format: ChatFormat | None,
     advance: Callable[[int], object] = lambda _: None,
     report: RowReport | None = None,
+    letters: Sequence[str] = (),
 ) -> Iterator[Pair]:
     """Yields the pairs of a file. Without a chat format the sides are texts.
 
     A record that is no pair, or that the template does not take, goes into `report`, or raises without one.
+    `letters` are special tokens that are only letters in messages, as `vocabulary.letters` lists them.
     """
     if format is None:
         yield from _read(path, lambda record, location: _make_text_pair(record, location), advance, report)
         return
-    with TemplateProcess(format) as process:
+    with TemplateProcess(format, letters=letters) as process:
         yield from _read(path, functools.partial(_render_pair, process, report), advance, report)
 
 
