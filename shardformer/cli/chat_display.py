@@ -111,7 +111,8 @@ def take_first_pair(split: PreferenceSplit) -> tuple[ChatSplit, ChatSplit]:
 def _read_pair(recipe: Recipe, options: ShowOptions) -> tuple[ChatSplit, ChatSplit, Vocabulary]:
     """Returns the first pair of a recipe as token ids with masks, and their vocabulary."""
     vocabulary, path = _open_vocabulary(options), recipe.files[0]
-    pair = next(read_pairs(path, recipe.choose_format(vocabulary) if recipe.chat else None))
+    format = recipe.choose_format(vocabulary) if recipe.chat else None
+    pair = next(read_pairs(path, format, letters=vocabulary.letters))
     chosen, rejected = (_make_split(*encode_side(vocabulary, side, str(path)), path) for side in pair)
     return chosen, rejected, vocabulary
 
@@ -143,7 +144,7 @@ def show_chat_file(name: str, options: ShowOptions, on_terminal: bool) -> None:
     if recipe.pairs:
         return say(show_pair(_read_pair(recipe, options), on_terminal))
     vocabulary, path = _open_vocabulary(options), recipe.files[0]
-    first = next(read_conversations(path, recipe.choose_format(vocabulary)))
+    first = next(read_conversations(path, recipe.choose_format(vocabulary), letters=vocabulary.letters))
     ids, offsets = vocabulary.encode_with_offsets(first.text, str(path))
     trained = mask_tokens(offsets, first.spans or ())
     trained[:1] = 0  # nothing is before the first token

@@ -67,7 +67,7 @@ def generate(arguments: list[str]) -> None:
     run = Run.open(folder)
     codec = open_codec(run, options)
     prompts = read_prompts(options.prompts, options.chat)
-    chat = open_chat_codec(run, codec, _parse_stops(options.stop)) if options.chat else None
+    chat = open_chat_codec(run, codec, options, _parse_stops(options.stop)) if options.chat else None
     ids = chat.encode_all(list(map(parse_prompt, prompts))) if chat else codec.encode_all(prompts, "prompt")
     if empty := next((i + 1 for i, row in enumerate(ids) if not row), None):
         raise UsageError(f"prompt {empty} is empty: give at least one character")

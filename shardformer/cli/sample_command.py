@@ -85,7 +85,7 @@ def sample(arguments: list[str]) -> None:
 
 def sample_replies(run: Run, codec: TextCodec, sampling: SampleOptions) -> None:
     """Prints the replies to a message; a terminal shows a single one as it is generated."""
-    chat = open_chat_codec(run, codec)
+    chat = open_chat_codec(run, codec, sampling)
     prompts = chat.encode_all([parse_prompt(sampling.prompt)])
     model, params = load_model(run, sampling)
     is_streamed = sampling.samples == 1 and sys.stdout.isatty() and jax.process_index() == 0

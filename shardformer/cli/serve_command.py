@@ -20,7 +20,7 @@ from shardformer import checkpoint
 from shardformer.cli.arguments import parse_run_and_options, say
 from shardformer.cli.sample_command import WeightsOptions, check_batch, load_model, make_model
 from shardformer.cli.served_runs import ServedRun, check_other, open_served
-from shardformer.cli.text_options import TextOptions, open_codec
+from shardformer.cli.text_options import TextOptions, choose_chat_vocabulary, open_codec
 from shardformer.config.keys import check_value, key
 from shardformer.convert.hf import TOKENIZER_FOLDER
 from shardformer.data.chat.chat_format import read_format
@@ -117,7 +117,7 @@ def build_service(run: Run, options: ServeOptions, scratch: Path = Path()) -> tu
 
     others = [_open_other(run, word, scratch) for word in filter(None, options.models.split(","))]
     codec, step = open_codec(run, options), options.step
-    chat = _open_chat(run, codec)
+    chat = _open_chat(run, codec, options)
     if options.reload == "auto":
         step = _find_newest(run)
     model, params = load_model(run, dataclasses.replace(options, reload="none", step=step))
@@ -144,10 +144,10 @@ def _find_newest(run: Run) -> int:
     return 0
 
 
-def _open_chat(run: Run, codec: TextCodec) -> ChatCodec | None:
+def _open_chat(run: Run, codec: TextCodec, options: ServeOptions) -> ChatCodec | None:
     """Returns the codec of the run's chat template; None without one."""
     format = run.vocabulary.chat or read_format(Path(run.stored) / TOKENIZER_FOLDER)
-    return ChatCodec(run.vocabulary, format, sorted(codec.ends)) if format else None
+    return ChatCodec(choose_chat_vocabulary(run, options), format, sorted(codec.ends)) if format else None
 
 
 def _open_other(run: Run, word: str, scratch: Path) -> tuple[str, Run]:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from shardformer.config.keys import check_value, key
 from shardformer.convert.hf import TOKENIZER_FOLDER
+from shardformer.data import Vocabulary
 from shardformer.data.chat.chat_format import read_format
 from shardformer.errors import UsageError
 from shardformer.inference.chat_codec import ChatCodec
@@ -25,7 +26,7 @@ class TextOptions:
     )
     special_tokens: Literal["auto", "true", "false"] = key(
         "auto", "read special tokens such as <|eot_id|> in texts as their ids; auto: as in training; "
-                "a converted model reads them"
+                "a converted model reads them, except in messages"
     )  # fmt: skip
 
     def check_text_options(self) -> None:
@@ -49,15 +50,22 @@ class ChatOptions(TextOptions):
 
     def check_chat_options(self) -> None:
         """Raises UsageError for keys that have no effect with chat=true."""
-        if self.chat and (given := [name for name in ("bos", "special_tokens") if getattr(self, name) != "auto"]):
-            raise UsageError(f"{given[0]} does nothing with chat=true: the chat template decides it; leave it out")
+        if self.chat and self.bos != "auto":
+            raise UsageError("bos does nothing with chat=true: the chat template decides it; leave it out")
 
 
-def open_chat_codec(run: Run, codec: TextCodec, stops: Sequence[str] = ()) -> ChatCodec:
+def choose_chat_vocabulary(run: Run, options: TextOptions) -> Vocabulary:
+    """Returns the vocabulary of messages, whose special tokens are letters unless training or the user reads them."""
+    if options.special_tokens == "auto":
+        return run.vocabulary
+    return run.vocabulary.with_special_tokens(options.special_tokens == "true")
+
+
+def open_chat_codec(run: Run, codec: TextCodec, options: TextOptions, stops: Sequence[str] = ()) -> ChatCodec:
     """Returns the codec of a run's chat template; raises UsageError if it has none."""
     format = run.vocabulary.chat or read_format(Path(run.stored) / TOKENIZER_FOLDER)
     if format is None:
         raise UsageError(
             f"chat=true: {run.out} has no chat template; train it on conversations, or convert a folder with one"
         )
-    return ChatCodec(run.vocabulary, format, sorted(codec.ends), stops)
+    return ChatCodec(choose_chat_vocabulary(run, options), format, sorted(codec.ends), stops)

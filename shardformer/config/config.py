@@ -74,10 +74,19 @@ class Config:
         return getattr(self, GROUP_OF[name])
 
     @property
+    def model_rows(self) -> int:
+        """Rows of a global batch that the model computes; a row of pairs has two sides."""
+        return self.training.batch * (2 if self.preferences.learns_pairs else 1)
+
+    @property
     def tokens_per_step(self) -> int:
-        """Positions in the rows of a global batch; a row of pairs has two sides."""
-        sides = 2 if self.preferences.learns_pairs else 1
-        return self.training.batch * self.model.seq * sides
+        """Positions in the rows of a global batch."""
+        return self.model_rows * self.model.seq
+
+    @property
+    def moves_router_bias(self) -> bool:
+        """True if a step updates the routers' biases; with adapters, those of the base are frozen."""
+        return bool(self.experts.balance_rate) and not self.lora.lora_rank
 
     @property
     def data_rows(self) -> int:

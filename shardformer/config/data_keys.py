@@ -63,7 +63,7 @@ class DataKeys(KeyGroup):
     )
     special_tokens: bool = key(
         False,
-        "recognise a tokenizer.json's special tokens in texts; false reads them as plain text",
+        "recognise a tokenizer.json's special tokens in texts and messages; false reads them as plain text",
         fixed=True,
         used_if=WITH_SPECIAL_TOKENS,
     )

@@ -59,7 +59,8 @@ class ExpertKeys(KeyGroup):
     )
     balance_rate: float = key(
         0.0,
-        "change per step of a bias that only the choice of experts sees, towards equal load, as DeepSeek-V3; 0: none",
+        "change per step of a bias that only the choice of experts sees, towards equal load, as DeepSeek-V3; 0: none; "
+        "with lora_rank, the biases of the base are frozen",
         least=0,
         fixed=True,
         needs="experts",

@@ -17,6 +17,14 @@ WITH_BETA = UsedIf(
     "without pairs or rewards; give objective=dpo, grpo or another of them",
 )
 WITH_REWARDS = UsedIf(lambda keys: keys.learns_rewards, "with another objective; give objective=grpo")
+WITH_REUSED_ANSWERS = UsedIf(
+    lambda keys: keys.learns_rewards and keys.rollout_steps > 1,
+    "while a step learns from answers of its own weights, whose ratio is 1; give objective=grpo and rollout_steps=2 or "
+    "more",
+)
+WITH_SFT_TERM = UsedIf(
+    lambda keys: keys.has_sft_term, "without pairs and the loss of chosen answers; give objective=orpo, or sft_weight"
+)
 WITH_SMOOTHING = UsedIf(
     lambda keys: keys.objective in ("dpo", "simpo"),
     "with an objective that has no sigmoid of a margin; give dpo or simpo",
@@ -51,7 +59,7 @@ class PreferenceKeys(KeyGroup):
         used_if=WITH_PAIRS,
     )  # fmt: skip
     sft_tokens: Literal["answer", "all"] = key(
-        "answer", "tokens of that loss; all: those of the prompts too, as TRL's ORPO", used_if=WITH_PAIRS
+        "answer", "tokens of that loss; all: those of the prompts too, as TRL's ORPO", used_if=WITH_SFT_TERM
     )
 
     teacher: str = key(
@@ -79,7 +87,7 @@ class PreferenceKeys(KeyGroup):
     )
     clip_ratio: float = key(
         0.2, "distance from 1 at which the ratio of a token's probability to the sampler's has no more effect",
-        used_if=WITH_REWARDS,
+        used_if=WITH_REUSED_ANSWERS,
     )  # fmt: skip
     token_mean: Literal["batch", "answer"] = key(
         "batch", "tokens that weigh the same; batch: all, as TRL's dapo; answer: those of an answer, and answers weigh "

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardformer.data import text_files
+from shardformer.data.chat.letters import remove_guards
 from shardformer.data.text_files import Breaks, cut_text
 from shardformer.data.tokenizer_pieces import find_breaks, remove_prefix
 from shardformer.data.vocabulary import FILE, Vocabulary
@@ -93,15 +94,41 @@ class HfTokenizer(Vocabulary):
         return tokenizer
 
     def encode_with_offsets(self, text: str, source: str = "text") -> tuple[np.ndarray, np.ndarray]:
+        plain, guards = remove_guards(text) if self.letters else (text, [])
         try:
-            result = self._chat_tokenizer.encode(text, add_special_tokens=False)
+            result = self._chat_tokenizer.encode(plain, add_special_tokens=False)
+            ids, offsets = np.array(result.ids, np.int32), np.array(result.offsets, np.int64).reshape(-1, 2)
+            return (ids, offsets) if not guards else self._spell(plain, guards, ids, offsets)
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except BaseException as error:  # a panic of Rust is no Exception
             if _find_half_character(text):
                 raise UsageError(_describe_half_character([text], source)) from None
             raise UsageError(f"{source}: tokenizer={self.name} fails to encode it ({error!s:.200})") from None
-        return np.array(result.ids, np.int32), np.array(result.offsets, np.int64).reshape(-1, 2)
+
+    def _spell(
+        self, text: str, guards: list[int], ids: np.ndarray, offsets: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the ids with the letters of guarded special tokens, and offsets in the text with its guards."""
+        special = [self._ids[token] for token in self._special_tokens]
+        before, until = (np.searchsorted(guards, borders, side="right") for borders in offsets.T)
+        new_ids, new_offsets, border = [], [], 0
+        for n in np.flatnonzero(np.isin(ids, special) & (before < until)):
+            start, end = offsets[n]
+            letters = self._continuation.encode(text[start:end], add_special_tokens=False)
+            new_ids += [ids[border:n], np.array(letters.ids, np.int32)]
+            new_offsets += [offsets[border:n], start + np.array(letters.offsets, np.int64).reshape(-1, 2)]
+            border = int(n) + 1
+        ids, offsets = np.concatenate([*new_ids, ids[border:]]), np.concatenate([*new_offsets, offsets[border:]])
+        return ids, offsets + np.searchsorted(guards, offsets, side="right")
+
+    @functools.cached_property
+    def _special_tokens(self) -> tuple[str, ...]:
+        return tuple(token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special)
+
+    @property
+    def letters(self) -> tuple[str, ...]:
+        return () if self.special_tokens else self._special_tokens
 
     def __len__(self) -> int:
         return self._size

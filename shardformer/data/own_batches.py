@@ -6,15 +6,19 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from shardformer.config import Config
-from shardformer.data.batches import EVERY_ROW, Batch, Rows, check_ids
+from shardformer.data.batches import EVERY_ROW, Batch, Rows
 from shardformer.data.vocabulary import TokenIds, Vocabulary
 from shardformer.errors import UsageError
+
+IGNORED = -100  # a target without a loss, as in PyTorch and Hugging Face
+NAMES = ("tokens", "targets", "weights", "documents")  # of the arrays of a batch
 
 
 class OwnBatches:
     """Training batches and validation batches of the caller, instead of a `Corpus`.
 
-    A batch has int32 arrays `tokens` and `targets` [batch, seq], and may have float32 `weights` of the targets.
+    A batch has integer arrays `tokens` and `targets` [batch, seq], and may have `weights` of the targets. The weight of
+    a target of -100 is 0. Attention stays within each document of a batch with `documents` [batch, seq].
 
     Arguments:
       train: returns the global batches from a step on, counted from 0. A resumed run starts at its step.
@@ -62,19 +66,14 @@ class OwnBatches:
 
     def _checker(self, config: Config, rows: Rows) -> Callable[[Batch, str], Batch]:
         """Returns a function that checks a global batch and selects rows of it."""
-        shape = (config.training.batch, config.model.seq)
+        shape, size = (config.training.batch, config.model.seq), len(self.vocabulary)
 
         def check(batch: Batch, location: str) -> Batch:
-            for name in ("tokens", "targets"):
-                got = np.shape(batch[name]) if name in batch else None
-                if got != shape:
-                    raise UsageError(
-                        f"{self.name}, {location}: {name} has the shape {got}, expected (batch, seq) = {shape}"
-                    )
-            ids = {name: np.asarray(batch[name], np.int32) for name in ("tokens", "targets")}
-            rest = {name: np.asarray(values) for name, values in batch.items() if name not in ids}
-            selected = {name: values[rows] for name, values in (ids | rest).items()}
-            return check_ids(selected, len(self.vocabulary), f"{self.name}, {location}")
+            try:
+                arrays = check_batch(batch, shape, size)
+            except UsageError as error:
+                raise UsageError(f"{self.name}, {location}: {error}") from None
+            return {name: values[rows] for name, values in arrays.items()}
 
         return check
 
@@ -118,3 +117,40 @@ class OwnEvalBatches:
         for number, batch in enumerate(self._batches):
             result = check(batch, f"validation batch {number}")
             yield {"weights": np.ones(result["targets"].shape, np.float32)} | result
+
+
+def check_batch(batch: Batch, shape: tuple[int, int], vocab_size: int) -> Batch:
+    """Returns the arrays of a batch in the types of a step, with weights if targets are ignored.
+
+    Raises UsageError for another shape, type or id: a device would use the nearest embedding in silence.
+    """
+    if unknown := batch.keys() - NAMES:
+        raise UsageError(f"a batch has {', '.join(NAMES)}, got {', '.join(sorted(map(repr, unknown)))}; leave it out")
+    arrays = {name: np.asarray(values) for name, values in batch.items()}
+    for name in ("tokens", "targets", *batch):
+        got = arrays[name].shape if name in arrays else None
+        if got != shape:
+            raise UsageError(f"{name} has the shape {got}, expected (batch, seq) = {shape}")
+        if name != "weights" and arrays[name].dtype.kind not in "iu":
+            raise UsageError(f"{name} has the type {arrays[name].dtype}, expected integers; give np.int32")
+    ignored = arrays["targets"] == IGNORED
+    if ignored.any():
+        arrays["weights"] = np.where(ignored, 0, arrays.get("weights", 1))
+        arrays["targets"] = np.where(ignored, 0, arrays["targets"])
+    _check_ids("tokens", arrays["tokens"], vocab_size, "")
+    _check_ids("targets", arrays["targets"], vocab_size, f", or {IGNORED} for a target without a loss")
+    return {
+        name: values.astype(np.float32 if name == "weights" else np.int32, copy=False)
+        for name, values in arrays.items()
+    }
+
+
+def _check_ids(name: str, ids: np.ndarray, vocab_size: int, alternative: str) -> None:
+    """Raises UsageError for an id beyond the vocabulary, with its position."""
+    if ids.min() >= 0 and ids.max() < vocab_size:
+        return
+    row, column = np.argwhere((ids < 0) | (ids >= vocab_size))[0]
+    raise UsageError(
+        f"{name}[{row}, {column}] is {ids[row, column]}, expected an id from 0 to {vocab_size - 1}{alternative}; give "
+        "the ids of the vocabulary, or OwnBatches a larger vocab"
+    )

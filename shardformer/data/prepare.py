@@ -20,6 +20,7 @@ import numpy as np
 
 from shardformer.data import text_files
 from shardformer.data.chat.chat_files import mask_tokens, read_conversations
+from shardformer.data.chat.letters import remove_guards
 from shardformer.data.chat.preferences import encode_side, read_pairs
 from shardformer.data.recipe import Item, Recipe, TokenItem
 from shardformer.data.row_report import RowReport
@@ -225,13 +226,13 @@ def _tokenise_chat(
     by_source: collections.Counter[str] = collections.Counter()
     format = recipe.choose_format(vocabulary)
     for part in item.ranges:
-        for piece in read_conversations(part.path, format, advance, report):
+        for piece in read_conversations(part.path, format, advance, report, vocabulary.letters):
             ids, offsets = vocabulary.encode_with_offsets(piece.text, recipe.name)
             trained = mask_tokens(offsets, piece.spans or ())
             trained[:1] = 0  # nothing is before the first token
             writer = writers[recipe.choose_split(item, piece)]
             writer.write_conversation(ids, trained)
-            writer.bytes += len(piece.text.encode("utf-8", "surrogatepass"))
+            writer.bytes += len(remove_guards(piece.text)[0].encode("utf-8", "surrogatepass"))
             by_source[str(part.path)] += len(ids)
     return by_source
 
@@ -248,12 +249,12 @@ def _tokenise_pairs(
     by_source: collections.Counter[str] = collections.Counter()
     format = recipe.choose_format(vocabulary) if recipe.chat else None
     for part in item.ranges:
-        for pair in read_pairs(part.path, format, advance, report):
+        for pair in read_pairs(part.path, format, advance, report, vocabulary.letters):
             writer = writers[recipe.choose_split(item, pair.chosen)]
             for side in pair:
                 ids, scored = encode_side(vocabulary, side, recipe.name)
                 writer.write_conversation(ids, scored)
-                writer.bytes += len((side.prompt + side.text).encode("utf-8", "surrogatepass"))
+                writer.bytes += len((side.prompt + remove_guards(side.text)[0]).encode("utf-8", "surrogatepass"))
                 by_source[str(part.path)] += len(ids)
     return by_source
 

@@ -157,6 +157,8 @@ class Recipe:
     def identify_with(self, vocabulary: Vocabulary) -> str:
         """Returns a sha256 of what these documents become with this vocabulary."""
         format = self.choose_format(vocabulary).identity if self.chat else ""
+        # Earlier versions read special tokens in messages as their ids, and their folders may be in the cache.
+        format += "letters" if self.chat and vocabulary.letters else ""
         return hashlib.sha256((self.identity() + vocabulary.sha256 + format).encode()).hexdigest()
 
     def choose_format(self, vocabulary: Vocabulary | None = None) -> ChatFormat:

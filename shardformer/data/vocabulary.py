@@ -59,9 +59,17 @@ class Vocabulary(abc.ABC):
         return self.template[0] if len(self.template) == 1 else None
 
     def encode_with_offsets(self, text: str, source: str = "text") -> tuple[np.ndarray, np.ndarray]:
-        """Returns the ids of a conversation's text, special tokens among them, and [ids, 2] positions in characters."""
+        """Returns the ids of a conversation's text, special tokens among them, and [ids, 2] positions in characters.
+
+        The text may have the guards of `chat/letters.py`, if `letters` has tokens.
+        """
         ids = self.encode(text, source)
         return ids, np.stack([np.arange(len(ids)), np.arange(1, len(ids) + 1)], axis=1)
+
+    @property
+    def letters(self) -> tuple[str, ...]:
+        """The special tokens that a text has only as letters."""
+        return ()
 
     def with_chat(self, format: ChatFormat | None) -> "Vocabulary":
         """Returns the vocabulary with a chat template."""

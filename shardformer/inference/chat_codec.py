@@ -9,6 +9,7 @@ from shardformer.data.chat.chat_format import ChatFormat
 from shardformer.data.chat.conversations import Conversation, make_conversation
 from shardformer.data.chat.spans import MARK, render_with_spans
 from shardformer.data.chat.template_process import TemplateProcess, render_either_form
+from shardformer.errors import UsageError
 from shardformer.inference.sampling import Stops, cut_text
 
 
@@ -33,7 +34,7 @@ class ChatCodec:
 
     def start_process(self) -> TemplateProcess:
         """Starts the process that renders prompts, with today's date."""
-        return TemplateProcess(self.format, now=True)
+        return TemplateProcess(self.format, now=True, letters=self.vocabulary.letters)
 
     def encode_all(self, conversations: Sequence[Conversation]) -> list[list[int]]:
         """Returns the ids of each conversation with the header of the assistant's next turn."""
@@ -41,12 +42,16 @@ class ChatCodec:
             return [self.encode(process, conversation) for conversation in conversations]
 
     def encode(self, process: TemplateProcess, conversation: Conversation) -> list[int]:
-        """Returns the ids of one conversation of `encode_all`."""
+        """Returns the ids of one conversation of `encode_all`; raises UsageError for tools that it would lack."""
+        if self.format.ignores_tools(conversation.tools):
+            raise UsageError(
+                f"tools are given, and the chat template of {self.format.name} does not read them; leave tools out"
+            )
 
         def render(conversation):
             return process.render(conversation, with_prompt=True).text
 
-        text = render_either_form(render, conversation)
+        text = render_either_form(render, process.guard(conversation))
         return self.vocabulary.encode_with_offsets(text, "prompt")[0].tolist()
 
     def make_stops(self, ignore_ends: bool = False) -> Stops:

@@ -57,9 +57,10 @@ class DistillationModel(Model):
 
         def body(params, teacher, batch, dropout_key):
             params, rows = self.replicas.make_local(params), self.number_rows(batch)
+            counts = self.count_first(self, params, rows, dropout_key)
 
             def grad(batch):
-                return self._unscaled_loss_and_grad(params, batch, dropout_key, teacher)
+                return self._unscaled_loss_and_grad(params, batch, dropout_key, (counts, teacher))
 
             return self._mean(*self.run_rows(grad, rows))
 
@@ -70,23 +71,29 @@ class DistillationModel(Model):
     # Shard view: the parts of the bodies above.
 
     def local_objective(self, params, batch, dropout_key=None, counts=None):
-        """Returns (the minimised loss, `DistillationLoss`) of this shard's rows; `counts`: the teacher's parameters."""
+        """Returns (the minimised loss, `DistillationLoss`) of this shard's rows.
+
+        `counts` has the result of `count_first`, and the teacher's parameters.
+        """
         keys, tokens = self.config.preferences, batch["tokens"].shape[1]
+        of_experts, of_teacher = counts
         batch = self.layout.attention.take_batch(batch)
         dropout = self._draw_masks(dropout_key, batch, tokens) if self.has_dropout and dropout_key is not None else None
         inputs, documents = batch["tokens"], batch.get("documents")
-        student = self.shard.factors(params, inputs, dropout, documents)
-        teacher = self._teacher_shard.factors(counts, inputs, None, documents)
+        student, records = self.shard.factors(params, inputs, dropout, documents)
+        teacher, _ = self._teacher_shard.factors(of_teacher, inputs, None, documents)
         token, kl_BT = self._compare(student, jax.tree.map(_stop, teacher), batch["targets"])
         weights_BT = batch.get("weights")
 
         def mean(x_BT):
             return average_tokens(x_BT if weights_BT is None else x_BT * weights_BT)
 
-        loss, kl = mean(token.nats_BT), mean(kl_BT)
+        loss, z_loss, kl = mean(token.nats_BT), mean(jnp.square(token.log_z_BT)), mean(kl_BT)
         objective = keys.distill_weight * keys.distill_temperature**2 * kl + (1 - keys.distill_weight) * loss
-        means = loss, mean(jnp.square(token.log_z_BT)), mean(token.correct_BT.astype(jnp.float32)), kl
-        return objective, lax.stop_gradient(DistillationLoss(*means))
+        objective = self.add_z_loss(objective, z_loss)
+        objective = self.shard.records.complete(objective, records, of_experts)
+        means = DistillationLoss(loss, z_loss, mean(token.correct_BT.astype(jnp.float32)), kl)
+        return objective, lax.stop_gradient(means)
 
     def _compare(self, student: tuple, teacher: tuple, targets_BT):
         """Returns the student's losses of every token, and the divergence of every token, in chunks of tokens."""

@@ -278,6 +278,11 @@ class Model:
         losses = jax.tree.map(lambda x_BT: average_tokens(x_BT if weights is None else x_BT * weights), by_token)
         return objective, lax.stop_gradient(losses)
 
+    def add_z_loss(self, objective, z_loss):
+        """Adds the mean squared log-partition with the coefficient of training."""
+        weight = self.config.training.z_loss
+        return objective + weight * z_loss if weight else objective
+
     def local_records(self, params, batch, dropout_key=None):
         """Returns the records of the layers for this shard's rows."""
         tokens = batch["tokens"].shape[1]

@@ -75,12 +75,13 @@ class PolicyModel(Model):
             behind_BT = subtract(local["references"], -token.nats_BT)
             # The ratio makes its gradient that of the divergence; as in TRL since DeepSeek-V3.2.
             kl_BT = ratio_BT * (jnp.exp(behind_BT) - behind_BT - 1)
-        objective = mean(keys.beta * kl_BT - jnp.minimum(gain_BT, limit_BT)) + of_records
+        z_loss = mean(jnp.square(token.log_z_BT))
+        objective = self.add_z_loss(mean(keys.beta * kl_BT - jnp.minimum(gain_BT, limit_BT)), z_loss) + of_records
         clipped = mean((limit_BT < gain_BT).astype(jnp.float32))
         of_tokens = mean(kl_BT), clipped, self._mean_of_rows(local["lengths"]), mean(jnp.abs(gap_BT))
         rewards_B = local["rewards"]
         of_answers = self._mean_of_rows(rewards_B > 0), self._mean_of_rows(rewards_B)
-        result = PolicyLoss(objective, mean(jnp.square(token.log_z_BT)), *of_answers, *of_tokens)
+        result = PolicyLoss(objective, z_loss, *of_answers, *of_tokens)
         return objective, lax.stop_gradient(result)
 
     @staticmethod

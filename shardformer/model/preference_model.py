@@ -16,7 +16,7 @@ from shardformer.config.preference_keys import PAIR_METRICS
 from shardformer.data.chat.preference_windows import MOST_PAIRS
 from shardformer.kernels.preference_losses import Losses, Sides, compute_losses
 from shardformer.model.measuring import Sums
-from shardformer.model.model import Model
+from shardformer.model.model import Model, choose_counts
 from shardformer.parallel import collectives
 from shardformer.parallel.microbatch import AccumulationType
 from shardformer.shards.pair_transformer import PairTransformerShard
@@ -49,7 +49,7 @@ class PreferenceModel(Model):
         super().__init__(layout, mesh)
         self.shard = PairTransformerShard(self.layout)
         if self.config.preferences.measures_kl:
-            self.count_first = measure_kl
+            self.count_first = measure_constants
 
     def batch_shapes(self) -> dict:
         """Returns the shapes of the arrays of a training batch, without their shardings."""
@@ -120,28 +120,30 @@ class PreferenceModel(Model):
     def local_objective(self, params, batch, dropout_key=None, counts=None):
         """Returns (the minimised loss, `PairLoss`) of this shard's rows; weights of pairs are of the global batch."""
         if self.config.preferences.measures_kl and counts is None:
-            counts = measure_kl(self, params, batch, None)
+            counts = None, measure_kl(self, params, batch)
         losses, sides, measured = self._compare(params, batch, dropout_key, counts)
         weight_bK, rows = batch["pairs"], batch["pairs"].shape[0]
 
         def mean(values_bK):
             return (values_bK * weight_bK).sum() / rows
 
+        def sum_tokens(values_b2T):
+            return self._sum_over_context(values_b2T.sum((1, 2)))
+
         nats_b2T, log_z_b2T, of_records = measured
         sft = jnp.zeros_like(mean(losses.loss))
         if "sft" in batch:
             sft_bT = self.layout.attention.take_batch({"sft": batch["sft"]})["sft"]
             sft = self._sum_over_context((nats_b2T[:, 0] * sft_bT).sum()) / rows
-        of_pairs = mean(losses.loss) + self.config.preferences.sft * sft
+        scored_b2T = self._take(batch, "scored")
+        z_loss = (sum_tokens(jnp.square(log_z_b2T) * scored_b2T) * batch["scored_weight"]).sum() / rows
+        of_pairs = self.add_z_loss(mean(losses.loss) + self.config.preferences.sft * sft, z_loss)
         # The shards of a context have the same objective, each its part of the gradient, and `_mean` averages over
         # them. Marked as varying, the sums over the context get the cotangents of all shards.
         objective = collectives.vary_like(of_pairs, nats_b2T) + of_records
-        scored = self._take(batch, "scored")
-        z_loss = self._sum_over_context((jnp.square(log_z_b2T) * scored).sum())
-        z_loss = z_loss / jnp.maximum(self._sum_over_context(scored.sum()), 1)
         right = (losses.chosen > losses.rejected).astype(jnp.float32)
         means = [losses.chosen, losses.rejected, losses.chosen - losses.rejected, sides.logp[:, 0], sides.logp[:, 1]]
-        kl = counts if self.config.preferences.measures_kl else jnp.zeros_like(sft)
+        kl = counts[1] if self.config.preferences.measures_kl else jnp.zeros_like(sft)
         result = PairLoss(objective, z_loss, mean(right), *map(mean, means), sft, kl)
         return objective, lax.stop_gradient(result)
 
@@ -151,7 +153,7 @@ class PreferenceModel(Model):
     def _compare(self, params, batch, dropout_key=None, counts=None) -> tuple[Losses, Sides, tuple]:
         """Returns the losses of the pairs, the sums of their sides, and (nats, log-partitions, records' objective)."""
         keys = self.config.preferences
-        constants, kl = (None, counts) if keys.measures_kl else (counts, 0.0)
+        constants, kl = counts if keys.measures_kl else (counts, 0.0)
         sides, measured = self._measure(params, batch, dropout_key, constants)
         return compute_losses(sides, keys, kl), sides, measured
 
@@ -193,7 +195,12 @@ class PreferenceModel(Model):
         return flat | {"examples": (2 * batch["examples"][:, None] + jnp.arange(2)[None]).reshape(-1)}
 
 
-def measure_kl(model: PreferenceModel, params, batch, dropout_key) -> jax.Array:
+def measure_constants(model: PreferenceModel, params, batch, dropout_key) -> tuple:
+    """Returns the experts' counts that the objective needs, and KTO's divergence, over the global batch. Shard view."""
+    return choose_counts(model.config)(model, params, batch, dropout_key), measure_kl(model, params, batch)
+
+
+def measure_kl(model: PreferenceModel, params, batch) -> jax.Array:
     """Returns KTO's divergence over the global batch: the mean log-ratio of answers to other prompts, at least 0.
 
     Computed before the gradients of the microbatches, without dropout and without a gradient. Shard view.
@@ -218,10 +225,13 @@ def select_mismatched(rows: dict) -> dict:
 def normalise_pairs(batch) -> dict:
     """Scales the weights of pairs, and of the tokens of the SFT term, to a sum of 1 a row over the global batch.
 
-    Means over parts of the batch are then means over its pairs, however the rows are split. Global view.
+    Means over parts of the batch are then means over its pairs, however the rows are split. `scored_weight` of a row
+    does the same for the scored tokens. Global view.
     """
     rows = batch["pairs"].shape[0]
+    scored_weight = jnp.full(rows, rows / jnp.maximum(batch["scored"].sum(), 1))
     batch = batch | {"pairs": batch["pairs"] * rows / jnp.maximum(batch["pairs"].sum(), 1)}
+    batch |= {"scored_weight": scored_weight}
     if "sft" in batch:
         batch |= {"sft": batch["sft"] * rows / jnp.maximum(batch["sft"].sum(), 1)}
     return batch

@@ -26,7 +26,7 @@ def make_optimizer(config: Config, map_matrices: Callable = jax.tree.map) -> opt
     `map_matrices` applies a function of full matrices to a tree of stacked ones; see `Model.map_matrices`.
     """
     optimizer = lbfgs.direction() if config.optimizer.name == "lbfgs" else _scheduled(config, map_matrices)
-    if config.experts.balance_rate:
+    if config.moves_router_bias:
         from shardformer.optim.router_bias import add_bias_update  # not imported without experts
 
         optimizer = add_bias_update(optimizer, config)

@@ -18,7 +18,7 @@ def add_bias_update(
     optimizer: optax.GradientTransformationExtraArgs, config: Config
 ) -> optax.GradientTransformationExtraArgs:
     """Returns the optimizer of all other parameters, with this update of the biases."""
-    rows = config.training.batch  # the gradient is an integer divided by their number
+    rows = config.model_rows  # the gradient is an integer divided by their number
 
     def update(updates, state, params=None, **_):
         return jax.tree.map(lambda g: -config.experts.balance_rate * jnp.sign(jnp.round(g * rows)), updates), state

@@ -28,10 +28,15 @@ class PairTransformerShard(CausalTransformerShard):
         self._token_losses = transform(token_losses)
         self._factors = transform(lambda x_BTD, table: ProjectionShard(c, weights=weights)(x_BTD, table))
 
-    def factors(self, params: dict, tokens_BT: Array, dropout: Dropout | None, documents_BT: Array | None) -> tuple:
-        """Returns the factors of the logits: activations, this shard's table and bias, and its vocabulary."""
-        outside, x_BTD, _ = self._forward(params, tokens_BT, dropout, documents_BT)
-        return self._factors(outside, x_BTD, self._tied_table(outside))
+    def factors(
+        self, params: dict, tokens_BT: Array, dropout: Dropout | None, documents_BT: Array | None
+    ) -> tuple[tuple, Any]:
+        """Returns the factors of the logits, and the records of the layers.
+
+        The factors are activations, this shard's table and bias, and its vocabulary.
+        """
+        outside, x_BTD, records = self._forward(params, tokens_BT, dropout, documents_BT)
+        return self._factors(outside, x_BTD, self._tied_table(outside)), records
 
     def token_losses(
         self,

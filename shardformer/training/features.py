@@ -47,7 +47,7 @@ def choose_parts(config: Config, model: Model) -> tuple[Part, ...]:
     parts: list[Part] = []
     if config.training.accum_mode == "multisteps":  # with accum=1 too, because accum may change on resume
         parts.append(AccumulatedGradient())
-    if config.experts.balance_rate:
+    if config.moves_router_bias:
         parts.append(RouterBiases())
     if config.optimizer.lr_rules:
         parts.append(FrozenParameters(config, model))

@@ -12,7 +12,7 @@ import pytest
 from shardformer.__main__ import main
 from shardformer.child_process import make_environment
 from shardformer.cli import base_model
-from shardformer.config import presets
+from shardformer.config import Config, presets
 from shardformer.convert import hf_settings
 from shardformer.data import SpecialTokens, TokenIds
 from shardformer.data.hf_tokenizer import train_bpe
@@ -202,3 +202,14 @@ def test_child_process_finds_all_packages_of_sys_path(tmp_path, monkeypatch):
     for environment, found in ((make_environment(), True), (None, False)):
         result = subprocess.check_output(command, cwd=tmp_path, env=environment, text=True)
         assert result.strip() == str([found] * len(names))
+
+
+def test_balance_rate_of_a_base_is_kept_with_adapters(tmp_path):
+    base = Config.of(vocab=61, experts=4, bias="none", balance_rate=0.001, mesh="1x1")
+    (tmp_path / "config.json").write_text(base.to_json())
+    for words in ([], ["balance_rate=0.001"]):
+        settings = base_model.parse_base([f"base={tmp_path}", "mesh=1x1", "lora_rank=2", *words])
+        assert settings.experts.balance_rate == 0.001
+        assert not settings.moves_router_bias
+    with pytest.raises(UsageError, match=r"balance_rate=0.0 contradicts base=.*, which has balance_rate=0.001"):
+        base_model.parse_base([f"base={tmp_path}", "mesh=1x1", "lora_rank=2", "balance_rate=0"])

@@ -107,6 +107,19 @@ def test_each_reason_of_a_template_is_a_cause(tmp_path):
     assert [(cause[-9:], count) for cause, (count, _) in report.faults.items()] == [("no system", 2), (" no tools", 1)]
 
 
+@pytest.mark.parametrize("keys", [{}, {"objective": "dpo"}], ids=str)
+def test_tools_that_a_template_ignores_are_named(tmp_path, keys):
+    tools, said = [{"type": "function", "function": {"name": "clock"}}], []
+    rows = [record | {"tools": tools} for record in records(60)]
+    if keys:
+        turns = [(record["messages"][:1], record["messages"][1:2]) for record in rows]
+        other = {"rejected": [{"role": "assistant", "content": "?"}], "tools": tools}
+        rows = [{"prompt": prompt, "chosen": answer} | other for prompt, answer in turns]
+    load(write_lines(tmp_path / "chat.jsonl", rows), said.append, **keys)
+    message = "rows that are changed: 60 x tools are left out: the chat template of plain does not read them"
+    assert [line for line in said if message in line]
+
+
 def test_prepare_and_show_say_what_is_left_out(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_lines(tmp_path / "chat.jsonl", [*records(20), *BAD])

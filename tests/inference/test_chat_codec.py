@@ -11,6 +11,7 @@ from shardformer.data.chat.chat_format import make_builtin
 from shardformer.data.chat.conversations import make_conversation
 from shardformer.data.hf_tokenizer import HfTokenizer
 from shardformer.data.vocabulary import Bytes
+from shardformer.errors import UsageError
 from shardformer.inference.chat_codec import ChatCodec, parse_prompt
 
 
@@ -47,6 +48,16 @@ def test_a_template_without_markers_ends_a_reply_by_its_text():
     ids = Bytes().encode("yes.\n\nuser: more").tolist()
     assert codec.make_stops()(Bytes().encode("yes.\n\n").tolist())
     assert codec.read_reply(ids) == "yes."
+
+
+def test_tools_that_a_template_ignores_are_rejected(chatml):
+    tools = [{"type": "function", "function": {"name": "clock"}}]
+    conversation = dataclasses.replace(parse_prompt("what time is it?"), tools=tools)
+    with pytest.raises(UsageError, match="the chat template of chatml does not read them; leave tools out"):
+        chatml.encode_all([conversation])
+    with_tools = "{{ tools[0].function.name if tools }}|" + make_builtin("plain").template
+    codec = ChatCodec(Bytes(), dataclasses.replace(make_builtin("plain"), template=with_tools))
+    assert Bytes().decode(codec.encode_all([conversation])[0]).startswith("clock|user: what time")
 
 
 @pytest.mark.parametrize("text", ["hi", "[1] is what?", "[not json", '["a"]'])

@@ -129,7 +129,8 @@ def test_references_of_the_next_pair_are_noticed():
 @pytest.mark.slow
 def test_mean_of_microbatches_is_noticed(broken):
     """Rows without a pair count in a mean of rows, and microbatches have different numbers of pairs."""
-    broken(preference_model, "normalise_pairs", lambda batch: batch)
+    weights = {"scored_weight": np.ones(8, np.float32)}
+    broken(preference_model, "normalise_pairs", lambda batch: batch | weights)
     trainer = pairs.make_trainer(pairs.make_config("dpo_sft", accum=2))
     batch = trainer.to_devices(pairs.make_batch(trainer.config))
 

@@ -90,12 +90,13 @@ def test_average_has_the_experts_and_the_biases():
 
 @pytest.mark.slow
 def test_adapters_of_attention_have_the_gradients_of_the_reference():
-    options = OPTIONS | {"balance_rate": 0.0, "lora_rank": 2, "lora_targets": "q,o"}
+    options = OPTIONS | {"lora_rank": 2, "lora_targets": "q,o"}
     trainer = shared.trainer(**options)
     params = shared.on_host(shared.initial_state(**options).params)
     layers = params[LAYERS]
     draw = np.random.default_rng(0)
     layers |= {n: draw.normal(size=x.shape).astype(np.float32) for n, x in layers.items() if n.endswith("_lora_out")}
+    layers["router_bias"] = draw.normal(size=layers["router_bias"].shape).astype(np.float32) / 10  # the base's
     state = trainer.start(jax.device_put(params, trainer.model.shardings))
     _, got = jax.jit(trainer.model.loss_and_grad)(state.params, shared.batch(), trainer.dropout_key(0))
     with jax.enable_x64(True):
@@ -108,7 +109,7 @@ def test_adapters_of_attention_have_the_gradients_of_the_reference():
         assert asserts.relative(gradient, want[name]) < 1e-5
     after = shared.on_host(trainer.step(state, shared.batch(), 0)[0].params[LAYERS])
     frozen = [name for name in layers if "_lora_" not in name]
-    assert set(EXPERT_MATRICES) < set(frozen)
+    assert {*EXPERT_MATRICES, "router_bias"} < set(frozen)
     asserts.assert_bitwise_equal({n: after[n] for n in frozen}, {n: layers[n] for n in frozen})
     assert asserts.relative(after["q_lora_in"], layers["q_lora_in"]) > 1e-5
 

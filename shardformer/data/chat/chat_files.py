@@ -7,7 +7,7 @@ import numpy as np
 
 from shardformer.data import text_files
 from shardformer.data.chat.chat_format import ChatFormat
-from shardformer.data.chat.conversations import is_chat_record, parse_conversation
+from shardformer.data.chat.conversations import Conversation, is_chat_record, parse_conversation
 from shardformer.data.chat.spans import Span, SpansNotFound, render_with_spans
 from shardformer.data.chat.template_process import RenderError, TemplateProcess
 from shardformer.data.row_report import RowError, RowReport
@@ -31,12 +31,14 @@ def read_conversations(
     format: ChatFormat,
     advance: Callable[[int], object] = lambda _: None,
     report: RowReport | None = None,
+    letters: Sequence[str] = (),
 ) -> Iterator[Piece]:
     """Yields the conversations of a file as pieces of text with spans.
 
     A record that is no conversation, or that the template does not take, goes into `report`, or raises without one.
+    `letters` are special tokens that are only letters in messages, as `vocabulary.letters` lists them.
     """
-    with TemplateProcess(format) as process:
+    with TemplateProcess(format, letters=letters) as process:
         for line, location in text_files.read_lines(path, advance):
             try:
                 yield _read_conversation(process, line, location, report)
@@ -50,10 +52,17 @@ def _read_conversation(process: TemplateProcess, line: bytes, location: str, rep
         text, spans = render_with_spans(process, conversation)
     except (RenderError, SpansNotFound) as error:
         raise RowError(location, str(error), error.cause) from None
-    for change in conversation.changes:
-        if report:
+    if report:
+        for change in describe_changes(process, conversation):
             report.add_change(change, location)
     return Piece(text, spans=tuple(spans), key=conversation.words)
+
+
+def describe_changes(process: TemplateProcess, conversation: Conversation) -> Iterator[str]:
+    """Yields the differences of what is learned from the record."""
+    yield from conversation.changes
+    if process.format.ignores_tools(conversation.tools):
+        yield f"tools are left out: the chat template of {process.format.name} does not read them"
 
 
 def mask_tokens(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:

@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import hashlib
 import json
+import re
 from pathlib import Path
 
 from shardformer.data.chat.builtin_templates import TEMPLATES
@@ -29,6 +30,10 @@ class ChatFormat:
     def choose_template(self, tools) -> str:
         """Returns the template for a conversation with or without tools."""
         return self.tool_template if self.tool_template and tools is not None else self.template
+
+    def ignores_tools(self, tools) -> bool:
+        """Returns whether a conversation has tools that its template does not read."""
+        return bool(tools) and not re.search(r"\btools\b", self.choose_template(tools))
 
     @property
     def identity(self) -> str:

@@ -4,15 +4,16 @@ The prompt is explicit, or implicit: the common beginning of chosen and rejected
 """
 
 import dataclasses
+import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from shardformer.data import text_files
-from shardformer.data.chat.chat_files import mask_tokens
+from shardformer.data.chat.chat_files import describe_changes, mask_tokens
 from shardformer.data.chat.chat_format import ChatFormat
 from shardformer.data.chat.conversations import Conversation, make_conversation
 from shardformer.data.chat.spans import SpansNotFound, render_with_spans
@@ -60,16 +61,18 @@ def read_pairs(
     format: ChatFormat | None,
     advance: Callable[[int], object] = lambda _: None,
     report: RowReport | None = None,
+    letters: Sequence[str] = (),
 ) -> Iterator[Pair]:
     """Yields the pairs of a file. Without a chat format the sides are texts.
 
     A record that is no pair, or that the template does not take, goes into `report`, or raises without one.
+    `letters` are special tokens that are only letters in messages, as `vocabulary.letters` lists them.
     """
     if format is None:
         yield from _read(path, lambda record, location: _make_text_pair(record, location), advance, report)
         return
-    with TemplateProcess(format) as process:
-        yield from _read(path, lambda record, location: _render_pair(process, record, location), advance, report)
+    with TemplateProcess(format, letters=letters) as process:
+        yield from _read(path, functools.partial(_render_pair, process, report), advance, report)
 
 
 def _read(
@@ -152,7 +155,7 @@ def make_conversations(record: dict, location: str) -> tuple[Conversation, Conve
     return result[0], result[1]
 
 
-def _render_pair(process: TemplateProcess, record: dict, location: str) -> Pair:
+def _render_pair(process: TemplateProcess, report: RowReport | None, record: dict, location: str) -> Pair:
     """Returns a pair of conversations as texts with spans."""
     conversations, sides = make_conversations(record, location), []
     key = _find_key(*conversations)
@@ -164,6 +167,9 @@ def _render_pair(process: TemplateProcess, record: dict, location: str) -> Pair:
         if not spans:
             raise RowError(location, f"has no assistant's message in {side} to score", f"nothing to score in {side}")
         sides.append(Piece(text, spans=tuple(spans), key=key))
+    if report:
+        for change in sorted({change for each in conversations for change in describe_changes(process, each)}):
+            report.add_change(change, location)
     return Pair(*sides)
 
 

@@ -26,6 +26,7 @@ class SpansNotFound(UsageError):
 def render_with_spans(process: TemplateProcess, conversation: Conversation) -> tuple[str, list[Span]]:
     """Returns the text of a conversation and the spans of it with a loss: what its assistants write."""
     template = process.format.choose_template(conversation.tools)
+    conversation = process.guard(conversation)
     find = _find_blocks if GENERATION.search(template) else _compare_turns
     return render_either_form(functools.partial(find, process), conversation)
 

@@ -6,13 +6,14 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from shardformer.child_process import make_environment
 from shardformer.data.chat.chat_format import ChatFormat
 from shardformer.data.chat.conversations import Conversation, with_text_arguments
+from shardformer.data.chat.letters import make_guard
 from shardformer.errors import UsageError
 
 WORKER = Path(__file__).with_name("template_worker.py")
@@ -55,10 +56,20 @@ def render_either_form(render: Callable[[Conversation], Result], conversation: C
 class TemplateProcess:
     """One chat template in a process without files and with limits of time, memory and output."""
 
-    def __init__(self, format: ChatFormat, seconds: float = SECONDS, characters: int = CHARACTERS, now: bool = False):
-        """Starts the process. strftime_now gives the format's date; now=True gives the present time."""
+    def __init__(
+        self,
+        format: ChatFormat,
+        seconds: float = SECONDS,
+        characters: int = CHARACTERS,
+        now: bool = False,
+        letters: Sequence[str] = (),
+    ):
+        """Starts the process. strftime_now gives the format's date; now=True gives the present time.
+
+        letters: special tokens that are only letters in messages, see `letters.py`.
+        """
         check_package()
-        self.format = format
+        self.format, self._guard = format, make_guard(letters)
         # -P keeps this folder out of sys.path, where its modules would hide modules of the same names.
         command = [sys.executable, "-P", str(WORKER)]
         pipe = subprocess.PIPE
@@ -82,6 +93,11 @@ class TemplateProcess:
     def close(self) -> None:
         self._process.kill()
         self._process.communicate()
+
+    def guard(self, conversation: Conversation) -> Conversation:
+        """Returns the conversation to be rendered, in whose texts special tokens stay letters."""
+        messages, tools = self._guard([conversation.messages, conversation.tools])
+        return dataclasses.replace(conversation, messages=messages, tools=tools)
 
     def render_all(self, conversation: Conversation, renders: list[tuple[int, bool]]) -> list[Rendered | RenderError]:
         """Renders prefixes of a conversation: (number of messages, with the prompt of the next turn)."""

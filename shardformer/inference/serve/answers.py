@@ -20,7 +20,6 @@ class Choice:
     stream: TextStream
     cut: Callable[..., str]
     prompt: str = ""  # what echo returns before the text
-    offset: int = 0  # characters of the tokens that were described
 
 
 class Answer:
@@ -37,6 +36,8 @@ class Answer:
             "seed": fields.sampling.seed,  # repeats the request's draws
         }
         self._tops: dict[int, list[Top]] = {index: [] for index in range(len(choices))}
+        # Tokens that were described; a token alone would be another text than among others.
+        self._described = [TextStream(vocabulary.decode, choice.cut, (), frozenset()) for choice in choices]
 
     def add(self, index: int, tokens: Tokens) -> None:
         """Collects new tokens of a choice for `as_object`."""
@@ -108,18 +109,20 @@ class Answer:
             return None
         if self.chat:
             return {"content": [self._describe_token(*parts) for parts in zip(*tokens, strict=True)], "refusal": None}
-        choice, job = self.choices[index], self.choices[index].job
+        job, described = self.choices[index].job, self._described[index]
         ids, logprobs, tops = tokens
         values: list[float | None] = list(logprobs)
         listed: list[Top | None] = list(tops)
+        start = len(self.choices[index].prompt)
         if with_prompt and job.scores_prompt:
+            start = 0
             ids = [*job.prompt, *ids]
             values = [None, *(score for score, _ in job.prompt_scores), *values]
             listed = [None, *(top for _, top in job.prompt_scores), *listed]
         strings, offsets = [self.spell(token) for token in ids], []
         for token in ids:
-            offsets.append(choice.offset)
-            choice.offset += len(self._vocabulary.decode([token]))
+            offsets.append(start + described.characters)
+            described.push([token])
         top_logprobs = [
             None if top is None or value is None else self._list_top(top, token, value)
             for top, token, value in zip(listed, ids, values, strict=True)

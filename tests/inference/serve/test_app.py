@@ -104,6 +104,15 @@ def test_echo_scores_the_prompt(port):
     assert best == second["tokens"][-1]
 
 
+def test_text_offsets_count_complete_characters(port):
+    body = {"prompt": "é😀a", "max_tokens": 2, "temperature": 0, "logprobs": 1, "echo": True}
+    (choice,) = ask(port, body)["choices"]
+    assert choice["logprobs"]["text_offset"][:8] == [0, 0, 1, 1, 1, 1, 2, 3]  # each byte is a token
+    parts = [event["choices"][0]["logprobs"] for event in read_events(port, body)]
+    offsets = [offset for part in parts if part for offset in part["text_offset"]]
+    assert offsets == choice["logprobs"]["text_offset"][7:]
+
+
 def test_scores_are_those_of_the_harness(port):
     """lm-eval's local-completions reads log-likelihoods from the echo of a prompt."""
     scorer = Scorer(test_generator.model(**SIZES), 2)
