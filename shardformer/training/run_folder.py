@@ -17,7 +17,7 @@ from shardformer.config import ARCHITECTURE, FIXED_ON_RESUME, Config
 from shardformer.data import Data, SpecialTokens, Vocabulary
 from shardformer.devices import processes
 from shardformer.errors import RunError, UsageError
-from shardformer.files import check_no_link, make_folder, remove_temporary, replacing
+from shardformer.files import check_no_link, make_folder, read_text, remove_temporary, replacing
 from shardformer.model import Model, lora, master_weights
 from shardformer.optim import average
 from shardformer.storage import BucketPath
@@ -309,8 +309,8 @@ class Run:
     def _read_final_step(self) -> int:
         """Returns the step that final.json names; 0 if the run has not been evaluated to its end."""
         try:
-            return int(json.loads((self.stored / "final.json").read_text())["step"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return int(json.loads(read_text(self.stored / "final.json"))["step"])
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return 0
 
     def _read_on_all(self, read: Callable[[Path], T], step: int, known: list[int]) -> T:
