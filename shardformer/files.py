@@ -55,6 +55,20 @@ def read_text(path: Path, most: int = MAX_BYTES) -> str:
     return io.StringIO(read_bytes(path, most).decode("utf-8"), newline=None).read()
 
 
+def check_no_link(path: Path) -> None:
+    """Raises UsageError for a link, through which files elsewhere would be created, changed or deleted."""
+    if path.is_symlink():
+        raise UsageError(
+            f"{path} is a link to {os.readlink(path)}, and nothing is written or deleted through links; remove it, or "
+            "put what it names in its place"
+        )
+
+
+def open_unlinked(path: str, flags: int) -> int:
+    """Opens a file as the `opener` of `open`; raises OSError for a link."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 class GrowingFile:
     """The end of a file; bytes that a full disk rejects stay pending until the next call."""
 
@@ -71,7 +85,7 @@ class GrowingFile:
         if not self._unwritten:
             return
         try:
-            with self._path.open("ab", buffering=0) as file:
+            with open(self._path, "ab", buffering=0, opener=open_unlinked) as file:
                 while self._unwritten:
                     self._unwritten = self._unwritten[file.write(self._unwritten) :]
         except OSError as error:
@@ -113,7 +127,7 @@ def locked(path: Path) -> Iterator[None]:
     import fcntl  # missing on some systems, and needed only here
 
     while True:
-        with open(path, "a") as file:
+        with open(path, "a", opener=open_unlinked) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             if not is_open(path, file.fileno()):
                 continue  # the previous holder has removed the file, and a third process may hold a new one

@@ -42,7 +42,7 @@ from shardformer.training import loop
 from shardformer.training.checkpoint_progress import Best
 from shardformer.training.evaluation import Evaluation, Evaluator
 from shardformer.training.monitor import Monitor
-from shardformer.training.run_folder import Run
+from shardformer.training.run_folder import Run, check_links
 from shardformer.training.stop_signal import StopSignal
 from shardformer.training.trainer import Trainer
 
@@ -93,6 +93,7 @@ class Session:
         **changes,
     ) -> "Session":
         """Reopens the run in a folder, with keys that a resume may change."""
+        check_links(storage.location(folder))
         run = Run.open(folder, changes)
         previous = checkpoint.read_config(run.stored)
         check_given(run.config, {key: value for key, value in changes.items() if value != previous.get(key)})

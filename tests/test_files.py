@@ -4,7 +4,7 @@ import os
 import pytest
 
 from shardformer import files
-from shardformer.errors import UsageError
+from shardformer.errors import RunError, UsageError
 from shardformer.files import replacing
 from tests.shared import room
 from tests.surroundings import hide_home
@@ -96,3 +96,13 @@ def test_killed_write_is_cleaned_by_its_name(tmp_path):
         files.remove_temporary(tmp_path)
         assert not temporary.exists()
         temporary.touch()
+
+
+def test_growing_file_and_lock_follow_no_link(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    path.symlink_to("absent")
+    with pytest.raises(RunError, match=r"cannot write .*texts\.jsonl"):
+        files.GrowingFile(path).append(b"text")
+    with pytest.raises(OSError, match="symbolic links"), files.locked(path):
+        pass
+    assert not (tmp_path / "absent").exists()

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from shardformer.checkpoint import checksums
+from shardformer.checkpoint import checksums, documents
 from shardformer.checkpoint.manifest import Index, Manifest, Piece
 from shardformer.checkpoint.reading import check_sizes, read_into
 from shardformer.checkpoint.store import Damaged, Location
@@ -78,9 +78,13 @@ class _BlockRead:
 
 
 class Reader:
-    """Reads any slices of the leaves, whatever slices were saved; blocks without wanted data are not read."""
+    """Reads any slices of the leaves, whatever slices were saved; blocks without wanted data are not read.
+
+    A checkpoint whose tree.pkl is damaged is rejected, as its arrays may be another model's.
+    """
 
     def __init__(self, folder: Location, manifest: Manifest):
+        documents.check_tree(folder, manifest)
         self._folder, self._leaves = folder / manifest.subfolder, manifest.leaves
         check_sizes(self._folder, manifest.array_files())
         self._pool = ThreadPoolExecutor(store_of(folder).read_threads)

@@ -50,8 +50,7 @@ def read_document(folder: Location, name: str) -> str:
 
 
 def check_documents(folder: Location, stored: Manifest) -> None:
-    """Reads and verifies tree.pkl and every document."""
-    check_tree(folder, stored)
+    """Reads and verifies every document."""
     for name in stored.files.keys() - stored.array_files().keys() - {TREE}:
         read_document(folder, name)
 

@@ -55,7 +55,6 @@ def restore(
     `change(name, leaf)` reads each leaf before the next, and may return other values, for example quantised ones.
     """
     stored = manifest.read_manifest(folder)
-    documents.check_tree(folder, stored)
     wanted = manifest.flatten(like)
     _check_layout(folder, stored, wanted, ignored)
     with array_files.Reader(folder, stored) as reader:

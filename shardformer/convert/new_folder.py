@@ -11,7 +11,7 @@ from shardformer import checkpoint
 from shardformer.config import Config
 from shardformer.convert.gptj import Leaves
 from shardformer.errors import RunError, UsageError
-from shardformer.files import sync
+from shardformer.files import check_no_link, sync
 from shardformer.storage import BucketPath, bucket
 from shardformer.training.run_folder import Run
 
@@ -72,6 +72,7 @@ def new_folder_on_disk(target: Path) -> Iterator[Path]:
     """Yields a folder on a disk to fill; its files are synced before it becomes `target`."""
     hidden = target.with_name(f".{target.name}.tmp")  # the same name for all processes, so that the next one cleans up
     complete = hidden / "complete"
+    check_no_link(hidden)
     try:
         with checkpoint.lock_folder(hidden):
             check_free(target)  # another process may have written it since

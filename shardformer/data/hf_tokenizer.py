@@ -18,6 +18,7 @@ import numpy as np
 from shardformer.data import text_files
 from shardformer.data.chat.letters import remove_guards
 from shardformer.data.text_files import Breaks, cut_text
+from shardformer.data.tokenizer_growth import MAX_GROWTH, bound_growth
 from shardformer.data.tokenizer_pieces import find_breaks, remove_prefix
 from shardformer.data.vocabulary import FILE, Vocabulary
 from shardformer.errors import RunError, UsageError
@@ -43,6 +44,11 @@ class HfTokenizer(Vocabulary):
         if chance := _remove_dropout(self._document):
             self.notice = (
                 f"tokenizer={name} has dropout={chance}, which would give other ids at every start: it is off here"
+            )
+        if (growth := bound_growth(self._document)) > MAX_GROWTH:
+            raise UsageError(
+                f"tokenizer={name} makes a text up to {growth:,.3g} times as long, more than the {MAX_GROWTH} of any "
+                "tokenizer; leave out some of its replacements"
             )
         self._tokenizer = self._make_tokenizer(self._document)
         self._ids = self._tokenizer.get_vocab(with_added_tokens=True)

@@ -36,7 +36,7 @@ from shardformer.data.token_folder import (
 from shardformer.data.tokens import SPLITS, describe_largest_id, id_type, open_token_file, read_blocks
 from shardformer.data.vocabulary import Vocabulary
 from shardformer.errors import RunError, UsageError
-from shardformer.files import locked, make_folder, remove_temporary, replacing, sync
+from shardformer.files import check_no_link, locked, make_folder, remove_temporary, replacing, sync
 
 BATCH = 1 << 20  # characters that are encoded by one call
 SECONDS_BETWEEN_REPORTS = 0.5
@@ -58,6 +58,8 @@ def prepare(
         if out.exists():  # another process prepared it while this one waited
             return _open_equal(out, identity)
         every = set(out.parent.glob(f".{glob.escape(out.name)}.preparing-*/"))
+        for folder in {*every, hidden}:
+            check_no_link(folder)
         for stale in every - {hidden}:  # of other documents or options
             shutil.rmtree(stale)
         make_folder(hidden)

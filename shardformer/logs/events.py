@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from shardformer.data.tfrecords import format_record
+from shardformer.files import check_no_link
 
 # TensorBoard groups its charts by the part before the slash.
 TAGS = {
@@ -43,9 +44,9 @@ class TensorBoardEvents:
     """
 
     def __init__(self, folder: Path, new: bool):
+        check_no_link(folder)
         # TensorBoard would merge the curves of an earlier run in this folder with the curves of this run.
-        # The target of a link may be shared by other runs, so its files stay.
-        if new and not folder.is_symlink():
+        if new:
             for earlier in folder.glob("events.out.tfevents.*"):
                 earlier.unlink()
         self._folder = folder

@@ -7,7 +7,9 @@ survive a kill; a resume reads the file, and no step computes a reference.
 import contextlib
 import functools
 import hashlib
+import io
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,13 +26,14 @@ from shardformer.data.chat.preference_windows import PreferenceSplit, Preference
 from shardformer.data.corpus import choose_row_layout
 from shardformer.devices import processes, programs
 from shardformer.errors import RunError
-from shardformer.files import make_folder, read_text, replacing
+from shardformer.files import make_folder, read_bytes, read_text, replacing
 from shardformer.tables import format_count
 from shardformer.training.run_folder import Run
 from shardformer.training.trainer import Trainer
 
 FOLDER, INDEX = "references", "index.json"
 MAX_BYTES = 1 << 30
+HEADER_BYTES = 4096  # of a part, at most
 BATCHES_OF_A_PART = 64  # computed between two writes
 Say = Callable[[str], None]
 
@@ -96,10 +99,9 @@ class References:
 
     def read(self, say: Say) -> dict[str, np.ndarray] | None:
         """Returns the references of every split; None if they are not complete, or belong to other data."""
-        text = processes.succeed_or_fail_together(self._read_index)
-        if not text:
+        index = processes.succeed_or_fail_together(self._read_index)
+        if index is None:
             return None
-        index = json.loads(text)
         self.weights = index["weights"]
         if index["data"] != self._corpus.fingerprint:
             say("references: the data has changed, so that they are computed again")
@@ -110,7 +112,7 @@ class References:
                 entry = index["splits"][_shorten(name)]
                 values = np.array(entry["logp"], np.float32).reshape(-1, self._columns)
                 is_valid = len(values) == split.count and _digest(values) == entry["sha256"]
-            except (KeyError, TypeError, ValueError):
+            except (KeyError, TypeError, ValueError, OverflowError):
                 is_valid = False
             if not is_valid:
                 raise RunError(f"{self.folder / INDEX} is damaged; remove it, and the references are computed again")
@@ -118,19 +120,19 @@ class References:
         say(f"references: read from {self.folder}, of weights {self.weights[:12]} and data {index['data'][:12]}")
         return references
 
-    def _read_index(self) -> str:
+    def _read_index(self) -> dict | None:
+        path = self.folder / INDEX
         try:
-            text = read_text(self.folder / INDEX, MAX_BYTES)
-            index = json.loads(text)
+            index = json.loads(read_text(path, MAX_BYTES))
             if not all(isinstance(index[name], str) for name in ("weights", "data")) or "splits" not in index:
                 raise ValueError("its values are not strings")
         except FileNotFoundError:
-            return ""
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise RunError(
-                f"{self.folder / INDEX} is damaged ({error!s:.100}); remove it, and the references are computed again"
+                f"{path} is damaged ({error!s:.100}); remove it, and the references are computed again"
             ) from None
-        return text
+        return index
 
     def write(self, references: dict[str, np.ndarray], weights: str) -> None:
         """Writes the index, and removes the parts that it replaces."""
@@ -214,8 +216,9 @@ def _read_part(path: Path, shape: tuple[int, int]) -> np.ndarray | None:
     """Returns a part that is complete on the first process's disk; every process decides alike."""
     values = None
     if jax.process_index() == 0:
-        with contextlib.suppress(OSError, ValueError, EOFError):
-            values = np.asarray(np.load(path, allow_pickle=False), np.float32)
+        with contextlib.suppress(Exception):  # a damaged header raises nearly every type
+            content = read_bytes(path, 4 * math.prod(shape) + HEADER_BYTES)
+            values = np.asarray(np.load(io.BytesIO(content), allow_pickle=False), np.float32)
     is_complete = values is not None and values.shape == shape
     if not processes.text_of_first_process("complete" if is_complete else ""):
         return None

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -16,13 +17,14 @@ from shardformer.config import ARCHITECTURE, FIXED_ON_RESUME, Config
 from shardformer.data import Data, SpecialTokens, Vocabulary
 from shardformer.devices import processes
 from shardformer.errors import RunError, UsageError
-from shardformer.files import make_folder, remove_temporary, replacing
+from shardformer.files import check_no_link, make_folder, read_text, remove_temporary, replacing
 from shardformer.model import Model, lora, master_weights
 from shardformer.optim import average
 from shardformer.storage import BucketPath
 from shardformer.training.checkpoint_progress import Best, read_progress, select_needed
 
 T = TypeVar("T")
+FOLDERS = ("references", "tensorboard", "profile")  # that a run writes besides its checkpoints
 
 
 class Starter(Protocol):
@@ -111,6 +113,7 @@ class Run:
         """Raises UsageError if `out` already contains a run, or is a file."""
         if self.out.exists() and not self.out.is_dir():
             raise UsageError(f"out={self.out} is a file; name a folder")
+        check_links(self.out)
         if (self.out / "config.json").exists() or checkpoint.newest_step_folder(self.out):
             raise UsageError(
                 f"{self.out} already holds a run; go on with `train --resume {self.out}`, "
@@ -306,8 +309,8 @@ class Run:
     def _read_final_step(self) -> int:
         """Returns the step that final.json names; 0 if the run has not been evaluated to its end."""
         try:
-            return int(json.loads((self.stored / "final.json").read_text())["step"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return int(json.loads(read_text(self.stored / "final.json"))["step"])
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return 0
 
     def _read_on_all(self, read: Callable[[Path], T], step: int, known: list[int]) -> T:
@@ -344,6 +347,22 @@ class Run:
     def _documents(self) -> dict[str, str]:
         vocabulary = self.vocabulary.documents(source=self.config.data.source, fingerprint=self.fingerprint)
         return {"config.json": self.config.to_json()} | vocabulary | self.special_tokens.documents()
+
+
+def check_links(out: Path | BucketPath) -> None:
+    """Raises UsageError for a link in a run's folder: a start would write or delete files of another folder.
+
+    A checkpoint may be a link to a folder, on a larger disk for example: it is only read, and pruning removes the link.
+    """
+    if not isinstance(out, Path) or not out.is_dir():
+        return
+    for path in out.iterdir():
+        if not (path.name.startswith("step_") and path.is_dir()):
+            check_no_link(path)
+    for name in FOLDERS:
+        for folder, *names in os.walk(out / name):
+            for path in (Path(folder, name) for group in names for name in group):
+                check_no_link(path)
 
 
 def _choose_reading(model: Model, is_changed: bool) -> Callable[[str, StoredLeaf], Any]:

@@ -48,6 +48,18 @@ def test_damaged_run_is_named(refused, run, name, command):
     refused(FAILED, message, *command)
 
 
+def test_conversion_of_a_damaged_tree_is_rejected(refused, run):
+    """Every other command rejects it; a conversion reads the arrays one by one."""
+    file, damage, message = DAMAGE["cut tree"]
+    (run / file).write_bytes(damage((run / file).read_bytes()))
+    refused(FAILED, message, "convert", "run", "published", "format=hf")
+
+
+def test_endless_step_in_the_final_evaluation_is_left_out(run):
+    (run / "final.json").write_text('{"step": Infinity}')
+    assert Run.open(run)._read_final_step() == 0
+
+
 EDITS = (("heads", 8, 4), ("d_model", 32, 64), ("seed", 0, 1))
 RESUME = ["train", "--resume=run", "steps=6"]  # compiles the step of each edit
 

@@ -7,6 +7,7 @@ one fails a test until somebody has looked at what it causes.
 import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from shardformer.config import FIELDS, LAUNCH_ONLY_KEYS, parsing
 from shardformer.convert.hf import copy_tokenizer
 from shardformer.data import shakespeare
 from shardformer.errors import UsageError
-from shardformer.training.run_folder import Run
+from shardformer.training.run_folder import FOLDERS, Run
 from tests import runs
 
 NOTHING = "parsed only: names no path, command or address"
@@ -44,14 +45,15 @@ FILES = {
     r"vocabulary\.json|tokenizer\.json|special_tokens\.json": "parsed; names no other file",
     r"chat_template\.json": "a template: rendered in a process without files, with limits of time and memory",
     r"tokenizer/[^/]*": "known names are copied to a Hugging Face folder, links are not",
-    r"(metrics|goodput|skipped|gradients)\.csv": "parsed and written again as a new file; a link is replaced",
-    r"(scores|texts)\.jsonl": "parsed and written again as a new file; a link is replaced",
+    r"(metrics|goodput|skipped|gradients|experts)\.csv": "parsed and written again as a new file",
+    r"(scores|texts)\.jsonl": "parsed and written again as a new file",
     r"final\.json": "parsed for a step",
     r"curves\.png": "replaced",
     r"(teacher|reference)\.json": "parsed for a sha256",
     r"references/.*": "numbers, compared with their sha256 and that of the data; a part of another run is not read",
     r"\.lock": "parsed for a host and a process; opened without following a link",
     r"tensorboard/events\..*": "never read; new files are written beside it",
+    r"profile/.*": "never read; new files are written beside it",
     r"step_\d{8}/(manifest|config|progress|vocabulary|tokenizer|special_tokens|chat_template)\.json": "parsed",
     r"step_\d{8}/tree\.pkl": "unpickled without any class or function",
     r"step_\d{8}/arrays(_\d+)?\.npy": "numbers",
@@ -75,6 +77,12 @@ def test_every_file_of_a_run_is_classified(trained):
     files = [path.relative_to(trained).as_posix() for path in trained.rglob("*") if path.is_file()]
     assert files
     assert not [name for name in files if not any(re.fullmatch(pattern, name) for pattern in FILES)]
+
+
+def test_every_written_folder_is_searched_for_links():
+    """A run does not write its tokenizer/, which a conversion makes; nothing is written in complete checkpoints."""
+    written = {pattern.partition("/")[0] for pattern in FILES if "/" in pattern}
+    assert written - {r"step_\d{8}", "tokenizer"} == set(FOLDERS)
 
 
 @pytest.fixture
@@ -217,3 +225,55 @@ def test_linked_and_unknown_tokenizer_files_are_not_copied(run, tmp_path):
     os.symlink(tmp_path / "secret", run / "tokenizer" / "special_tokens_map.json")
     copy_tokenizer(Run.open(run), tmp_path / "copied")
     assert [path.name for path in (tmp_path / "copied").iterdir()] == ["tokenizer_config.json"]
+
+
+LINKED = ["config.json", "metrics.csv", "skipped.csv", "experts.csv", "gradients.csv", "scores.jsonl", "texts.jsonl"]
+LINKED += ["curves.png", "final.json", "teacher.json", "reference.json", "tokenizer", ".lock", ".step_00000005.tmp-1"]
+LINKED += ["references", "references/index.json", "references/0123456789ab", "tensorboard", "tensorboard/events.out.1"]
+LINKED += ["profile", "profile/plugins/profile", "unknown"]
+
+
+@pytest.mark.parametrize("target", ["kept", "absent"])
+@pytest.mark.parametrize("name", LINKED)
+def test_linked_file_of_a_run_is_rejected(run, tmp_path, refused, name, target):
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "mine.npy").touch()
+    path = run / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    path.symlink_to(tmp_path / target)
+    refused(runs.USAGE, f"{path} is a link to {tmp_path / target}, and nothing is written or deleted through links; "
+            "remove it, or put what it names in its place", "train", "--resume", run, "steps=5")  # fmt: skip
+
+
+def test_linked_file_in_the_folder_of_a_new_run_is_rejected(tmp_path, refused, text):
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "tensorboard").symlink_to(tmp_path)
+    refused(runs.USAGE, "tensorboard is a link to", "train", "tiny", f"data={text}", f"out={tmp_path / 'new'}")
+
+
+def test_linked_run_folder_is_resumed(run, tmp_path):
+    """The negative twin: the user's own layout."""
+    (tmp_path / "checkpoints").symlink_to(run.parent)
+    (tmp_path / "checkpoints" / "linked").symlink_to(run.name)
+    assert runs.train("--resume", tmp_path / "checkpoints" / "linked", "steps=5") == 0
+    assert checkpoint.list_steps(run)[-1] == 5
+
+
+def test_linked_checkpoint_is_resumed_and_stays(run, tmp_path):
+    """A checkpoint on a larger disk is only read."""
+    moved = tmp_path / "disk" / "step_00000004"
+    shutil.move(run / moved.name, moved)
+    (run / moved.name).symlink_to(moved)
+    before = {path.name: path.read_bytes() for path in moved.iterdir()}
+    assert runs.train("--resume", run, "steps=5", "keep=1") == 0
+    assert {path.name: path.read_bytes() for path in moved.iterdir()} == before
+
+
+def test_dangling_checkpoint_is_rejected(run, tmp_path, refused):
+    """The disk may not be mounted: the run would start again from an older step."""
+    shutil.rmtree(run / "step_00000004")
+    (run / "step_00000004").symlink_to(tmp_path / "absent")
+    refused(runs.USAGE, "step_00000004 is a link to", "train", "--resume", run, "steps=5")

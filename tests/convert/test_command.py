@@ -347,3 +347,10 @@ def test_full_disk_names_the_target(recorded, trained, tmp_path, monkeypatch, ca
     assert convert(trained if to_gptj else recorded / "rotary-1", tmp_path / "dst") == 1
     assert f"cannot write {tmp_path / 'dst'}: {error.strerror or error}" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_linked_folder_in_the_making_is_rejected(refused, recorded, tmp_path):
+    (tmp_path / "kept" / "complete").mkdir(parents=True)
+    (tmp_path / ".dst.tmp").symlink_to("kept")
+    refused(USAGE, ".dst.tmp is a link to kept, and nothing is written or deleted", recorded / "fixed-2")
+    assert (tmp_path / "kept" / "complete").exists()

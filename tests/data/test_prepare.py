@@ -386,3 +386,14 @@ def test_unfinished_files_of_a_killed_start_are_removed(tmp_path):
     (hidden / ".index.json.tmp-0123456789abcdef.json").write_text("{")
     folder = prepare.prepare(found, Bytes(), tmp_path / "out")
     assert not list(folder.path.glob(".*"))
+
+
+def test_linked_folder_in_the_making_is_rejected(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in DOCUMENTS])
+    (tmp_path / "kept").mkdir()
+    found = sources.find_recipe([str(path)], SourceOptions())
+    hidden = tmp_path / f".out.preparing-{found.identify_with(Bytes())[:12]}"
+    hidden.symlink_to("kept")
+    with pytest.raises(UsageError, match="is a link to kept, and nothing is written"):
+        prepare.prepare(found, Bytes(), tmp_path / "out")
+    assert not list((tmp_path / "kept").iterdir())

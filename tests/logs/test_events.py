@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from shardformer.data.tensorflow import import_tensorflow
+from shardformer.errors import UsageError
 from shardformer.logs.events import TAGS, TensorBoardEvents
 from shardformer.logs.metrics_file import COLUMNS
 from tests.shared import room
@@ -52,11 +53,12 @@ def test_no_number_stays_in_memory(tmp_path):
     assert (sys.getrefcount(step), sys.getrefcount(number)) == before
 
 
-def test_linked_events_folder_keeps_earlier_files(tmp_path):
+def test_linked_events_folder_is_rejected(tmp_path):
     write(tmp_path / "shared", {"step": 20, "loss": 1.0})
     (tmp_path / "tensorboard").symlink_to("shared")
-    write(tmp_path / "tensorboard", {"step": 1, "loss": 2.0})
-    assert read(tmp_path / "shared") == {(20, "train/loss", 1.0), (1, "train/loss", 2.0)}
+    with pytest.raises(UsageError, match="tensorboard is a link to shared, and nothing is written"):
+        TensorBoardEvents(tmp_path / "tensorboard", new=True)
+    assert read(tmp_path / "shared") == {(20, "train/loss", 1.0)}
 
 
 def test_after_a_full_disk_events_continue_in_a_new_file(tmp_path):

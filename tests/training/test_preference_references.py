@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 
 import numpy as np
 import pytest
@@ -69,6 +70,18 @@ def test_damaged_references_are_rejected(finished, capsys):
     assert read_index(finished / "stopped") == json.loads(content)
 
 
+def test_strange_references_are_rejected(finished, capsys):
+    path = finished / "stopped" / "references" / "index.json"
+    content = path.read_text()
+    index = json.loads(content)
+    next(iter(index["splits"].values()))["logp"][0] = 10**400  # is no float
+    for strange in ("[" * 200_000, json.dumps(index)):
+        path.write_text(strange)
+        assert runs.train("--resume", f"{finished}/stopped", "steps=5") == runs.FAILED
+        assert "index.json is damaged" in capsys.readouterr().err
+    path.write_text(content)
+
+
 def test_evaluation_reads_the_references(finished, capsys):
     assert main(["eval", f"{finished}/through", "split=validation"]) == 0
     assert "dpo loss" in capsys.readouterr().out
@@ -81,3 +94,18 @@ def test_incomplete_part_is_computed_again(tmp_path):
     assert preference_references._read_part(tmp_path / "x" / "part.npy", (4, 2)) is None
     (tmp_path / "x" / "part.npy").write_bytes(b"\x93NUMPY")
     assert preference_references._read_part(tmp_path / "x" / "part.npy", (3, 2)) is None
+
+
+HUGE = "{'descr': '<f4', 'fortran_order': False, 'shape': (99999999999999,)}\n"
+
+
+@pytest.mark.parametrize("header", ["(" * 4000, HUGE])
+def test_strange_part_is_computed_again(tmp_path, header):
+    part = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode()
+    (tmp_path / "part.npy").write_bytes(part)
+    assert preference_references._read_part(tmp_path / "part.npy", (3, 2)) is None
+
+
+def test_pipe_instead_of_a_part_is_computed_again(tmp_path):
+    os.mkfifo(tmp_path / "part.npy")
+    assert preference_references._read_part(tmp_path / "part.npy", (3, 2)) is None
