@@ -1,13 +1,14 @@
-"""Runs one shard module, or any function in shard view, on a small mesh of real devices."""
+"""Runs one shard module, or any function in shard view, on a small mesh: exactly, or compiled for real devices."""
 
 import math
 
 import haiku as hk
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from shardformer import exact
 from shardformer.layout import specs
 from shardformer.parallel import collectives
 
@@ -15,10 +16,21 @@ WHOLE = P()
 
 
 def on_mesh(function, shape, in_specs, out_specs, **options):
-    """Returns `function` jitted under shard_map on a (dp, mp) mesh."""
+    """Returns `function` under shard_map on a (dp, mp) mesh; the exact interpreter runs it in float64."""
+    mesh = AbstractMesh(shape, ("dp", "mp"), axis_types=(AxisType.Auto,) * 2)
+    mapped = map_shards(function, mesh, in_specs, out_specs, **options)
+    return lambda *arguments: exact.run(mapped, *arguments).outputs
+
+
+def compile_on_mesh(function, shape, in_specs, out_specs, **options):
+    """Returns `function` jitted under shard_map on a (dp, mp) mesh of real devices."""
     mesh = Mesh(np.array(jax.devices()[: math.prod(shape)]).reshape(shape), ("dp", "mp"))
+    return jax.jit(map_shards(function, mesh, in_specs, out_specs, **options))
+
+
+def map_shards(function, mesh, in_specs, out_specs, **options):
     in_specs, out_specs = collectives.drop_unit_axes((in_specs, out_specs), mesh)
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options))
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)
 
 
 def apply(method, config, parameters, *args, mp=4, out_specs=WHOLE):
