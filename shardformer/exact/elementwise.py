@@ -1,5 +1,7 @@
 """Operations on elements: arithmetic, comparisons, bits, special functions and conversions. Integers are XLA's."""
 
+import functools
+
 import numpy as np
 import scipy.special
 from numpy import ndarray
@@ -28,8 +30,8 @@ def _apply_to_elements(function):
     return apply
 
 
-def _logistic(x):
-    return scipy.special.expit(x)
+def _evaluate_polynomial(x, *coefficients):
+    return functools.reduce(lambda result, c: result * x + c, reversed(coefficients), np.zeros((), x.dtype))
 
 
 def _sign(x):
@@ -42,14 +44,16 @@ _register(
         "max": np.maximum, "min": np.minimum, "abs": np.abs, "sign": _sign, "square": np.square,
         "eq": np.equal, "ne": np.not_equal, "ge": np.greater_equal, "gt": np.greater,
         "le": np.less_equal, "lt": np.less, "is_finite": np.isfinite,
-        "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log1p": np.log1p, "sqrt": np.sqrt,
-        "rsqrt": lambda x: 1 / np.sqrt(x), "cbrt": np.cbrt, "logistic": _logistic,
+        "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log1p": np.log1p, "log2": np.log2,
+        "sqrt": np.sqrt, "one_minus_square": lambda x: (1 - x) * (1 + x), "polynomial": _evaluate_polynomial,
+        "rsqrt": lambda x: 1 / np.sqrt(x), "cbrt": np.cbrt, "logistic": scipy.special.expit,
         "sin": np.sin, "cos": np.cos, "tan": np.tan, "sinh": np.sinh, "cosh": np.cosh, "tanh": np.tanh,
         "asin": np.arcsin, "acos": np.arccos, "atan": np.arctan, "asinh": np.arcsinh, "acosh": np.arccosh,
         "atanh": np.arctanh, "atan2": np.arctan2, "floor": np.floor, "ceil": np.ceil,
         "erf": scipy.special.erf, "erfc": scipy.special.erfc, "erf_inv": scipy.special.erfinv,
         "lgamma": scipy.special.gammaln, "digamma": scipy.special.digamma, "igamma": scipy.special.gammainc,
         "igammac": scipy.special.gammaincc, "bessel_i0e": scipy.special.i0e, "bessel_i1e": scipy.special.i1e,
+        "polygamma": scipy.special.polygamma, "zeta": scipy.special.zeta,
         "regularized_incomplete_beta": scipy.special.betainc,
         "real": np.real, "imag": np.imag, "conj": np.conj, "complex": lambda a, b: a + 1j * b,
         "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
@@ -58,19 +62,25 @@ _register(
 
 
 def _compare_in_total_order(compare):
-    """Returns the comparison of sorting: NaN is above all numbers."""
-
-    def apply(a, b):
-        if a.dtype.kind != "f":
-            return compare(a, b)
-        # lexicographic: first whether it is NaN, then the number
-        nan_a, nan_b = np.isnan(a), np.isnan(b)
-        return np.where(nan_a | nan_b, compare(nan_a, nan_b), compare(a, b))
-
-    return apply
+    """Returns the comparison of sorting: -0 is below 0, and NaN above all numbers."""
+    return lambda a, b: compare(_order(a), _order(b))
 
 
-_register({"le_to": _compare_in_total_order(np.less_equal), "lt_to": _compare_in_total_order(np.less)})
+def _order(x: ndarray) -> ndarray:
+    """Returns integers in the total order of floats."""
+    if x.dtype.kind != "f":
+        return x
+    bits = np.where(np.isnan(x), np.nan, x).view(np.int64)
+    return np.where(bits < 0, bits ^ np.int64(2**63 - 1), bits)
+
+
+_register(
+    {
+        "eq_to": _compare_in_total_order(np.equal),
+        "le_to": _compare_in_total_order(np.less_equal),
+        "lt_to": _compare_in_total_order(np.less),
+    }
+)
 
 
 @rule("div")
@@ -119,7 +129,8 @@ def integer_power(operation: Operation, x):
 def round_to_integer(operation: Operation, x):
     if int(operation.params["rounding_method"]) == 1:  # to the nearest even integer
         return np.rint(x)
-    return np.copysign(np.floor(np.abs(x) + 0.5), x)
+    # Away from zero; the number below 0.5 is not rounded up.
+    return np.trunc(x + np.copysign(np.nextafter(0.5, 0), x))
 
 
 @rule("clamp")
@@ -155,9 +166,10 @@ def _shift(function, fill):
     return apply
 
 
-def _shift_right_logical(x, by):
-    unsigned = np.dtype(f"u{x.dtype.itemsize}")
-    return np.right_shift(x.view(unsigned), by.astype(unsigned)).view(x.dtype)
+def _shift_right(x, by):
+    """Fills with the first bit, of unsigned integers too."""
+    signed = np.dtype(f"i{x.dtype.itemsize}")
+    return np.right_shift(np.ascontiguousarray(x).view(signed), np.asarray(by, signed)).view(x.dtype)
 
 
 def _zero(x):
@@ -165,8 +177,8 @@ def _zero(x):
 
 
 rule("shift_left")(_shift(np.left_shift, _zero))
-rule("shift_right_arithmetic")(_shift(np.right_shift, lambda x: np.where(x < 0, -np.ones((), x.dtype), _zero(x))))
-rule("shift_right_logical")(_shift(lambda x, by: _shift_right_logical(np.ascontiguousarray(x), by), _zero))
+rule("shift_right_logical")(_shift(lambda x, by: np.right_shift(_unsigned(x), _unsigned(by)).view(x.dtype), _zero))
+rule("shift_right_arithmetic")(_shift(lambda x, by: _shift_right(x, by), lambda x: _shift_right(x, x.itemsize * 8 - 1)))
 
 
 @rule("population_count")
@@ -202,16 +214,16 @@ def convert_array(x: ndarray, stored, dtype) -> ndarray:
     target = working_dtype(dtype)
     if target == np.dtype(bool):
         return x != 0
+    if not is_float(stored) and target.itemsize == 1:
+        return x.astype(np.int64).astype(target)  # NumPy has no conversion between int4 and uint4
     if not is_float(stored) or is_float(dtype):
         return np.real(x).astype(target) if x.dtype.kind == "c" and target.kind != "c" else x.astype(target)
     whole = np.trunc(np.nan_to_num(np.real(x), nan=0.0, posinf=np.inf, neginf=-np.inf))
     limits = _integer_limits(target)
     inside = np.clip(whole, *limits)
-    # The largest 64-bit integers are no float64.
-    result = np.where(inside >= 2.0**63, 0, inside).astype(target) if target.itemsize == 8 else inside.astype(target)
-    if target.itemsize == 8:
-        result = np.where(whole >= float(limits[1]), np.array(limits[1], target), result)
-    return result
+    # float64 rounds the largest 64-bit integers up to the next power of two.
+    beyond = whole >= limits[1]
+    return np.where(beyond, np.array(limits[1], target), np.where(beyond, 0, inside).astype(target))
 
 
 def _integer_limits(dtype: np.dtype) -> tuple[int, int]:
@@ -260,7 +272,6 @@ def _return_inputs(operation: Operation, *arrays):
 
 
 rule(
-    "copy", "copy_p", "name", "stop_gradient", "pvary", "pcast", "reshard", "mesh_cast", "sharding_constraint",
-    "layout_constraint", "real_to_complex", "to_edtype", "copy_to_host",
+    "copy", "name", "stop_gradient", "pvary", "reshard", "sharding_constraint", "layout_constraint", "to_edtype",
 )(_return_input)  # fmt: skip
 rule("optimization_barrier", "device_put")(_return_inputs)

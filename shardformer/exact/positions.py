@@ -18,9 +18,6 @@ def squeeze(operation: Operation, x):
     return x.reshape((*operation.prefix(x), *operation.shape))
 
 
-rule("expand_dims")(squeeze)
-
-
 @rule("broadcast_in_dim")
 def broadcast(operation: Operation, x, *dynamic_sizes):
     shape = [1] * len(operation.shape)
@@ -222,6 +219,8 @@ def _scatter(combine: np.ufunc | None):
 
     def apply(operation: Operation, x, indices, updates):
         p, k = operation.params, len(operation.mesh)
+        if combine is None and p["update_jaxpr"] is not None:
+            raise NotImplementedError("a function of elements")
         numbers, shape = p["dimension_numbers"], operation.shape
         left_out = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
         window_axes = [axis for axis in range(len(shape)) if axis not in left_out]
@@ -261,8 +260,8 @@ def _flat_scalars(mesh: tuple[int, ...], own: tuple[int, ...]) -> ndarray:
 
 
 rule("scatter")(_scatter(None))
-rule("scatter-add", "scatter_add")(_scatter(np.add))
-rule("scatter-sub", "scatter_sub")(_scatter(np.subtract))
-rule("scatter-mul", "scatter_mul")(_scatter(np.multiply))
-rule("scatter-min", "scatter_min")(_scatter(np.minimum))
-rule("scatter-max", "scatter_max")(_scatter(np.maximum))
+rule("scatter-add")(_scatter(np.add))
+rule("scatter-sub")(_scatter(np.subtract))
+rule("scatter-mul")(_scatter(np.multiply))
+rule("scatter-min")(_scatter(np.minimum))
+rule("scatter-max")(_scatter(np.maximum))
