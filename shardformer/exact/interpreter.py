@@ -219,7 +219,7 @@ class Interpreter:
         axes = jaxprs.find_axes(equation)
         if missing := [axis for axis in axes if axis not in mesh]:
             raise UsageError(f"{find_line(equation)} names the axis {missing[0]}, which no shard_map around it has")
-        collectives = Collectives(mesh, axes)
+        collectives = Collectives(mesh, axes, p.get("axis_index_groups"))
         if name == "axis_index":
             return [collectives.index()]
         self._count(equation, axes, mesh)
@@ -332,20 +332,13 @@ REDUCTIONS = {"pmax": np.maximum, "pmin": np.minimum}  # all others add
 
 
 def _communicate(collectives: Collectives, name: str, p: dict, x: ndarray) -> ndarray:
-    kind, groups = jaxprs.COLLECTIVES[name], p.get("axis_index_groups")
-    if groups is not None:
-        if kind != "all-reduce":
-            raise UsageError(
-                f"the exact interpreter cannot run {name} with axis_index_groups; give a mesh axis instead"
-            )
-        ufunc = REDUCTIONS.get(name, np.add)
-        return collectives.in_groups(x, groups, lambda part: ufunc.reduce(part, axis=0, keepdims=True))
+    kind = jaxprs.COLLECTIVES[name]
     if kind == "all-reduce":
         return collectives.reduce(x, REDUCTIONS.get(name, np.add))
     if kind == "all-gather":
         return collectives.gather(x, p["all_gather_dimension"], p["tiled"])
     if kind == "reduce-scatter":
-        return collectives.scatter(collectives.reduce(x, np.add), p["scatter_dimension"], p["tiled"])
+        return collectives.reduce_scatter(x, p["scatter_dimension"], p["tiled"])
     if kind == "all-to-all":
         return collectives.all_to_all(x, p["split_axis"], p["concat_axis"], p["tiled"])
     return collectives.permute(x, p["perm"])

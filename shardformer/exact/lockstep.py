@@ -82,12 +82,15 @@ def _entries(spec: Sequence, rank: int) -> list[tuple[str, ...]]:
 
 
 class Collectives:
-    """The collectives over some of the mesh axes around an operation, whose arrays have `len(mesh)` first axes."""
+    """The collectives over some of the mesh axes around an operation, whose arrays have `len(mesh)` first axes.
 
-    def __init__(self, mesh: Mesh, names: Sequence[str]):
+    `groups` are of indices along these axes; None: all devices of the axes are one group.
+    """
+
+    def __init__(self, mesh: Mesh, names: Sequence[str], groups: Sequence[Sequence[int]] | None = None):
         self._axes = tuple(list(mesh).index(name) for name in names)
         self._sizes = tuple(mesh[name] for name in names)
-        self._mesh, self._count = mesh, math.prod(self._sizes)
+        self._mesh, self._count, self._groups = mesh, math.prod(self._sizes), groups
 
     def index(self) -> ndarray:
         """Returns each device's index along the axes, the last of which counts fastest."""
@@ -98,49 +101,76 @@ class Collectives:
         return counted.transpose(np.argsort(self._axes)).reshape(shape)
 
     def reduce(self, x: ndarray, ufunc: np.ufunc) -> ndarray:
-        """Combines the devices' arrays; the result is the same on all devices of the axes."""
+        """Combines the devices' arrays; the result is the same on all devices of a group."""
+        if self._groups is not None:
+            return self._share(x, lambda parts: ufunc.reduce(parts, axis=0, dtype=x.dtype))
         copies = math.prod(size for axis, size in zip(self._axes, self._sizes, strict=True) if x.shape[axis] == 1)
         total = ufunc.reduce(x, axis=self._axes, keepdims=True, dtype=x.dtype)
         return total * np.asarray(copies, x.dtype) if ufunc is np.add and copies > 1 else total
 
     def gather(self, x: ndarray, axis: int, tiled: bool) -> ndarray:
         """Stacks, or with `tiled` joins, the devices' arrays along `axis` of the result's own axes."""
-        lined_up = np.moveaxis(self._line_up(x), 0, len(self._mesh) + axis)
-        return _merge(lined_up, len(self._mesh) + axis) if tiled else lined_up
-
-    def scatter(self, x: ndarray, axis: int, tiled: bool) -> ndarray:
-        """Gives each device its part along `axis` of an array that is the same on all devices of the axes."""
         at = len(self._mesh) + axis
-        parts = x.reshape((*x.shape[:at], self._count, -1, *x.shape[at + 1 :]))
-        parts = np.moveaxis(parts, at, 0)  # [devices, *mesh, *shape]
-        return self._hand_out(parts if tiled else parts.squeeze(at + 1))
+
+        def stack(parts: ndarray) -> ndarray:
+            lined_up = np.moveaxis(parts, 0, at)
+            return _merge(lined_up, at) if tiled else lined_up
+
+        return self._share(x, stack)
+
+    def reduce_scatter(self, x: ndarray, axis: int, tiled: bool) -> ndarray:
+        """Gives each device its part along `axis` of the sum of the devices' arrays."""
+        at = len(self._mesh) + axis
+
+        def cut(total: ndarray, members: int) -> ndarray:
+            parts = total.reshape((*total.shape[:at], members, -1, *total.shape[at + 1 :]))
+            parts = np.moveaxis(parts, at, 0)  # [members, *mesh, *shape]
+            return parts if tiled else parts.squeeze(at + 1)
+
+        if self._groups is None:
+            return self._hand_out(cut(self.reduce(x, np.add), self._count))
+        return self._exchange(x, lambda parts: cut(parts.sum(0, dtype=x.dtype), len(parts)))
 
     def permute(self, x: ndarray, pairs: Sequence[tuple[int, int]]) -> ndarray:
         """Sends each device's array along the (sender, receiver) pairs; other receivers get zeros."""
-        sent = self._line_up(x)
-        received = np.zeros_like(sent)
-        for sender, receiver in pairs:
-            received[receiver] = sent[sender]
-        return self._hand_out(received)
+
+        def send(parts: ndarray) -> ndarray:
+            received = np.zeros_like(parts)
+            for sender, receiver in pairs:
+                received[receiver] = parts[sender]
+            return received
+
+        return self._exchange(x, send)
 
     def all_to_all(self, x: ndarray, split_axis: int, concat_axis: int, tiled: bool) -> ndarray:
         """Gives device i part i of each device's array along `split_axis`; it joins or stacks them."""
         k = len(self._mesh)
-        sent = self._line_up(x)  # [senders, *mesh, *shape]
-        at = 1 + k + split_axis
-        sent = sent.reshape((*sent.shape[:at], self._count, -1, *sent.shape[at + 1 :]))
-        sent = np.moveaxis(sent, at, 0)  # [receivers, senders, *mesh, *shape]
-        if not tiled:
-            sent = sent.squeeze(2 + k + split_axis)
-        sent = np.moveaxis(sent, 1, 1 + k + concat_axis)
-        return self._hand_out(_merge(sent, 1 + k + concat_axis) if tiled else sent)
 
-    def in_groups(self, x: ndarray, groups: Sequence[Sequence[int]], function: Callable) -> ndarray:
-        """Applies function([devices of a group, *mesh, *shape]), which returns one such array, to each group."""
+        def send(parts: ndarray) -> ndarray:
+            at = 1 + k + split_axis
+            sent = parts.reshape((*parts.shape[:at], len(parts), -1, *parts.shape[at + 1 :]))
+            sent = np.moveaxis(sent, at, 0)  # [receivers, senders, *mesh, *shape]
+            if not tiled:
+                sent = sent.squeeze(2 + k + split_axis)
+            sent = np.moveaxis(sent, 1, 1 + k + concat_axis)
+            return _merge(sent, 1 + k + concat_axis) if tiled else sent
+
+        return self._exchange(x, send)
+
+    def _share(self, x: ndarray, function: Callable[[ndarray], ndarray]) -> ndarray:
+        """Returns function([members, *mesh, *shape]) on all members of each group."""
+        if self._groups is None:
+            return function(self._line_up(x))
+        return self._exchange(x, lambda parts: np.stack([function(parts)] * len(parts)))
+
+    def _exchange(self, x: ndarray, function: Callable[[ndarray], ndarray]) -> ndarray:
+        """Returns to each member of a group its part of function([members, *mesh, *shape])."""
         sent = self._line_up(x)
-        results = [function(sent[list(group)]) for group in groups]
+        if self._groups is None:
+            return self._hand_out(function(sent))
+        results = [function(sent[list(group)]) for group in self._groups]
         received = np.empty((self._count, *results[0].shape[1:]), x.dtype)
-        for group, result in zip(groups, results, strict=True):
+        for group, result in zip(self._groups, results, strict=True):
             received[list(group)] = result
         return self._hand_out(received)
 
