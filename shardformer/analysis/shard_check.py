@@ -63,8 +63,8 @@ def find_repair(run: ShardRun, expected: Any, out_specs: Any, device_mesh) -> ex
     """Returns the change of one line's sums over devices that makes every output of every device right."""
     right = list(split_tree(expected, out_specs, device_mesh).values())
 
-    def is_right(outputs: list[np.ndarray]) -> bool:
-        return len(outputs) == len(right) and all(map(diagnosis.equal, outputs, right))
+    def is_right(changed: exact.Run) -> bool:
+        return len(changed.outputs) == len(right) and all(map(diagnosis.equal, changed.outputs, right))
 
     return exact.find_repair(run.closed, run.leaves, is_right)
 

@@ -42,10 +42,9 @@ def run_on_shards(function: Callable, arguments: tuple, in_specs: tuple, device_
     mapped = jax.shard_map(keep_each, mesh=device_mesh, in_specs=in_specs, out_specs=P(*axes), check_vma=False)
     closed, shape = jax.make_jaxpr(mapped, return_shape=True)(*arguments)
     closed, leaves = closed.replace(jaxpr=jaxprs.drop_dead(closed.jaxpr)), jax.tree.leaves(arguments)
-    outputs, interpreter = exact.run_jaxpr(closed, leaves, floats="stored")
-    sizes = dict(device_mesh.shape)
-    collectives = [describe_sent(sent, sizes) for sent in interpreter.wire]
-    return ShardRun(jax.tree.unflatten(jax.tree.structure(shape), outputs), collectives, closed, leaves)
+    run, sizes = exact.run_jaxpr(closed, leaves, floats="stored"), dict(device_mesh.shape)
+    collectives = [describe_sent(sent, sizes) for sent in run.wire]
+    return ShardRun(jax.tree.unflatten(jax.tree.structure(shape), run.outputs), collectives, closed, leaves)
 
 
 def match_shardings(values: Any, specs: Any, device_mesh: Mesh | AbstractMesh) -> Any:

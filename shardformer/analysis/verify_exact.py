@@ -106,8 +106,8 @@ def run_steps(trainer: Trainer, params, batch, steps: int = STEPS, **options) ->
     closed, outputs = program(*shapes)
     tree, rows = jax.tree.structure(outputs), []
     for step in range(steps):
-        leaves, _ = exact.run_jaxpr(closed, jax.tree.leaves((state, batch, np.int32(step))), **options)
-        state, metrics = jax.tree.unflatten(tree, leaves)
+        run = exact.run_jaxpr(closed, jax.tree.leaves((state, batch, np.int32(step))), **options)
+        state, metrics = jax.tree.unflatten(tree, run.outputs)
         rows.append(metrics)
     return state, rows
 
@@ -245,15 +245,15 @@ def find_repair(config: Config) -> exact.Repair | None:
     def compute_loss(params, batch, key):
         return model.evaluate(params, batch, key)[1].loss
 
-    def is_right(outputs) -> bool:
-        return measure_difference(outputs[0], expected) <= BOUND
+    def is_right(run: exact.Run) -> bool:
+        return measure_difference(run.outputs[0], expected) <= BOUND
 
     try:
         closed = jax.make_jaxpr(compute_loss)(model.shapes, describe(batch) | model.constant_shapes(), describe(key))
     except (ValueError, TypeError):
         return None
     leaves = jax.tree.leaves((store(sharded, params), batch, key))
-    if is_right(exact.run_jaxpr(closed, leaves)[0]):
+    if is_right(exact.run_jaxpr(closed, leaves)):
         return None
     return exact.find_repair(closed, leaves, is_right)
 

@@ -4,7 +4,7 @@
 """
 
 from shardformer.exact.interpreter import Disagreement, Run, Sent, run, run_jaxpr
-from shardformer.exact.repairs import Repair, find_repair
+from shardformer.exact.repairs import Repair, explain, find_repair
 from shardformer.exact.source_lines import find_error_line
 
-__all__ = ["Disagreement", "Repair", "Run", "Sent", "find_error_line", "find_repair", "run", "run_jaxpr"]
+__all__ = ["Disagreement", "Repair", "Run", "Sent", "explain", "find_error_line", "find_repair", "run", "run_jaxpr"]

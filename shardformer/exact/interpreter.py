@@ -48,7 +48,6 @@ class Disagreement(NamedTuple):
     output: int  # of the shard_map
     axis: str
     difference: float
-    line: str
 
 
 class Run(NamedTuple):
@@ -76,17 +75,17 @@ def run(
     """
     traced, shape = jax.make_jaxpr(function, return_shape=True)(*(shapes or jax.tree.map(_describe, arguments)))
     options = {"floats": floats, "memory": memory, "watch": watch, "change": change}
-    outputs, interpreter = run_jaxpr(traced, jax.tree.leaves(arguments), **options)
-    tree = jax.tree.unflatten(jax.tree.structure(shape), outputs)
-    return Run(tree, interpreter.wire, interpreter.disagreements)
+    result = run_jaxpr(traced, jax.tree.leaves(arguments), **options)
+    return result._replace(outputs=jax.tree.unflatten(jax.tree.structure(shape), result.outputs))
 
 
-def run_jaxpr(closed, leaves: Sequence, **options) -> tuple[list[ndarray], "Interpreter"]:
-    """Runs a traced program; returns its results, and the interpreter with what it has seen."""
+def run_jaxpr(closed, leaves: Sequence, **options) -> Run:
+    """Runs a traced program; the outputs are a list."""
     interpreter = Interpreter(**options)
     arrays = [widen(leaf, variable.aval.dtype) for leaf, variable in zip(leaves, closed.jaxpr.invars, strict=True)]
     with np.errstate(all="ignore"):
-        return interpreter.run_closed(closed, arrays, {}), interpreter
+        outputs = interpreter.run_closed(closed, arrays, {})
+    return Run(outputs, interpreter.wire, interpreter.disagreements)
 
 
 def _describe(leaf) -> jax.ShapeDtypeStruct:
@@ -302,8 +301,7 @@ class Interpreter:
         for number, (x, spec, variable) in enumerate(zip(results, program.out_specs, equation.outvars, strict=True)):
             rank = len(variable.aval.shape)
             for axis, difference in find_differing(x, rank, spec, program.mesh).items():
-                line = find_line(equation)
-                self.disagreements.append(Disagreement(number, axis, difference, line))
+                self.disagreements.append(Disagreement(number, axis, difference))
             joined.append(join(x, rank, spec, program.mesh))
         return joined
 
