@@ -274,4 +274,6 @@ def _return_inputs(operation: Operation, *arrays):
 rule(
     "copy", "name", "stop_gradient", "pvary", "reshard", "sharding_constraint", "layout_constraint", "to_edtype",
 )(_return_input)  # fmt: skip
-rule("optimization_barrier", "device_put", "relocate")(_return_inputs)  # relocate: of xmap under shardformer.legacy
+rule("optimization_barrier", "device_put")(_return_inputs)
+# Of xmap under shardformer.legacy: moves an array to the devices of another.
+rule("relocate")(lambda operation, x, like: x)

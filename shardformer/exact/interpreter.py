@@ -112,14 +112,14 @@ class Interpreter:
         change: Change | None = None,
     ):  # fmt: skip
         self.disagreements: list[Disagreement] = []
-        self._sent: dict[tuple, int] = {}
+        self._sent: dict[Sent, int] = {}
         self._rounds, self._memory, self._live = floats == "stored", memory, 0
         self._watch, self._change = watch, change
 
     @property
     def wire(self) -> list[Sent]:
         """Every tensor that was sent."""
-        return [Sent(*key, times) for key, times in self._sent.items()]
+        return [key._replace(times=times) for key, times in self._sent.items()]
 
     def run_closed(self, closed, arrays: list[ndarray], mesh: Mesh) -> list[ndarray]:
         """Runs a jaxpr with its constants."""
@@ -137,8 +137,9 @@ class Interpreter:
 
         def read(atom) -> ndarray:
             if isinstance(atom, core.Literal):
+                dtype = atom.aval.dtype  # type: ignore[attr-defined]
                 # JAX may keep a Python number with more digits than the program has.
-                return _add_mesh_axes(widen(np.asarray(atom.val, atom.aval.dtype), atom.aval.dtype), mesh)
+                return _add_mesh_axes(widen(np.asarray(atom.val, dtype), dtype), mesh)
             return values[atom]
 
         held: dict[Any, int] = {}  # the bytes of results
@@ -235,7 +236,7 @@ class Interpreter:
         for variable in equation.outvars:
             kind = jaxprs.COLLECTIVES[equation.primitive.name]
             pairs = tuple(map(tuple, equation.params.get("perm", ())))
-            key = (kind, axes, variable.aval.shape, variable.aval.dtype.name, pairs, find_line(equation))
+            key = Sent(kind, axes, variable.aval.shape, variable.aval.dtype.name, pairs, find_line(equation), 1)
             self._sent[key] = self._sent.get(key, 0) + 1
 
     # Control flow
@@ -316,6 +317,14 @@ class Interpreter:
         """Runs a function with a rule of its own for vmap, which plays no role here."""
         return self.run_closed(equation.params["call"], inputs, mesh)
 
+    def run_named_product(self, equation, inputs: list[ndarray], mesh: Mesh) -> list[ndarray]:
+        """Multiplies, and sums over the named axes: jnp.dot over an xmap's axis, under shardformer.legacy."""
+        p = equation.params
+        inputs_avals = tuple(atom.aval for atom in equation.invars)
+        operation = Operation("dot_general", {}, inputs_avals, (equation.outvars[0].aval,), mesh)
+        product = products.multiply(operation, *inputs, *p["dimensions"])
+        return [Collectives(mesh, p["names"]).reduce(product, np.add) if p["names"] else product]
+
 
 CONTROL_FLOW: dict[str, Callable] = {
     "scan": Interpreter.run_scan,
@@ -324,6 +333,7 @@ CONTROL_FLOW: dict[str, Callable] = {
     "shard_map": Interpreter.run_shard_map,
     "platform_index": Interpreter.choose_platform,
     "custom_vmap_call": Interpreter.run_batched,
+    "pdot": Interpreter.run_named_product,
 }
 
 REDUCTIONS = {"pmax": np.maximum, "pmin": np.minimum}  # all others add

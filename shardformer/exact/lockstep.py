@@ -13,7 +13,7 @@ devices along it have the same values, so that NumPy's broadcasting computes and
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy import ndarray
@@ -21,7 +21,7 @@ from numpy import ndarray
 Mesh = dict[str, int]  # name -> devices, in the order of the arrays' first axes
 
 
-def split(x: ndarray, rank: int, spec: Sequence, mesh: Mesh) -> ndarray:
+def split(x: ndarray, rank: int, spec: Iterable, mesh: Mesh) -> ndarray:
     """Returns each device's block of a full array, by the PartitionSpec of the array's own axes."""
     outer, entries = x.ndim - rank, _entries(spec, rank)
     shape, sources = list(x.shape[:outer]), {}
@@ -39,7 +39,7 @@ def split(x: ndarray, rank: int, spec: Sequence, mesh: Mesh) -> ndarray:
     return np.expand_dims(x, tuple(absent))
 
 
-def join(x: ndarray, rank: int, spec: Sequence, mesh: Mesh) -> ndarray:
+def join(x: ndarray, rank: int, spec: Iterable, mesh: Mesh) -> ndarray:
     """Returns the full array of blocks. Along an axis that the spec omits, device 0 has the result."""
     outer, entries = x.ndim - rank - len(mesh), _entries(spec, rank)
     named = {name for names in entries for name in names}
@@ -56,7 +56,7 @@ def join(x: ndarray, rank: int, spec: Sequence, mesh: Mesh) -> ndarray:
     return x.transpose(order).reshape(shape)
 
 
-def find_differing(x: ndarray, rank: int, spec: Sequence, mesh: Mesh) -> dict[str, float]:
+def find_differing(x: ndarray, rank: int, spec: Iterable, mesh: Mesh) -> dict[str, float]:
     """Returns {axis: largest difference} for the axes that the spec omits and along which devices differ."""
     outer = x.ndim - rank - len(mesh)
     named = {name for names in _entries(spec, rank) for name in names}
@@ -75,9 +75,10 @@ def _difference_dtype(x: ndarray):
     return x.dtype if x.dtype.kind in "fc" else np.float64
 
 
-def _entries(spec: Sequence, rank: int) -> list[tuple[str, ...]]:
+def _entries(spec: Iterable, rank: int) -> list[tuple[str, ...]]:
     """Returns the names of mesh axes of each axis of an array."""
-    entries = [*spec, *[None] * (rank - len(spec))]
+    entries = list(spec)
+    entries += [None] * (rank - len(entries))
     return [() if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in entries]
 
 
