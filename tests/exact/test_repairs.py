@@ -53,15 +53,7 @@ def forgotten_in_a_loop(x, up, down):
     return lax.pmean(jnp.mean(x), "dp")
 
 
-def of_masked_rows(x, up, down):
-    rows = jnp.where(lax.axis_index("mp") == 0, x, jnp.zeros_like(x))  # selected
-    return lax.pmean(jnp.mean(jnp.cos(rows)), "dp")
-
-
-@pytest.mark.parametrize(
-    ("function", "mark"),
-    [(forgotten, "# forgotten"), (forgotten_in_a_loop, "# in the loop"), (of_masked_rows, "# selected")],
-)
+@pytest.mark.parametrize(("function", "mark"), [(forgotten, "# forgotten"), (forgotten_in_a_loop, "# in the loop")])
 def test_replicas_that_differ_name_the_missing_sum(function, mark):
     (sentence,) = exact.explain(on_mesh(function), X, UP, DOWN)
     assert "a psum over mp is missing after" in sentence
