@@ -18,7 +18,7 @@ from shardformer.analysis.program_collectives import Collective, total_by_kind, 
 from shardformer.analysis.shard_check import compare_outputs
 from shardformer.analysis.shard_runs import ShardRun, make_mesh, run_on_shards
 from shardformer.course.lesson import Lesson, read_lesson
-from shardformer.errors import UsageError
+from shardformer.errors import UsageError, forbid_exit
 from shardformer.tables import format_bytes
 
 SLACK = 1.05  # bytes sent, relative to the solution's: more than this is worth a word
@@ -44,7 +44,8 @@ class Verdict(NamedTuple):
 def read_answer(path: Path) -> SimpleNamespace:
     """Runs a learner's file and returns its names."""
     try:
-        return SimpleNamespace(**runpy.run_path(str(path), run_name="lesson"))
+        with forbid_exit("it"):
+            return SimpleNamespace(**runpy.run_path(str(path), run_name="lesson"))
     except SyntaxError as error:
         raise UsageError(f"{path}, line {error.lineno}: {error.msg}") from None
     except Exception as error:
@@ -74,7 +75,8 @@ def _check_on_mesh(lesson: Lesson, function: Callable, sizes: Mapping[str, int],
     module, device_mesh = lesson.module, make_mesh(sizes)
     arguments = module.make_arguments(np.random.default_rng(0), sizes)
     try:
-        run = run_on_shards(function, arguments, module.IN_SPECS, device_mesh)
+        with forbid_exit("on_shard"):
+            run = run_on_shards(function, arguments, module.IN_SPECS, device_mesh)
     except NotImplementedError:
         return [f"the hole is still open: {describe_hole(path)}"], ""
     except Exception as error:

@@ -6,7 +6,7 @@ from lm_eval import evaluator, utils
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
-from shardformer.errors import UsageError
+from shardformer.errors import UsageError, forbid_exit
 from shardformer.inference.lm_eval_answers import Answers, Question
 
 
@@ -43,9 +43,10 @@ def find_tasks(names: list[str], include: list[str]) -> TaskManager:
 
 def evaluate(answers: Answers, manager: TaskManager, names: list[str], **options) -> dict[str, Any]:
     """Returns the harness's results for these tasks."""
-    return evaluator.simple_evaluate(
-        model=ShardformerLM(answers), tasks=names, task_manager=manager, confirm_run_unsafe_code=False, **options
-    )
+    with forbid_exit(f"a task of {','.join(names)}"):  # whose functions are Python
+        return evaluator.simple_evaluate(
+            model=ShardformerLM(answers), tasks=names, task_manager=manager, confirm_run_unsafe_code=False, **options
+        )
 
 
 def format_results(results: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from shardformer.config import Config
-from shardformer.errors import UsageError
+from shardformer.errors import UsageError, forbid_exit
 
 
 class Observer(Protocol):
@@ -120,7 +120,8 @@ def import_tracker(location: str) -> Callable[[dict], Observer]:
     """Returns the function of `tracker=module:function`; raises UsageError for a name that cannot be imported."""
     module, _, name = location.partition(":")
     try:
-        function = getattr(importlib.import_module(module), name)
+        with forbid_exit("its module"):
+            function = getattr(importlib.import_module(module), name)
     except Exception as error:  # importing a module may raise anything
         why = str(error) or type(error).__name__
         raise UsageError(f"tracker={location} cannot be imported: {why}; is its folder on PYTHONPATH?") from None

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardformer.config import Config
-from shardformer.errors import RunError, UsageError
+from shardformer.errors import RunError, UsageError, forbid_exit
 from shardformer.files import expand_home
 
 Reward = Callable[[str, str, str], float]
@@ -37,7 +37,13 @@ def open_reward(name: str) -> Reward:
         return _make_length_reward(int(value))
     if not kind.endswith(".py") or not value.isidentifier():
         raise UsageError(f"{TAKES}; got reward={name:.100}")
-    return _import_function(name, Path(expand_home(kind)), value)
+    function = _import_function(name, Path(expand_home(kind)), value)
+
+    def reward(prompt: str, answer: str, expected: str) -> float:
+        with forbid_exit(f"reward={name}"):
+            return function(prompt, answer, expected)
+
+    return reward
 
 
 def _make_length_reward(wanted: int) -> Reward:
@@ -55,7 +61,8 @@ def _import_function(name: str, path: Path, function: str) -> Reward:
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        with forbid_exit("the file"):
+            spec.loader.exec_module(module)
         result = getattr(module, function)
     except Exception as error:  # a file may raise anything
         raise UsageError(f"reward={name} cannot be imported: {str(error) or type(error).__name__}") from None

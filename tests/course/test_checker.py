@@ -7,6 +7,7 @@ import pytest
 
 from shardformer.course import checker
 from shardformer.course.lesson import read_lesson, read_lessons
+from shardformer.errors import UsageError
 from tests.course.mistakes import MISTAKES, PARTS
 
 HOLE = re.compile(r"^( *)# YOUR TURN: .*?raise NotImplementedError\([^\n]*\n", re.MULTILINE | re.DOTALL)
@@ -51,3 +52,12 @@ def test_mistake_is_named(number, sources, words, tmp_path):
 def test_each_lesson_has_five_recorded_mistakes():
     assert len(read_lessons()) == len(MISTAKES) == 14
     assert min(map(len, MISTAKES.values())) >= 5
+
+
+def test_file_that_calls_exit_is_rejected(tmp_path):
+    with pytest.raises(UsageError, match=r"lesson_1.py does not run: .*it calls sys\.exit\(0\)"):
+        check_text(1, "import sys; sys.exit(0)", tmp_path)
+
+
+def test_function_that_calls_exit_is_named(tmp_path):
+    assert "on_shard calls sys.exit(0)" in check_text(1, "def on_shard(*_): raise SystemExit(0)", tmp_path)[0]

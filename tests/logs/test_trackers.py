@@ -23,6 +23,13 @@ def test_wrong_tracker_is_rejected(place, message):
         observers.import_tracker(place)
 
 
+def test_tracker_that_calls_exit_is_rejected(tmp_path, monkeypatch):
+    (tmp_path / "ending_tracker.py").write_text("import sys; sys.exit()")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError, match=r"tracker=ending_tracker:f cannot be imported: its module calls sys\.exit"):
+        observers.import_tracker("ending_tracker:f")
+
+
 @pytest.fixture
 def calls(monkeypatch):
     calls = []

@@ -107,11 +107,13 @@ def test_rewards_that_are_built_in():
         ("{}/bad.py:score", "bad.py:score cannot be imported: division by zero"),
         ("{}/one.py:other", "cannot be imported: module 'one' has no attribute 'other'"),
         ("{}/one.py:one", "one.py:one is a int; name a function"),
+        ("{}/ends.py:score", "ends.py:score cannot be imported: the file calls sys.exit"),
     ],
 )
 def test_wrong_reward_is_rejected(tmp_path, name, message):
     (tmp_path / "bad.py").write_text("1 / 0")
     (tmp_path / "one.py").write_text("one = 1")
+    (tmp_path / "ends.py").write_text("import sys; sys.exit(0)")
     with pytest.raises(UsageError, match=message.replace("(", r"\(")):
         rewards.open_reward(name.format(tmp_path))
 
@@ -126,6 +128,19 @@ def test_wrong_reward_is_rejected(tmp_path, name, message):
 def test_reward_without_a_number_ends_the_run(reward, message):
     with pytest.raises(RunError, match=message):
         rewards.compute_reward(reward, "a", "b", "c")
+
+
+def test_reward_that_calls_exit_is_named(tmp_path):
+    (tmp_path / "ends.py").write_text("def score(*_): raise SystemExit(0)")
+    reward = rewards.open_reward(f"{tmp_path}/ends.py:score")
+    with pytest.raises(RunError, match=r"reward=.*/ends\.py:score calls sys\.exit\(0\); raise an exception"):
+        rewards.compute_reward(reward, "a", "b", "c")
+
+
+def test_interrupt_of_a_reward_stays_an_interrupt(tmp_path):
+    (tmp_path / "waits.py").write_text("def score(*_): raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        rewards.compute_reward(rewards.open_reward(f"{tmp_path}/waits.py:score"), "a", "b", "c")
 
 
 def test_group_without_a_difference_has_no_advantage():
