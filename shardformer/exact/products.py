@@ -1,8 +1,10 @@
 """Products of matrices, convolutions, and the factorisations of linear algebra."""
 
+import contextlib
 import itertools
 
 import numpy as np
+import scipy.linalg
 from numpy import ndarray
 
 from shardformer.exact.operations import Operation, rule, working_dtype
@@ -38,23 +40,26 @@ def _as_matrices(operation: Operation, x, number: int, batch, contracted, rows_f
     return x.reshape((*x.shape[: k + len(batch)], *matrix)), tuple(shape[axis] for axis in rest)
 
 
-@rule("ragged_dot_general", "ragged_dot")
-def ragged_dot(operation: Operation, rows, matrices, sizes):
-    """Multiplies each group of rows by its matrix: [m, k] by [groups, k, n], with the sizes of the groups [groups]."""
-    numbers = operation.params.get("ragged_dot_dimension_numbers")
-    if numbers is not None:
-        (a, b), (batch_a, batch_b) = numbers.dot_dimension_numbers
-        plain = (tuple(a), tuple(b)) == ((1,), (1,)) and not batch_a and not batch_b
-        if not plain or tuple(numbers.lhs_ragged_dimensions) != (0,) or tuple(numbers.rhs_group_dimensions) != (0,):
-            raise NotImplementedError(f"ragged products with {numbers}")
-    ends = np.cumsum(sizes, axis=-1)[..., None, :]  # [*mesh, 1, groups]
-    row = np.arange(operation.inputs[0].shape[0])[:, None]
-    group = (row >= ends).sum(-1)  # [*mesh, m]
-    result = 0.0
-    for g in range(operation.inputs[1].shape[0]):
-        mask = (group == g)[..., None]
-        result = result + np.matmul(np.where(mask, rows, 0), matrices[..., g, :, :])
-    return result
+@rule("ragged_dot_general")
+def ragged_dot(operation: Operation, a, b, sizes):
+    """Multiplies each group of rows by its matrix, or, for gradients, sums the products of each group's rows."""
+    k, numbers = len(operation.mesh), operation.params["ragged_dot_dimension_numbers"]
+    (contracted, batch), ragged = numbers.dot_dimension_numbers, tuple(numbers.lhs_ragged_dimensions)
+    groups, ranks = tuple(numbers.rhs_group_dimensions), [len(x.shape) for x in operation.inputs[:2]]
+    if any(batch) or any(len(axes) != 1 for axes in (*contracted, ragged)) or ranks != [2, 2 + len(groups)]:
+        raise NotImplementedError(f"ragged products with {numbers}")
+    rows = operation.inputs[0].shape[ragged[0]]
+    ends = np.cumsum(sizes, axis=-1)[..., None]  # [*mesh, groups, 1]
+    position = np.arange(rows)
+    mask = (position < ends) & (position >= ends - sizes[..., None])  # [*mesh, groups, rows]
+    a = np.moveaxis(a, k + ragged[0], k)  # [*mesh, rows, m]
+    if not groups:
+        b = np.moveaxis(b, k + contracted[1][0], k)  # [*mesh, rows, n]
+        return np.matmul(np.swapaxes(np.where(mask[..., None], a[..., None, :, :], 0), -1, -2), b[..., None, :, :])
+    b = np.moveaxis(b, [k + groups[0], k + contracted[1][0]], [k, k + 1])  # [*mesh, groups, m, n]
+    return sum(
+        np.matmul(np.where(mask[..., group, :, None], a, 0), b[..., group, :, :]) for group in range(sizes.shape[-1])
+    )
 
 
 @rule("conv_general_dilated")
@@ -63,6 +68,7 @@ def convolve(operation: Operation, x, kernel):
     numbers = p["dimension_numbers"]
     x = x.transpose(*range(k), *(k + axis for axis in numbers.lhs_spec))  # [*mesh, N, C, *space]
     kernel = kernel.transpose(*range(k), *(k + axis for axis in numbers.rhs_spec))  # [*mesh, O, I, *space]
+    x, kernel = (each.astype(working_dtype(operation.dtype), copy=False) for each in (x, kernel))
     x, kernel = _dilate(x, p["lhs_dilation"], k + 2), _dilate(kernel, p["rhs_dilation"], k + 2)
     x = _pad_space(x, p["padding"], k + 2)
     window = kernel.shape[k + 2 :]
@@ -114,8 +120,13 @@ def _pad_space(x: ndarray, padding, first: int) -> ndarray:
 
 @rule("cholesky")
 def cholesky(operation: Operation, x):
-    symmetric = (x + np.conj(np.swapaxes(x, -1, -2))) / 2
-    return np.linalg.cholesky(symmetric)
+    """Reads the lower triangle; the factor of a matrix that is not positive definite is NaN."""
+    symmetric = np.tril(x) + np.conj(np.swapaxes(np.tril(x, -1), -1, -2))
+    result = np.full_like(symmetric, np.nan)
+    for at in np.ndindex(x.shape[:-2]):
+        with contextlib.suppress(np.linalg.LinAlgError):
+            result[at] = np.linalg.cholesky(symmetric[at])
+    return result
 
 
 @rule("triangular_solve")
@@ -149,12 +160,33 @@ def svd(operation: Operation, x):
     return s, u, v
 
 
+@rule("qr")
+def qr(operation: Operation, x):
+    if operation.params["pivoting"]:
+        raise NotImplementedError("pivoting")
+    return tuple(np.linalg.qr(x, "complete" if operation.params["full_matrices"] else "reduced"))
+
+
+@rule("lu")
+def lu(operation: Operation, x):
+    """Returns both triangles as one matrix, the exchanges of rows, and the permutation that they make."""
+    rows, columns = x.shape[-2:]
+    result = np.empty_like(x)
+    pivots = np.empty((*x.shape[:-2], min(rows, columns)), np.int32)
+    permutation = np.broadcast_to(np.arange(rows, dtype=np.int32), (*x.shape[:-2], rows)).copy()
+    for at in np.ndindex(x.shape[:-2]):
+        result[at], pivots[at] = scipy.linalg.lu_factor(x[at], check_finite=False)
+        for row, other in enumerate(pivots[at]):
+            permutation[(*at, [row, other])] = permutation[(*at, [other, row])]
+    return result, pivots, permutation
+
+
 @rule("fft")
 def fft(operation: Operation, x):
-    kind, lengths = str(operation.params["fft_type"]).lower(), operation.params["fft_lengths"]
+    kind, lengths = operation.params["fft_type"].name, operation.params["fft_lengths"]
     axes = range(-len(lengths), 0)
-    if "irfft" in kind:
+    if kind == "IRFFT":
         return np.fft.irfftn(x, lengths, axes)
-    if "rfft" in kind:
+    if kind == "RFFT":
         return np.fft.rfftn(x, lengths, axes)
-    return np.fft.ifftn(x, lengths, axes) if "ifft" in kind else np.fft.fftn(x, lengths, axes)
+    return np.fft.ifftn(x, lengths, axes) if kind == "IFFT" else np.fft.fftn(x, lengths, axes)
