@@ -142,6 +142,8 @@ def list_factorisations():
         "lu": case(lax.linalg.lu, floats(2, 4, 4)),
         "lu of more rows": case(lax.linalg.lu, floats(5, 3)),
         "determinant": case(jnp.linalg.det, square, most=1e-10),
+        "solve": case(lambda a, b: jnp.linalg.solve(a, b), square, floats(2, 4, 3), most=1e-10),
+        "gradient of inverse": case(jax.grad(lambda a: jnp.sin(jnp.linalg.inv(a)).sum()), floats(3, 3), most=1e-9),
         "fft": case(
             lambda a, b: [jnp.fft.fft(lax.complex(a, b)), jnp.fft.ifft2(lax.complex(a, b))], floats(3, 8), floats(3, 8)
         ),
