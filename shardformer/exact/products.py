@@ -1,13 +1,13 @@
 """Products of matrices, convolutions, and the factorisations of linear algebra."""
 
 import contextlib
-import itertools
 
 import numpy as np
 import scipy.linalg
 from numpy import ndarray
 
 from shardformer.exact.operations import Operation, rule, working_dtype
+from shardformer.exact.positions import list_windows, pad_windows
 
 
 @rule("dot_general")
@@ -69,25 +69,16 @@ def convolve(operation: Operation, x, kernel):
     x = x.transpose(*range(k), *(k + axis for axis in numbers.lhs_spec))  # [*mesh, N, C, *space]
     kernel = kernel.transpose(*range(k), *(k + axis for axis in numbers.rhs_spec))  # [*mesh, O, I, *space]
     x, kernel = (each.astype(working_dtype(operation.dtype), copy=False) for each in (x, kernel))
-    x, kernel = _dilate(x, p["lhs_dilation"], k + 2), _dilate(kernel, p["rhs_dilation"], k + 2)
-    x = _pad_space(x, p["padding"], k + 2)
-    window = kernel.shape[k + 2 :]
-    spatial = range(len(window))
-    sizes = [
-        (x.shape[k + 2 + i] - window[i]) // p["window_strides"][i] + 1 if x.shape[k + 2 + i] >= window[i] else 0
-        for i in spatial
-    ]
+    sizes = tuple(operation.shape[axis] for axis in numbers.out_spec[2:])
+    padded = pad_windows(x, p["padding"], p["lhs_dilation"], 0)
     groups = p["feature_group_count"] * p["batch_group_count"]
-    x = _split_groups(x, k + 1 if p["feature_group_count"] > 1 else k, groups, k)
+    padded = _split_groups(padded, k + 1 if p["feature_group_count"] > 1 else k, groups, k)
     kernel = _split_groups(kernel, k, groups, k)
-    result: ndarray | float = 0.0
-    for at in itertools.product(*map(range, window)):
-        part = x[(..., *(slice(at[i], at[i] + (sizes[i] - 1) * p["window_strides"][i] + 1, p["window_strides"][i])
-                         if sizes[i] else slice(0, 0) for i in spatial))]  # fmt: skip
-        weight = kernel[(..., *at)]  # [*mesh, G, O, I]
+    result = np.zeros((), padded.dtype)
+    for at, part in list_windows(padded, kernel.shape[k + 3 :], p["window_strides"], p["rhs_dilation"], sizes):
         rows = part.reshape((*part.shape[: k + 3], -1))  # [*mesh, G, N, C, points]
+        weight = kernel[(..., *at)]  # [*mesh, G, O, I]
         result = result + np.matmul(weight[..., None, :, :], rows)  # [*mesh, G, N, O, points]
-    result = np.asarray(result)
     groups_first = np.moveaxis(result, k, k + 1)  # [*mesh, N, G, O, points]
     count = result.shape[k + 1] if p["batch_group_count"] > 1 else groups_first.shape[k]
     outputs = groups_first.shape[k + 1] * groups_first.shape[k + 2]
@@ -99,20 +90,6 @@ def _split_groups(x: ndarray, axis: int, groups: int, k: int) -> ndarray:
     """Returns the array with the groups of an axis before its own axes."""
     x = x.reshape((*x.shape[:axis], groups, x.shape[axis] // groups, *x.shape[axis + 1 :]))
     return np.moveaxis(x, axis, k)
-
-
-def _dilate(x: ndarray, dilation, first: int) -> ndarray:
-    shape = [*x.shape[:first], *((n - 1) * d + 1 if n else 0 for n, d in zip(x.shape[first:], dilation, strict=True))]
-    result = np.zeros(shape, x.dtype)
-    result[(..., *(slice(None, None, d) for d in dilation))] = x
-    return result
-
-
-def _pad_space(x: ndarray, padding, first: int) -> ndarray:
-    positive = [(max(low, 0), max(high, 0)) for low, high in padding]
-    x = np.pad(x, [(0, 0)] * first + positive)
-    cut = [slice(max(-low, 0), x.shape[first + i] - max(-high, 0)) for i, (low, high) in enumerate(padding)]
-    return x[(..., *cut)]
 
 
 # Linear algebra: NumPy's functions work on the last two axes.
