@@ -313,6 +313,13 @@ class Interpreter:
         default = [i for i, names in enumerate(platforms) if names is None]
         return [_add_mesh_axes(np.asarray([*named, *default][0], np.int32), mesh)]
 
+    def run_linear_solve(self, equation, inputs: list[ndarray], mesh: Mesh) -> list[ndarray]:
+        """Runs the given solver; the products that it inverts serve gradients only."""
+        lengths = equation.params["const_lengths"]
+        first = lengths.matvec + lengths.vecmat
+        constants, right_sides = inputs[first : first + lengths.solve], inputs[sum(lengths) :]
+        return self.run_closed(equation.params["jaxprs"].solve, [*constants, *right_sides], mesh)
+
     def run_batched(self, equation, inputs: list[ndarray], mesh: Mesh) -> list[ndarray]:
         """Runs a function with a rule of its own for vmap, which plays no role here."""
         return self.run_closed(equation.params["call"], inputs, mesh)
@@ -332,6 +339,7 @@ CONTROL_FLOW: dict[str, Callable] = {
     "cond": Interpreter.run_cond,
     "shard_map": Interpreter.run_shard_map,
     "platform_index": Interpreter.choose_platform,
+    "custom_linear_solve": Interpreter.run_linear_solve,
     "custom_vmap_call": Interpreter.run_batched,
     "pdot": Interpreter.run_named_product,
 }

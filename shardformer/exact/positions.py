@@ -1,5 +1,8 @@
 """Operations that move elements: reshaping, slices, gathers and scatters."""
 
+import itertools
+from collections.abc import Iterator
+
 import numpy as np
 from numpy import ndarray
 
@@ -79,22 +82,42 @@ def slice_array(operation: Operation, x):
 
 @rule("pad")
 def pad(operation: Operation, x, value):
-    k = len(operation.mesh)
-    prefix = np.broadcast_shapes(operation.prefix(x), operation.prefix(value))
-    result = np.empty((*prefix, *operation.shape), x.dtype)
-    result[...] = value.reshape((*operation.prefix(value), *[1] * len(operation.shape)))
+    value = value.reshape((*operation.prefix(value), *[1] * len(operation.shape)))
+    return pad_array(x, value, operation.params["padding_config"])
+
+
+def pad_array(x: ndarray, value, config) -> ndarray:
+    """Pads the last axes by (before, after, between elements); negative numbers before and after cut."""
+    k = x.ndim - len(config)
+    prefix, shape = np.broadcast_shapes(x.shape[:k], np.shape(value)[:k]), []
     source, target = [slice(None)] * k, [slice(None)] * k
-    sizes = zip(operation.params["padding_config"], operation.inputs[0].shape, operation.shape, strict=True)
-    for (low, _, interior), size, full in sizes:
+    for (low, high, interior), size in zip(config, x.shape[k:], strict=True):
         step = interior + 1
+        full = low + high + max((size - 1) * step + 1, 0)
         first = max(0, -(low // step)) if low < 0 else 0  # the first element that is not cut off
-        last = min(size, (full - 1 - low) // step + 1)
-        source.append(slice(first, max(last, first)))
-        target.append(slice(low + first * step, low + max(last - 1, first) * step + 1 if last > first else 0, step))
-        if last <= first:
-            return result
+        last = max(min(size, (full - 1 - low) // step + 1), first)
+        shape.append(full)
+        source.append(slice(first, last))
+        start = low + first * step
+        target.append(slice(start, start + (last - first - 1) * step + 1, step) if last > first else slice(0, 0))
+    result = np.empty((*prefix, *shape), x.dtype)
+    result[...] = value
     result[tuple(target)] = x[tuple(source)]
     return result
+
+
+def pad_windows(x: ndarray, padding, dilation, value) -> ndarray:
+    """Pads the last axes of a convolution's or a reduction's input, and puts `dilation - 1` elements between its own."""
+    config = [(low, high, between - 1) for (low, high), between in zip(padding, dilation, strict=True)]
+    return pad_array(x, value, config)
+
+
+def list_windows(x: ndarray, window, strides, dilation, counts) -> Iterator[tuple[tuple[int, ...], ndarray]]:
+    """Yields each position in a window, and the elements there of all windows: [..., *counts]."""
+    for at in itertools.product(*map(range, window)):
+        starts = [i * step for i, step in zip(at, dilation, strict=True)]
+        parts = zip(starts, strides, counts, strict=True)
+        yield at, x[(..., *(slice(start, start + stride * count, stride) for start, stride, count in parts))]
 
 
 # Positions that differ between devices: index arrays have the mesh axes too.

@@ -1,11 +1,13 @@
 """Products of matrices, convolutions, and the factorisations of linear algebra."""
 
-import itertools
+import contextlib
 
 import numpy as np
+import scipy.linalg
 from numpy import ndarray
 
 from shardformer.exact.operations import Operation, rule, working_dtype
+from shardformer.exact.positions import list_windows, pad_windows
 
 
 @rule("dot_general")
@@ -38,23 +40,26 @@ def _as_matrices(operation: Operation, x, number: int, batch, contracted, rows_f
     return x.reshape((*x.shape[: k + len(batch)], *matrix)), tuple(shape[axis] for axis in rest)
 
 
-@rule("ragged_dot_general", "ragged_dot")
-def ragged_dot(operation: Operation, rows, matrices, sizes):
-    """Multiplies each group of rows by its matrix: [m, k] by [groups, k, n], with the sizes of the groups [groups]."""
-    numbers = operation.params.get("ragged_dot_dimension_numbers")
-    if numbers is not None:
-        (a, b), (batch_a, batch_b) = numbers.dot_dimension_numbers
-        plain = (tuple(a), tuple(b)) == ((1,), (1,)) and not batch_a and not batch_b
-        if not plain or tuple(numbers.lhs_ragged_dimensions) != (0,) or tuple(numbers.rhs_group_dimensions) != (0,):
-            raise NotImplementedError(f"ragged products with {numbers}")
-    ends = np.cumsum(sizes, axis=-1)[..., None, :]  # [*mesh, 1, groups]
-    row = np.arange(operation.inputs[0].shape[0])[:, None]
-    group = (row >= ends).sum(-1)  # [*mesh, m]
-    result = 0.0
-    for g in range(operation.inputs[1].shape[0]):
-        mask = (group == g)[..., None]
-        result = result + np.matmul(np.where(mask, rows, 0), matrices[..., g, :, :])
-    return result
+@rule("ragged_dot_general")
+def ragged_dot(operation: Operation, a, b, sizes):
+    """Multiplies each group of rows by its matrix, or, for gradients, sums the products of each group's rows."""
+    k, numbers = len(operation.mesh), operation.params["ragged_dot_dimension_numbers"]
+    (contracted, batch), ragged = numbers.dot_dimension_numbers, tuple(numbers.lhs_ragged_dimensions)
+    groups, ranks = tuple(numbers.rhs_group_dimensions), [len(x.shape) for x in operation.inputs[:2]]
+    if any(batch) or any(len(axes) != 1 for axes in (*contracted, ragged)) or ranks != [2, 2 + len(groups)]:
+        raise NotImplementedError(f"ragged products with {numbers}")
+    rows = operation.inputs[0].shape[ragged[0]]
+    ends = np.cumsum(sizes, axis=-1)[..., None]  # [*mesh, groups, 1]
+    position = np.arange(rows)
+    mask = (position < ends) & (position >= ends - sizes[..., None])  # [*mesh, groups, rows]
+    a = np.moveaxis(a, k + ragged[0], k)  # [*mesh, rows, m]
+    if not groups:
+        b = np.moveaxis(b, k + contracted[1][0], k)  # [*mesh, rows, n]
+        return np.matmul(np.swapaxes(np.where(mask[..., None], a[..., None, :, :], 0), -1, -2), b[..., None, :, :])
+    b = np.moveaxis(b, [k + groups[0], k + contracted[1][0]], [k, k + 1])  # [*mesh, groups, m, n]
+    return sum(
+        np.matmul(np.where(mask[..., group, :, None], a, 0), b[..., group, :, :]) for group in range(sizes.shape[-1])
+    )
 
 
 @rule("conv_general_dilated")
@@ -63,25 +68,17 @@ def convolve(operation: Operation, x, kernel):
     numbers = p["dimension_numbers"]
     x = x.transpose(*range(k), *(k + axis for axis in numbers.lhs_spec))  # [*mesh, N, C, *space]
     kernel = kernel.transpose(*range(k), *(k + axis for axis in numbers.rhs_spec))  # [*mesh, O, I, *space]
-    x, kernel = _dilate(x, p["lhs_dilation"], k + 2), _dilate(kernel, p["rhs_dilation"], k + 2)
-    x = _pad_space(x, p["padding"], k + 2)
-    window = kernel.shape[k + 2 :]
-    spatial = range(len(window))
-    sizes = [
-        (x.shape[k + 2 + i] - window[i]) // p["window_strides"][i] + 1 if x.shape[k + 2 + i] >= window[i] else 0
-        for i in spatial
-    ]
+    x, kernel = (each.astype(working_dtype(operation.dtype), copy=False) for each in (x, kernel))
+    sizes = tuple(operation.shape[axis] for axis in numbers.out_spec[2:])
+    padded = pad_windows(x, p["padding"], p["lhs_dilation"], 0)
     groups = p["feature_group_count"] * p["batch_group_count"]
-    x = _split_groups(x, k + 1 if p["feature_group_count"] > 1 else k, groups, k)
+    padded = _split_groups(padded, k + 1 if p["feature_group_count"] > 1 else k, groups, k)
     kernel = _split_groups(kernel, k, groups, k)
-    result: ndarray | float = 0.0
-    for at in itertools.product(*map(range, window)):
-        part = x[(..., *(slice(at[i], at[i] + (sizes[i] - 1) * p["window_strides"][i] + 1, p["window_strides"][i])
-                         if sizes[i] else slice(0, 0) for i in spatial))]  # fmt: skip
-        weight = kernel[(..., *at)]  # [*mesh, G, O, I]
+    result = np.zeros((), padded.dtype)
+    for at, part in list_windows(padded, kernel.shape[k + 3 :], p["window_strides"], p["rhs_dilation"], sizes):
         rows = part.reshape((*part.shape[: k + 3], -1))  # [*mesh, G, N, C, points]
+        weight = kernel[(..., *at)]  # [*mesh, G, O, I]
         result = result + np.matmul(weight[..., None, :, :], rows)  # [*mesh, G, N, O, points]
-    result = np.asarray(result)
     groups_first = np.moveaxis(result, k, k + 1)  # [*mesh, N, G, O, points]
     count = result.shape[k + 1] if p["batch_group_count"] > 1 else groups_first.shape[k]
     outputs = groups_first.shape[k + 1] * groups_first.shape[k + 2]
@@ -95,27 +92,18 @@ def _split_groups(x: ndarray, axis: int, groups: int, k: int) -> ndarray:
     return np.moveaxis(x, axis, k)
 
 
-def _dilate(x: ndarray, dilation, first: int) -> ndarray:
-    shape = [*x.shape[:first], *((n - 1) * d + 1 if n else 0 for n, d in zip(x.shape[first:], dilation, strict=True))]
-    result = np.zeros(shape, x.dtype)
-    result[(..., *(slice(None, None, d) for d in dilation))] = x
-    return result
-
-
-def _pad_space(x: ndarray, padding, first: int) -> ndarray:
-    positive = [(max(low, 0), max(high, 0)) for low, high in padding]
-    x = np.pad(x, [(0, 0)] * first + positive)
-    cut = [slice(max(-low, 0), x.shape[first + i] - max(-high, 0)) for i, (low, high) in enumerate(padding)]
-    return x[(..., *cut)]
-
-
 # Linear algebra: NumPy's functions work on the last two axes.
 
 
 @rule("cholesky")
 def cholesky(operation: Operation, x):
-    symmetric = (x + np.conj(np.swapaxes(x, -1, -2))) / 2
-    return np.linalg.cholesky(symmetric)
+    """Reads the lower triangle; the factor of a matrix that is not positive definite is NaN."""
+    symmetric = np.tril(x) + np.conj(np.swapaxes(np.tril(x, -1), -1, -2))
+    result = np.full_like(symmetric, np.nan)
+    for at in np.ndindex(x.shape[:-2]):
+        with contextlib.suppress(np.linalg.LinAlgError):
+            result[at] = np.linalg.cholesky(symmetric[at])
+    return result
 
 
 @rule("triangular_solve")
@@ -149,12 +137,33 @@ def svd(operation: Operation, x):
     return s, u, v
 
 
+@rule("qr")
+def qr(operation: Operation, x):
+    if operation.params["pivoting"]:
+        raise NotImplementedError("pivoting")
+    return tuple(np.linalg.qr(x, "complete" if operation.params["full_matrices"] else "reduced"))
+
+
+@rule("lu")
+def lu(operation: Operation, x):
+    """Returns both triangles as one matrix, the exchanges of rows, and the permutation that they make."""
+    rows, columns = x.shape[-2:]
+    result = np.empty_like(x)
+    pivots = np.empty((*x.shape[:-2], min(rows, columns)), np.int32)
+    permutation = np.broadcast_to(np.arange(rows, dtype=np.int32), (*x.shape[:-2], rows)).copy()
+    for at in np.ndindex(x.shape[:-2]):
+        result[at], pivots[at] = scipy.linalg.lu_factor(x[at], check_finite=False)
+        for row, other in enumerate(pivots[at]):
+            permutation[(*at, [row, other])] = permutation[(*at, [other, row])]
+    return result, pivots, permutation
+
+
 @rule("fft")
 def fft(operation: Operation, x):
-    kind, lengths = str(operation.params["fft_type"]).lower(), operation.params["fft_lengths"]
+    kind, lengths = operation.params["fft_type"].name, operation.params["fft_lengths"]
     axes = range(-len(lengths), 0)
-    if "irfft" in kind:
+    if kind == "IRFFT":
         return np.fft.irfftn(x, lengths, axes)
-    if "rfft" in kind:
+    if kind == "RFFT":
         return np.fft.rfftn(x, lengths, axes)
-    return np.fft.ifftn(x, lengths, axes) if "ifft" in kind else np.fft.fftn(x, lengths, axes)
+    return np.fft.ifftn(x, lengths, axes) if kind == "IFFT" else np.fft.fftn(x, lengths, axes)
