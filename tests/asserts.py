@@ -3,6 +3,9 @@
 import jax
 import numpy as np
 
+from shardformer import exact
+from shardformer.analysis import verify_exact
+
 
 def relative(got, expected) -> float:
     """Returns the norm of the difference of two arrays over the norm of `expected`."""
@@ -40,3 +43,14 @@ def assert_bitwise_equal(got, expected) -> None:
     same = jax.tree.map(lambda x, y: np.asarray(x).tobytes() == np.asarray(y).tobytes(), got, expected)
     differing = [jax.tree_util.keystr(path) for path, equal in jax.tree_util.tree_leaves_with_path(same) if not equal]
     assert not differing, f"leaves with other bytes: {', '.join(differing)}"
+
+
+def assert_compiled_is_exact(function, *arguments, most: float = 1e-6) -> None:
+    """Fails if the compiled function's float32 results are off by more than `most` of the exact ones' norms."""
+    assert_trees_close(jax.jit(function)(*arguments), exact.run(function, *arguments).outputs, most)
+
+
+def assert_gradients_equal(got, expected) -> None:
+    """Fails with the worst leaf if losses or gradients of two exact runs differ by more than rounding in float64."""
+    failed = [row for row in verify_exact.compare(got, expected, "the expected run") if not row.passes]
+    assert not failed, f"{failed[0].name} is off by {failed[0].relative:.2e} of its norm, and {len(failed) - 1} more"

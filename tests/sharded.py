@@ -33,11 +33,14 @@ def map_shards(function, mesh, in_specs, out_specs, **options):
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)
 
 
-def apply(method, config, parameters, *args, mp=4, out_specs=WHOLE):
-    """Returns the result of a shard module's method on global parameters, each split by its name."""
+def apply(method, config, parameters, *args, mp=4, out_specs=WHOLE, run=on_mesh):
+    """Returns the result of a shard module's method on global parameters, each split by its name.
+
+    `run` is `on_mesh`, or `compile_on_mesh` for what the program stores and rounds.
+    """
     function = hk.without_apply_rng(hk.transform(method)).apply
     in_specs = (split(parameters, config), *[P() for _ in args])
-    return on_mesh(function, (1, mp), in_specs, out_specs)(parameters, *args)
+    return run(function, (1, mp), in_specs, out_specs)(parameters, *args)
 
 
 def gradient(method, config, parameters, *args, mp=4):

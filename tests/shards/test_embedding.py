@@ -1,4 +1,4 @@
-"""The embedding against a plain lookup, values and gradients."""
+"""The embedding against a plain lookup in float64, values and gradients; and what it rounds to bfloat16."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from shardformer.parallel import collectives
 from shardformer.shards.embedding import EmbeddingShard
 from tests import asserts, sharded, shared
 
-TABLE, POSITIONS = sharded.normal(0, 16, 8), sharded.normal(1, 6, 8)
+TABLE, POSITIONS = np.float64(sharded.normal(0, 16, 8)), np.float64(sharded.normal(1, 6, 8))
 TOKENS = np.array([[0, 3, 4, 12, 3], [12, 8, 7, 1, 0]], np.int32)  # the edges of four shards of 16 rows, and repeats
 WEIGHT = sharded.normal(2, 2, 5, 8)
 FROM_1 = (np.arange(1, 6, dtype=np.int32))[None]
@@ -31,7 +31,7 @@ def test_lookup_equals_a_plain_one(positions):
     got = sharded.apply(
         lambda tokens, at: EmbeddingShard(config)(tokens, at), config, parameters(config), TOKENS, FROM_1
     )
-    np.testing.assert_array_equal(got, TABLE[TOKENS] + (POSITIONS[1:] if positions == "learned" else np.float32(0)))
+    np.testing.assert_array_equal(got, TABLE[TOKENS] + (POSITIONS[1:] if positions == "learned" else 0))
 
 
 def test_each_shard_looks_up_its_part_of_split_tokens():
@@ -52,8 +52,8 @@ def test_gradient_goes_to_the_rows_looked_up():
     grads = sharded.gradient(weighted, config, parameters(config), TOKENS, FROM_1)["embed"]
     expected = np.zeros_like(TABLE)
     np.add.at(expected, TOKENS, WEIGHT)
-    np.testing.assert_allclose(grads["tokens"], expected, rtol=1e-6)
-    np.testing.assert_allclose(grads["positions"][1:], WEIGHT.sum(0), rtol=1e-6)
+    np.testing.assert_allclose(grads["tokens"], expected, rtol=1e-14)
+    np.testing.assert_allclose(grads["positions"][1:], WEIGHT.sum(0, np.float64), rtol=1e-14)
     np.testing.assert_array_equal(grads["positions"][0], 0)
 
 
@@ -62,7 +62,7 @@ def test_embed_scale_multiplies_tokens_only():
     got = sharded.apply(
         lambda tokens, at: EmbeddingShard(config)(tokens, at), config, parameters(config), TOKENS, FROM_1
     )
-    np.testing.assert_allclose(got, TABLE[TOKENS] * np.float32(8**0.5) + POSITIONS[1:], rtol=1e-6)
+    np.testing.assert_allclose(got, TABLE[TOKENS] * np.float32(8**0.5) + POSITIONS[1:], rtol=1e-14)
 
 
 def test_embed_scale_may_be_a_factor():
@@ -70,16 +70,24 @@ def test_embed_scale_may_be_a_factor():
     got = sharded.apply(
         lambda tokens, at: EmbeddingShard(config)(tokens, at), config, parameters(config), TOKENS, FROM_1
     )
-    np.testing.assert_allclose(got, 3 * TABLE[TOKENS], rtol=1e-6)
+    np.testing.assert_array_equal(got, 3 * TABLE[TOKENS])
+
+
+def compile_lookup(**overrides):
+    """Returns the vectors that real devices compute."""
+    config = settings(positions="rotary", **overrides)
+    tree = jax.tree.map(np.float32, parameters(config))
+
+    def look_up(tokens, at):
+        return EmbeddingShard(config)(tokens, at)
+
+    return sharded.apply(look_up, config, tree, TOKENS, FROM_1, run=sharded.compile_on_mesh)
 
 
 def test_embed_scale_is_rounded_to_the_compute_dtype():
     """As in transformers' Gemma: sqrt(8) is 2.828125 in bfloat16, and the product is rounded once more."""
-    config = settings(positions="rotary", dtype="bfloat16", embed_scale=None)
-    got = sharded.apply(
-        lambda tokens, at: EmbeddingShard(config)(tokens, at), config, parameters(config), TOKENS, FROM_1
-    )
-    rounded = np.float32(jnp.asarray(TABLE[TOKENS], jnp.bfloat16))
+    got = compile_lookup(dtype="bfloat16", embed_scale=None)
+    rounded = np.float32(jnp.asarray(np.float32(TABLE[TOKENS]), jnp.bfloat16))
     np.testing.assert_array_equal(got, jnp.asarray(rounded * np.float32(2.828125), jnp.bfloat16))
     assert (np.asarray(got) != np.asarray(jnp.asarray(rounded * np.float32(8**0.5), jnp.bfloat16))).any()
 
@@ -94,8 +102,6 @@ def test_lookup_without_a_mask_leaks_other_rows():
 
 
 def test_bfloat16_lookup_rounds_once():
-    config = settings(positions="rotary", dtype="bfloat16")
-    got = sharded.apply(
-        lambda tokens, at: EmbeddingShard(config)(tokens, at), config, parameters(config), TOKENS, FROM_1
+    np.testing.assert_array_equal(
+        compile_lookup(dtype="bfloat16"), jnp.asarray(np.float32(TABLE[TOKENS]), jnp.bfloat16)
     )
-    np.testing.assert_array_equal(got, jax.numpy.asarray(TABLE[TOKENS], jnp.bfloat16))

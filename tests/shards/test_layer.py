@@ -1,4 +1,7 @@
-"""One layer on four shards against numpy in float64, for every kind of block, activation and bias."""
+"""One layer on four shards against NumPy, for every kind of block, activation and bias.
+
+Both compute in float64, with the constants that the program stores in float32.
+"""
 
 import functools
 import math
@@ -78,7 +81,7 @@ def apply_norm(c, p, x):
 
 
 def divide_by_root(c, x):
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + c.model.norm_eps)
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(c.model.norm_eps))
 
 
 def split_heads(c, p, name, x):
@@ -100,15 +103,15 @@ def multiply_in_numpy(c, p, name, x):
             if c.lora.rslora
             else c.lora.lora_alpha / c.lora.lora_rank
         )
-        y = y + x @ p[f"{name}_lora_in"] @ p[f"{name}_lora_out"] * scale
+        y = y + x @ p[f"{name}_lora_in"] @ p[f"{name}_lora_out"] * np.float32(scale)
     return y
 
 
 def activate(name, x):
     if name == "gelu":
-        return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+        return 0.5 * x * (1 + np.tanh(np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x**3)))
     if name == "gelu_exact":
-        return 0.5 * x * (1 + np.vectorize(math.erf)(x / np.sqrt(2)))
+        return 0.5 * x * (1 + np.vectorize(math.erf)(x * np.float32(np.sqrt(0.5))))
     return np.maximum(x, 0) if name == "relu" else x / (1 + np.exp(-x))
 
 
@@ -116,7 +119,8 @@ def rotate(c, x):
     if c.model.positions == "none":
         return x
     dims = c.model.rotary_dims or x.shape[-1]
-    angle = POSITIONS[:, None] / c.model.rotary_theta ** (np.arange(0, dims, 2) / dims)
+    turns = np.float32(1) / np.float32(c.model.rotary_theta) ** (np.arange(0, dims, 2, dtype=np.float32) / dims)
+    angle = POSITIONS[:, None] * np.float64(turns)
     turned = (x[..., 0:dims:2] + 1j * x[..., 1:dims:2]) * np.exp(1j * angle)[None, :, None, :]
     out = x.copy()
     out[..., 0:dims:2], out[..., 1:dims:2] = turned.real, turned.imag
@@ -126,7 +130,8 @@ def rotate(c, x):
 def attend(c, p, h):
     q, k, v = (split_heads(c, p, name, h) for name in "qkv")
     k, v = (np.repeat(x, H // x.shape[2], axis=2) for x in (k, v))
-    logits = np.einsum("bthk,bshk->bhts", rotate(c, q), rotate(c, k)) * (c.model.attention_scale or q.shape[-1] ** -0.5)
+    scale = np.float32(c.model.attention_scale or q.shape[-1] ** -0.5)
+    logits = np.einsum("bthk,bshk->bhts", rotate(c, q), rotate(c, k)) * scale
     weights = np.exp(np.where(np.tril(np.ones((T, T), bool)), logits, -np.inf))
     values = np.einsum("bhts,bshk->bthk", weights / weights.sum(-1, keepdims=True), v)
     return multiply_in_numpy(c, p, "o", values.reshape(B, T, -1))
@@ -159,21 +164,31 @@ def apply_in_numpy(case):
     return x + attended + feed_forward(c, p, apply_norm(c, tree["layers/feed_forward_norm"], x))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_layer_is_that_of_numpy(case):
+def apply_layer(case, run=sharded.on_mesh):
     config = settings(case)
     frequency = rotary_frequencies(config) if config.model.positions == "rotary" else None
     product = Adapters(config).multiply if config.lora.lora_rank else multiply
 
-    def layer(x):
-        return TransformerLayerShard(config, Plain(), product)(x, AttentionOptions(POSITIONS, frequency))[0]
+    def layer(x, positions):
+        return TransformerLayerShard(config, Plain(), product)(x, AttentionOptions(positions, frequency))[0]
 
-    got, expected = sharded.apply(layer, config, draw_parameters(case), X), apply_in_numpy(case)
-    assert asserts.relative(got, expected) < 1e-6
+    return sharded.apply(layer, config, draw_parameters(case), X, POSITIONS, run=run)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_layer_is_that_of_numpy(case):
+    got, expected = apply_layer(case), apply_in_numpy(case)
+    assert asserts.relative(got, expected) < 1e-13
     assert asserts.relative(got, X) > 0.1
 
 
-@pytest.mark.slow
+def test_compiled_layer_is_that_of_numpy():
+    """Of the cases, integration tests compile the others as models."""
+    got = apply_layer("adapters", run=sharded.compile_on_mesh)
+    assert asserts.relative(got, apply_in_numpy("adapters")) < 1e-6
+
+
+
 def test_every_parameter_of_a_layer_counts():
     """The twin: the reference changes with each of the parameters."""
     for case in CASES:

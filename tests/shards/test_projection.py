@@ -1,4 +1,4 @@
-"""The projection's loss, log-partition and accuracy against log_softmax on gathered logits."""
+"""The projection's loss, log-partition and accuracy against log_softmax on gathered logits, in float64."""
 
 import haiku as hk
 import jax
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from shardformer import exact
 from shardformer.kernels import vocabulary_loss
 from shardformer.kernels.fused_attention import Hardware
 from shardformer.layout import resolve
@@ -31,30 +32,42 @@ def parameters(w=None, bias=None):
 
 
 def dense_logits(x, p):
-    h = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * p["head/norm"]["scale"] + p["head/norm"]["offset"]
+    """Takes arrays of NumPy in float64, or of JAX."""
+    h = x / ((x**2).mean(-1, keepdims=True) + np.float32(1e-5)) ** 0.5
+    h = h * p["head/norm"]["scale"].reshape(1, 1, -1) + p["head/norm"]["offset"].reshape(1, 1, -1)
     return (h @ p["head"]["w"] + p["head"]["bias"].reshape(1, 1, -1))[..., :V]
 
 
-def losses(p, targets=TARGETS, x=X, mp=4, chunk=None):
+def logits_in_numpy(p):
+    return dense_logits(np.float64(X), jax.tree.map(np.float64, p))
+
+
+def losses(p, targets=TARGETS, x=X, mp=4, chunk=None, run=sharded.on_mesh):
     def measure(x, t):
         return ProjectionShard(settings(), chunk).loss(x, t)[1]
 
-    return sharded.apply(measure, settings(), p, x, targets, mp=mp)
+    return sharded.apply(measure, settings(), p, x, targets, mp=mp, run=run)
 
 
 @pytest.mark.parametrize("scale", [1, 1000])
 def test_loss_and_log_partition(scale):
     p = parameters(w=sharded.normal(1, D, PADDED) * np.float32(scale))
-    token, logits = losses(p), dense_logits(X, p)
-    log_z = jax.nn.logsumexp(logits, axis=-1)
-    np.testing.assert_allclose(token.log_z_BT, log_z, rtol=1e-5)
+    token, logits = losses(p), logits_in_numpy(p)
+    log_z = np.logaddexp.reduce(logits, axis=-1)
+    np.testing.assert_allclose(token.log_z_BT, log_z, rtol=1e-12)
     nats = log_z - np.take_along_axis(logits, TARGETS[..., None], -1)[..., 0]
-    np.testing.assert_allclose(token.nats_BT, nats, rtol=1e-4, atol=1e-6 * np.abs(logits).max())
+    np.testing.assert_allclose(token.nats_BT, nats, rtol=1e-12, atol=1e-15 * np.abs(logits).max())
     np.testing.assert_array_equal(token.correct_BT, logits.argmax(-1) == TARGETS)
 
 
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_compiled_losses_are_the_exact_ones(chunk):
+    compiled, token = (losses(parameters(), chunk=chunk, run=run) for run in (sharded.compile_on_mesh, sharded.on_mesh))
+    asserts.assert_trees_close(compiled, token, 1e-6)
+
+
 def test_most_likely_token_is_correct_on_any_shard():
-    logits = dense_logits(X, parameters())
+    logits = logits_in_numpy(parameters())
     assert len(set(logits.argmax(-1).ravel() // 4)) > 1  # on more than one shard
     assert losses(parameters(), logits.argmax(-1).astype(np.int32)).correct_BT.all()
     assert not losses(parameters(), logits.argmin(-1).astype(np.int32)).correct_BT.any()
@@ -66,7 +79,7 @@ def test_z_loss_is_part_of_the_objective(chunk):
     objective, token = sharded.apply(
         lambda x, t: ProjectionShard(config, chunk).loss(x, t), config, parameters(), X, TARGETS
     )
-    np.testing.assert_allclose(objective, np.mean(token.nats_BT + 0.25 * np.square(token.log_z_BT)), rtol=1e-5)
+    np.testing.assert_allclose(objective, np.mean(token.nats_BT + 0.25 * np.square(token.log_z_BT)), rtol=1e-14)
     assert abs(float(objective) / float(token.nats_BT.mean()) - 1) > 0.1
 
 
@@ -106,8 +119,8 @@ def test_padded_entries_are_impossible_and_get_no_gradient():
     logits = np.asarray(sharded.apply(call, settings(), p, X, out_specs=P(None, None, "mp")))
     assert logits.shape == (2, 5, PADDED)
     assert (logits[..., V:] == -np.inf).all()
-    np.testing.assert_allclose(logits[..., :V], dense_logits(X, p), rtol=1e-4)
-    np.testing.assert_array_equal(losses(p).correct_BT, dense_logits(X, p).argmax(-1) == TARGETS)
+    np.testing.assert_allclose(logits[..., :V], logits_in_numpy(p), rtol=1e-12)
+    np.testing.assert_array_equal(losses(p).correct_BT, logits_in_numpy(p).argmax(-1) == TARGETS)
 
     def mean(x, t):
         return ProjectionShard(settings()).loss(x, t)[0]
@@ -116,9 +129,9 @@ def test_padded_entries_are_impossible_and_get_no_gradient():
     np.testing.assert_array_equal(grads["w"][:, V:], 0)
     np.testing.assert_array_equal(grads["bias"][V:], 0)
     assert (grads["w"][:, :V] != 0).all()
-    expected = jax.grad(lambda head: dense_loss(p | {"head": head}))(p["head"])
-    assert asserts.relative(grads["w"], expected["w"]) < 1e-5
-    assert asserts.relative(grads["bias"], expected["bias"]) < 1e-5
+    expected = exact.run(jax.grad(dense_loss), p).outputs["head"]
+    assert asserts.relative(grads["w"], expected["w"]) < 1e-13
+    assert asserts.relative(grads["bias"], expected["bias"]) < 1e-13
 
 
 def dense_loss(p):
@@ -129,7 +142,8 @@ def dense_loss(p):
 def test_tied_head_reads_the_embedding():
     table = sharded.normal(1, PADDED, D)
     config = settings(tied=True, bias="none")
-    h = X / np.sqrt((X**2).mean(-1, keepdims=True) + 1e-5)
+    x = np.float64(X)
+    h = x / np.sqrt((x**2).mean(-1, keepdims=True) + np.float32(1e-5))
 
     head = hk.without_apply_rng(hk.transform(lambda table, x: ProjectionShard(config).logits(x, table)))
 
@@ -137,5 +151,5 @@ def test_tied_head_reads_the_embedding():
         return head.apply({"head/norm": {"scale": ONES}}, table, x)
 
     got = sharded.on_mesh(tied, (1, 4), (P("mp", None), P()), P(None, None, "mp"))(table, X)
-    np.testing.assert_allclose(got[..., :V], h @ table[:V].T, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(got[..., :V], h @ table[:V].T, rtol=1e-12)
     assert (np.asarray(got[..., V:]) == -np.inf).all()
