@@ -63,11 +63,6 @@ LONG_FILES = (
 )
 
 
-# In these folders each case of a test compiles a program: the short tier runs a test's first case.
-COMPILING_FOLDERS = (
-    "integration", "shards", "kernels", "parallel", "optim", "model", "inference", "training", "analysis",
-)  # fmt: skip
-COMPILING = tuple(f"tests/{name}/" for name in COMPILING_FOLDERS)
 LEGACY = "tests/legacy/"
 LEGACY_IN_SHORT_TIER = tuple(
     f"tests/legacy/test_{name}.py" for name in ("xmap", "xmap_messages", "check", "gradient_programs")
@@ -87,8 +82,6 @@ def pytest_ignore_collect(collection_path, config):
 
 def pytest_collection_modifyitems(config, items):
     for item in items:
-        if item.nodeid.startswith(COMPILING):
-            item.add_marker("matrix")
         if item.nodeid.startswith(LEGACY) and not item.nodeid.startswith(LEGACY_IN_SHORT_TIER):
             item.add_marker("legacy")
     if config.getoption("--short"):
@@ -102,13 +95,9 @@ def choose_short_tier(items) -> tuple[list, list]:
     """Returns the tests of the short tier and the others."""
     kept: list = []
     left_out: list = []
-    seen = set()
     for item in items:
-        function = item.nodeid.partition("[")[0]
-        is_later_case = item.get_closest_marker("matrix") and function in seen
         is_full = any(item.get_closest_marker(name) for name in ("slow", "multiprocess", "legacy"))
-        (left_out if is_full or is_later_case else kept).append(item)
-        seen.add(function)
+        (left_out if is_full else kept).append(item)
     return kept, left_out
 
 
