@@ -389,7 +389,7 @@ def _frequencies(c, dims: int, tokens: int) -> np.ndarray:
     if kind == "longrope":
         old_seq, _, *factors = map(float, values.split(","))
         half = len(factors) // 2
-        return frequencies / np.array(factors[:half] if tokens <= old_seq else factors[half:])
+        return frequencies / np.array(factors[:half] if tokens <= old_seq else factors[half:], np.float32)
     factor, *bounds = map(float, values.split(","))
     if kind == "linear":
         return frequencies / factor

@@ -101,7 +101,10 @@ def plain(config, params, ids, tokens, stride, context=SEQ):
     return ids
 
 
-@pytest.mark.parametrize("row", ROWS)
+COMPILED = ("rotary, parallel, scanned", "longrope, longer than its short rows")  # test_decoding_exactly.py has all
+
+
+@pytest.mark.parametrize("row", [row if row in COMPILED else pytest.param(row, marks=pytest.mark.slow) for row in ROWS])
 def test_cached_decoding_equals_full_passes(row):
     overrides, length, stride = ROWS[row]
     tokens = 2 * SEQ

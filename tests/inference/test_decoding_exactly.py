@@ -1,0 +1,115 @@
+"""Each function of the decoder gives the logits of the dense reference, in float64, on every mesh."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from shardformer import exact
+from shardformer.analysis import dense_reference as reference
+from shardformer.analysis import traced, verify_exact
+from shardformer.model import Chunk, Decoder
+from shardformer.shards.parameters import map_stacked
+from tests import shared
+from tests.inference.test_generator import ROWS
+
+SEQ, ROUNDS = 8, 3
+LENGTHS = np.array([5, 3, 4, 1], np.int32)
+BOUND = 1e-12
+MESHES = ("1x1", "2x4", "4x2")
+ACROSS_CONTEXT = ("rotary, parallel, scanned", "windows, unrolled", "experts")
+# longrope changes the frequencies of a growing text: the generator reads its context again.
+FIXED = [row for row in ROWS if "longrope" not in row]
+CASES = [(row, mesh) for row in FIXED for mesh in MESHES] + [(row, "dp2.cp2.mp2") for row in ACROSS_CONTEXT]
+
+
+@functools.cache
+def decoder_and_parameters(row: str, mesh: str):
+    config = shared.tiny(**{"mesh": mesh, "seq": SEQ, "heads": 4, "batch": 8} | ROWS[row][0])
+    params = verify_exact.draw_parameters(config)
+    unstacked = map_stacked(lambda name, leaf: list(leaf), params)
+    return Decoder(traced.make_trainer(config).model), params, unstacked
+
+
+@functools.cache
+def texts() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, shared.VOCAB, (len(LENGTHS), SEQ), np.int32)
+
+
+def run(function, *arguments):
+    return exact.run(function, *arguments).outputs
+
+
+@functools.cache
+def reference_logits(row: str) -> np.ndarray:
+    """Returns the dense reference's logits [texts, SEQ, V] after each token."""
+    decoder, params, _ = decoder_and_parameters(row, "1x1")
+    return run(functools.partial(reference.logits, decoder.model.config), params, texts())
+
+
+def assert_logits(got, row: str, lengths) -> None:
+    """Compares the logits [B, V] after the first `lengths` tokens of each text with those of the dense reference."""
+    expected = reference_logits(row)[np.arange(len(LENGTHS)), np.asarray(lengths) - 1]
+    np.testing.assert_allclose(got[:, : shared.VOCAB], expected, rtol=0, atol=BOUND * np.abs(expected).max())
+
+
+def prefill(row: str, mesh: str):
+    """Returns the logits and the caches after the first tokens; every row ends just before slot 5."""
+    decoder, params, _ = decoder_and_parameters(row, mesh)
+    end = int(LENGTHS.max())
+    return run(lambda *args: decoder.prefill(*args, SEQ), params, texts()[:, : end + 1], LENGTHS, np.int32(end))
+
+
+@pytest.mark.parametrize(("row", "mesh"), CASES)
+def test_decoding_equals_full_passes(row, mesh):
+    decoder, _, unstacked = decoder_and_parameters(row, mesh)
+    logits, caches = prefill(row, mesh)
+    assert_logits(logits, row, LENGTHS)
+    for i in range(ROUNDS):
+        positions, slot = LENGTHS + np.int32(i), np.int32(LENGTHS.max() + i)
+        tokens = texts()[np.arange(len(LENGTHS)), positions]
+        logits, caches = run(decoder.decode, unstacked, tokens, positions, caches, slot)
+        assert_logits(logits, row, positions + 1)
+
+
+def test_decoding_in_another_slot_is_noticed():
+    row, mesh = next(iter(ROWS)), "2x4"
+    decoder, _, unstacked = decoder_and_parameters(row, mesh)
+    _, caches = prefill(row, mesh)
+    tokens = texts()[np.arange(len(LENGTHS)), LENGTHS]
+    logits, _ = run(decoder.decode, unstacked, tokens, LENGTHS, caches, np.int32(0))
+    with pytest.raises(AssertionError):
+        assert_logits(logits, row, LENGTHS + 1)
+
+
+@pytest.mark.parametrize(("row", "mesh"), [case for case in CASES if "cp" not in case[1]])
+def test_extending_equals_full_passes(row, mesh):
+    """As `serve` does: a chunk of one row of each shard of dp, then a token of each row in the slot of its position."""
+    decoder, _, unstacked = decoder_and_parameters(row, mesh)
+    dp, count = decoder.model.config.parallel.dp, len(LENGTHS)
+    logits, caches = prefill(row, mesh)
+    caches = jax.tree.map(lambda x_BhSK: np.zeros((*x_BhSK.shape[:2], SEQ, x_BhSK.shape[3])), caches)
+    for n in range(count // dp):
+        chosen = np.arange(dp) * (count // dp) + n
+        for start, stop in ((0, 2), (2, 5)):  # in two chunks, the last of which has padding
+            sizes = np.clip(LENGTHS[chosen] - start, 0, stop - start).astype(np.int32)
+            chunk = Chunk(
+                tokens=texts()[chosen, start:stop], row=np.full(dp, n, np.int32),
+                position=np.full(dp, start, np.int32), count=sizes, length=LENGTHS[chosen],
+            )  # fmt: skip
+            new = run(decoder.extend, unstacked, chunk, logits, caches)
+            every, new_with = run(decoder.extend_with_logits, unstacked, chunk, logits, caches)
+            logits, caches = run(decoder.replace_rows, chunk.row, (logits, caches), new)
+            for d in range(dp):
+                got, expected = (
+                    every[d, : sizes[d], : shared.VOCAB],
+                    reference_logits(row)[chosen[d], start:][: sizes[d]],
+                )
+                np.testing.assert_allclose(got, expected, rtol=0, atol=BOUND * np.abs(reference_logits(row)).max())
+            for a, b in zip(jax.tree.leaves(new[1]), jax.tree.leaves(new_with[1]), strict=True):
+                np.testing.assert_array_equal(a, b)
+    assert_logits(logits, row, LENGTHS)
+    tokens = texts()[np.arange(count), LENGTHS]
+    logits, caches = run(decoder.decode_apart, unstacked, tokens, LENGTHS, caches)
+    assert_logits(logits, row, LENGTHS + 1)
