@@ -107,7 +107,7 @@ def pad_array(x: ndarray, value, config) -> ndarray:
 
 
 def pad_windows(x: ndarray, padding, dilation, value) -> ndarray:
-    """Pads the last axes of a convolution's or a reduction's input, and puts `dilation - 1` elements between its own."""
+    """Pads the last axes of the input of windows, and puts `dilation - 1` elements between its own."""
     config = [(low, high, between - 1) for (low, high), between in zip(padding, dilation, strict=True)]
     return pad_array(x, value, config)
 
