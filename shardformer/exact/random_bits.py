@@ -6,6 +6,7 @@ import jax
 import numpy as np
 from numpy import ndarray
 
+from shardformer.exact.elementwise import align
 from shardformer.exact.operations import KEY, Operation, rule
 
 ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
@@ -64,9 +65,9 @@ def clone(operation: Operation, keys):
 
 
 @rule("random_fold_in")
-def fold_in(operation: Operation, keys, data):
-    words = data.astype(np.uint32)
-    return make_key(*threefry(keys["high"], keys["low"], np.uint32(0), words))
+def fold_in(operation: Operation, *arrays):
+    keys, data = align(operation, arrays)
+    return make_key(*threefry(keys["high"], keys["low"], np.uint32(0), data.astype(np.uint32)))
 
 
 @rule("random_split")

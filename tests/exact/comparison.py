@@ -73,12 +73,16 @@ def distinct(*shape: int, dtype=np.float64) -> Draw:
     return lambda random: random.permutation(int(np.prod(shape))).reshape(shape).astype(dtype)
 
 
+def use_float64() -> contextlib.AbstractContextManager:
+    return jax.enable_x64(True)
+
+
 class Comparison:
     """The results of XLA and the traced programs of some cases."""
 
-    def __init__(self, cases: dict[str, Case], most: float = 1e-12, wide: bool = True):
-        self._cases, self._most, self._wide = cases, most, wide
-        with jax.enable_x64(wide):
+    def __init__(self, cases: dict[str, Case], most: float = 1e-12, setting: Callable = use_float64):
+        self._cases, self._most, self._setting = cases, most, setting
+        with setting():
             functions = {name: case.function for name, case in cases.items()}
             program = jax.jit(lambda given: {name: jax.tree.leaves(f(*given[name])) for name, f in functions.items()})
             one = {name: _draw(case, i, ()) for i, (name, case) in enumerate(cases.items())}
@@ -109,7 +113,7 @@ class Comparison:
             if only and not _uses(closed, only):
                 continue
             try:
-                with jax.enable_x64(self._wide):
+                with self._setting():
                     got, _ = run_jaxpr(closed, arguments)
             except Exception as error:  # a wrong rule may also fail
                 yield f"{name}: {error!r}"
