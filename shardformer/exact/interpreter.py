@@ -352,7 +352,7 @@ def _communicate(collectives: Collectives, name: str, p: dict, x: ndarray) -> nd
     if kind == "reduce-scatter":
         return collectives.scatter(collectives.reduce(x, np.add), p["scatter_dimension"], p["tiled"])
     if kind == "all-to-all":
-        return collectives.all_to_all(x, p["split_axis"], p["concat_axis"], p["tiled"])
+        return collectives.all_to_all(x, p["split_axis"], p["concat_axis"])
     return collectives.permute(x, p["perm"])
 
 

@@ -85,6 +85,7 @@ class Collectives:
     """The collectives over some of the mesh axes around an operation, whose arrays have `len(mesh)` first axes."""
 
     def __init__(self, mesh: Mesh, names: Sequence[str]):
+        self._names = tuple(names)
         self._axes = tuple(list(mesh).index(name) for name in names)
         self._sizes = tuple(mesh[name] for name in names)
         self._mesh, self._count = mesh, math.prod(self._sizes)
@@ -117,23 +118,28 @@ class Collectives:
 
     def permute(self, x: ndarray, pairs: Sequence[tuple[int, int]]) -> ndarray:
         """Sends each device's array along the (sender, receiver) pairs; other receivers get zeros."""
+        # JAX counts the devices of a ppermute, unlike those of other collectives, in the order of the mesh's axes.
+        in_order = tuple(name for name in self._mesh if name in self._names)
+        if self._names != in_order:
+            return Collectives(self._mesh, in_order).permute(x, pairs)
         sent = self._line_up(x)
         received = np.zeros_like(sent)
         for sender, receiver in pairs:
             received[receiver] = sent[sender]
         return self._hand_out(received)
 
-    def all_to_all(self, x: ndarray, split_axis: int, concat_axis: int, tiled: bool) -> ndarray:
-        """Gives device i part i of each device's array along `split_axis`; it joins or stacks them."""
+    def all_to_all(self, x: ndarray, split_axis: int, concat_axis: int) -> ndarray:
+        """Gives device i part i of each device's array along `split_axis`; it joins them along `concat_axis`.
+
+        JAX itself adds and removes the axes of size 1 that make a stack of it (`tiled=False`).
+        """
         k = len(self._mesh)
         sent = self._line_up(x)  # [senders, *mesh, *shape]
         at = 1 + k + split_axis
         sent = sent.reshape((*sent.shape[:at], self._count, -1, *sent.shape[at + 1 :]))
         sent = np.moveaxis(sent, at, 0)  # [receivers, senders, *mesh, *shape]
-        if not tiled:
-            sent = sent.squeeze(2 + k + split_axis)
         sent = np.moveaxis(sent, 1, 1 + k + concat_axis)
-        return self._hand_out(_merge(sent, 1 + k + concat_axis) if tiled else sent)
+        return self._hand_out(_merge(sent, 1 + k + concat_axis))
 
     def in_groups(self, x: ndarray, groups: Sequence[Sequence[int]], function: Callable) -> ndarray:
         """Applies function([devices of a group, *mesh, *shape]), which returns one such array, to each group."""
