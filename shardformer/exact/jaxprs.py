@@ -142,6 +142,6 @@ def read_shard_map(equation) -> ShardMap:
     """Returns the parts of a shard_map; axes that it leaves to XLA are not among the mesh's."""
     p = equation.params
     sizes = dict(zip(p["mesh"].axis_names, p["mesh"].axis_sizes, strict=True))
-    manual = {name: size for name, size in sizes.items() if name in p.get("manual_axes", sizes)}
+    manual = {name: size for name, size in sizes.items() if name in p["newly_manual_axes"]}
     body = getattr(p["jaxpr"], "jaxpr", p["jaxpr"])
     return ShardMap(body, manual, tuple(p["in_specs"]), tuple(p["out_specs"]))

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -156,6 +157,13 @@ def _spread(function: Callable, arguments: tuple) -> Callable:
         P(*(name if size > 1 else None for name, size in zip(AXES, x.shape, strict=False))) for x in arguments
     )
     return jax.shard_map(apply, mesh=MESH, in_specs=specs, out_specs=P(*AXES), check_vma=False)
+
+
+def vary(x, axes):
+    """Marks an array as varying over axes, which collectives and loops ask for under check_vma."""
+    missing = {axes} if isinstance(axes, str) else {*axes}
+    missing -= jax.typeof(x).manual_axis_type.varying
+    return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
 def _uses(closed, name: str) -> bool:

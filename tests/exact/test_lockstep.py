@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer import exact
 from shardformer.exact import interpreter, lockstep
-from tests.exact.comparison import describe_difference
+from tests.exact.comparison import describe_difference, vary
 
 SHAPES = {(4, 2): ("a", "b"), (2, 2, 2): ("a", "b", "c")}
 ORDERS = {
@@ -59,12 +59,6 @@ def in_groups(x) -> dict:
     return {name: getattr(lax, name)(x, "a", axis_index_groups=groups) for name in ("psum", "pmax")}
 
 
-def vary(x, axes):
-    """Marks an array as varying over axes, which collectives ask for under check_vma."""
-    missing = {axes} if isinstance(axes, str) else {*axes}
-    return lax.pcast(x, tuple(sorted(missing - jax.typeof(x).manual_axis_type.varying)), to="varying")
-
-
 def make_body(shape, check):
     """Returns the function of one device."""
 
@@ -72,10 +66,7 @@ def make_body(shape, check):
         results = {}
         for number, x in enumerate(blocks):
             for axes in ORDERS[shape]:
-                results |= {
-                    f"{name}, {axes}, {number}": y
-                    for name, y in communicate(vary(x, axes) if check else x, axes).items()
-                }
+                results |= {f"{name}, {axes}, {number}": y for name, y in communicate(vary(x, axes), axes).items()}
             if shape == (4, 2) and not check:
                 results |= {f"{name} in groups, {number}": y for name, y in in_groups(x).items()}
         return {name: y[(None,) * len(shape)] for name, y in results.items()}
