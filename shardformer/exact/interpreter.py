@@ -112,14 +112,14 @@ class Interpreter:
         change: Change | None = None,
     ):  # fmt: skip
         self.disagreements: list[Disagreement] = []
-        self._sent: dict[tuple, int] = {}
+        self._sent: dict[Sent, int] = {}  # what was sent once, and how often
         self._rounds, self._memory, self._live = floats == "stored", memory, 0
         self._watch, self._change = watch, change
 
     @property
     def wire(self) -> list[Sent]:
         """Every tensor that was sent."""
-        return [Sent(*key, times) for key, times in self._sent.items()]
+        return [sent._replace(times=times) for sent, times in self._sent.items()]
 
     def run_closed(self, closed, arrays: list[ndarray], mesh: Mesh) -> list[ndarray]:
         """Runs a jaxpr with its constants."""
@@ -138,7 +138,8 @@ class Interpreter:
         def read(atom) -> ndarray:
             if isinstance(atom, core.Literal):
                 # JAX may keep a Python number with more digits than the program has.
-                return _add_mesh_axes(widen(np.asarray(atom.val, atom.aval.dtype), atom.aval.dtype), mesh)
+                aval: Any = atom.aval
+                return _add_mesh_axes(widen(np.asarray(atom.val, aval.dtype), aval.dtype), mesh)
             return values[atom]
 
         held: dict[Any, int] = {}  # the bytes of results
@@ -233,8 +234,8 @@ class Interpreter:
             return
         for variable in equation.outvars:
             kind = jaxprs.COLLECTIVES[equation.primitive.name]
-            key = (kind, axes, variable.aval.shape, variable.aval.dtype.name, find_line(equation))
-            self._sent[key] = self._sent.get(key, 0) + 1
+            sent = Sent(kind, axes, variable.aval.shape, variable.aval.dtype.name, find_line(equation), 1)
+            self._sent[sent] = self._sent.get(sent, 0) + 1
 
     # Control flow
 

@@ -117,7 +117,8 @@ def list_windows(x: ndarray, window, strides, dilation, counts) -> Iterator[tupl
     for at in itertools.product(*map(range, window)):
         starts = [i * step for i, step in zip(at, dilation, strict=True)]
         parts = zip(starts, strides, counts, strict=True)
-        yield at, x[(..., *(slice(start, start + stride * count, stride) for start, stride, count in parts))]
+        own: list = [slice(start, start + stride * count, stride) for start, stride, count in parts]
+        yield at, x[(..., *own)]
 
 
 # Positions that differ between devices: index arrays have the mesh axes too.
