@@ -61,12 +61,12 @@ _register(
 )  # fmt: skip
 
 
-def _compare_in_total_order(compare):
+def _compare_in_totalorder_totally(compare):
     """Returns the comparison of sorting: -0 is below 0, and NaN above all numbers."""
-    return lambda a, b: compare(_order(a), _order(b))
+    return lambda a, b: compare(order_totally(a), order_totally(b))
 
 
-def _order(x: ndarray) -> ndarray:
+def order_totally(x: ndarray) -> ndarray:
     """Returns integers in the total order of floats."""
     if x.dtype.kind != "f":
         return x
@@ -76,9 +76,9 @@ def _order(x: ndarray) -> ndarray:
 
 _register(
     {
-        "eq_to": _compare_in_total_order(np.equal),
-        "le_to": _compare_in_total_order(np.less_equal),
-        "lt_to": _compare_in_total_order(np.less),
+        "eq_to": _compare_in_totalorder_totally(np.equal),
+        "le_to": _compare_in_totalorder_totally(np.less_equal),
+        "lt_to": _compare_in_totalorder_totally(np.less),
     }
 )
 

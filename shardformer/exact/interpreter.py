@@ -112,14 +112,14 @@ class Interpreter:
         change: Change | None = None,
     ):  # fmt: skip
         self.disagreements: list[Disagreement] = []
-        self._sent: dict[Sent, int] = {}
+        self._sent: dict[Sent, int] = {}  # what was sent once, and how often
         self._rounds, self._memory, self._live = floats == "stored", memory, 0
         self._watch, self._change = watch, change
 
     @property
     def wire(self) -> list[Sent]:
         """Every tensor that was sent."""
-        return [key._replace(times=times) for key, times in self._sent.items()]
+        return [sent._replace(times=times) for sent, times in self._sent.items()]
 
     def run_closed(self, closed, arrays: list[ndarray], mesh: Mesh) -> list[ndarray]:
         """Runs a jaxpr with its constants."""
@@ -236,8 +236,8 @@ class Interpreter:
         for variable in equation.outvars:
             kind = jaxprs.COLLECTIVES[equation.primitive.name]
             pairs = tuple(map(tuple, equation.params.get("perm", ())))
-            key = Sent(kind, axes, variable.aval.shape, variable.aval.dtype.name, pairs, find_line(equation), 1)
-            self._sent[key] = self._sent.get(key, 0) + 1
+            sent = Sent(kind, axes, variable.aval.shape, variable.aval.dtype.name, pairs, find_line(equation), 1)
+            self._sent[sent] = self._sent.get(sent, 0) + 1
 
     # Control flow
 
@@ -356,7 +356,7 @@ def _communicate(collectives: Collectives, name: str, p: dict, x: ndarray) -> nd
     if kind == "reduce-scatter":
         return collectives.reduce_scatter(x, p["scatter_dimension"], p["tiled"])
     if kind == "all-to-all":
-        return collectives.all_to_all(x, p["split_axis"], p["concat_axis"], p["tiled"])
+        return collectives.all_to_all(x, p["split_axis"], p["concat_axis"])
     return collectives.permute(x, p["perm"])
 
 

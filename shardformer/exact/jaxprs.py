@@ -10,6 +10,7 @@ Every reader of jaxprs, of the package and of its tests, asks this file. Differe
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import jax
 from jax.extend import core
 from jax.interpreters import partial_eval
 
@@ -87,11 +88,20 @@ def called(equation):
 
 def called_closed(equation):
     """Returns `called` with its constants, if it has any."""
+    if equation.primitive.name == "call_hi_primitive":
+        return _expand(equation)
     for name in INLINED if equation.primitive.name != "pallas_call" else ():
         inner = equation.params.get(name)
         if inner is not None:
             return inner
     return None
+
+
+def _expand(equation):
+    """Traces the function of an operation that JAX 0.12 expands when it compiles, such as jnp.searchsorted."""
+    operation = equation.params["_prim"]
+    shapes = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in equation.invars]
+    return jax.make_jaxpr(operation.expand)(*jax.tree.unflatten(operation.in_tree, shapes))
 
 
 def find_axes(collective) -> tuple[str, ...]:
@@ -141,6 +151,6 @@ def read_shard_map(equation) -> ShardMap:
     """Returns the parts of a shard_map; axes that it leaves to XLA are not among the mesh's."""
     p = equation.params
     sizes = dict(zip(p["mesh"].axis_names, p["mesh"].axis_sizes, strict=True))
-    manual = {name: size for name, size in sizes.items() if name in p.get("manual_axes", sizes)}
+    manual = {name: size for name, size in sizes.items() if name in p["newly_manual_axes"]}
     body = getattr(p["jaxpr"], "jaxpr", p["jaxpr"])
     return ShardMap(body, manual, tuple(p["in_specs"]), tuple(p["out_specs"]))

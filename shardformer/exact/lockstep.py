@@ -89,6 +89,7 @@ class Collectives:
     """
 
     def __init__(self, mesh: Mesh, names: Sequence[str], groups: Sequence[Sequence[int]] | None = None):
+        self._names = tuple(names)
         self._axes = tuple(list(mesh).index(name) for name in names)
         self._sizes = tuple(mesh[name] for name in names)
         self._mesh, self._count, self._groups = mesh, math.prod(self._sizes), groups
@@ -134,6 +135,10 @@ class Collectives:
 
     def permute(self, x: ndarray, pairs: Sequence[tuple[int, int]]) -> ndarray:
         """Sends each device's array along the (sender, receiver) pairs; other receivers get zeros."""
+        # JAX counts the devices of a ppermute, unlike those of other collectives, in the order of the mesh's axes.
+        in_order = tuple(name for name in self._mesh if name in self._names)
+        if self._names != in_order:
+            return Collectives(self._mesh, in_order).permute(x, pairs)
 
         def send(parts: ndarray) -> ndarray:
             received = np.zeros_like(parts)
@@ -143,18 +148,18 @@ class Collectives:
 
         return self._exchange(x, send)
 
-    def all_to_all(self, x: ndarray, split_axis: int, concat_axis: int, tiled: bool) -> ndarray:
-        """Gives device i part i of each device's array along `split_axis`; it joins or stacks them."""
+    def all_to_all(self, x: ndarray, split_axis: int, concat_axis: int) -> ndarray:
+        """Gives device i part i of each device's array along `split_axis`; it joins them along `concat_axis`.
+
+        JAX itself adds and removes the axes of size 1 that make a stack of it (`tiled=False`).
+        """
         k = len(self._mesh)
 
         def send(parts: ndarray) -> ndarray:
             at = 1 + k + split_axis
             sent = parts.reshape((*parts.shape[:at], len(parts), -1, *parts.shape[at + 1 :]))
             sent = np.moveaxis(sent, at, 0)  # [receivers, senders, *mesh, *shape]
-            if not tiled:
-                sent = sent.squeeze(2 + k + split_axis)
-            sent = np.moveaxis(sent, 1, 1 + k + concat_axis)
-            return _merge(sent, 1 + k + concat_axis) if tiled else sent
+            return _merge(np.moveaxis(sent, 1, 1 + k + concat_axis), 1 + k + concat_axis)
 
         return self._exchange(x, send)
 

@@ -107,7 +107,7 @@ def pad_array(x: ndarray, value, config) -> ndarray:
 
 
 def pad_windows(x: ndarray, padding, dilation, value) -> ndarray:
-    """Pads the last axes of a convolution's or a reduction's input, and puts `dilation - 1` elements between its own."""
+    """Pads the last axes of the input of windows, and puts `dilation - 1` elements between its own."""
     config = [(low, high, between - 1) for (low, high), between in zip(padding, dilation, strict=True)]
     return pad_array(x, value, config)
 
@@ -117,7 +117,8 @@ def list_windows(x: ndarray, window, strides, dilation, counts) -> Iterator[tupl
     for at in itertools.product(*map(range, window)):
         starts = [i * step for i, step in zip(at, dilation, strict=True)]
         parts = zip(starts, strides, counts, strict=True)
-        yield at, x[(..., *(slice(start, start + stride * count, stride) for start, stride, count in parts))]
+        own: list = [slice(start, start + stride * count, stride) for start, stride, count in parts]
+        yield at, x[(..., *own)]
 
 
 # Positions that differ between devices: index arrays have the mesh axes too.

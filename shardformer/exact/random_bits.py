@@ -67,8 +67,7 @@ def clone(operation: Operation, keys):
 @rule("random_fold_in")
 def fold_in(operation: Operation, *arrays):
     keys, data = align(operation, arrays)
-    words = data.astype(np.uint32)
-    return make_key(*threefry(keys["high"], keys["low"], np.uint32(0), words))
+    return make_key(*threefry(keys["high"], keys["low"], np.uint32(0), data.astype(np.uint32)))
 
 
 @rule("random_split")

@@ -9,7 +9,7 @@ import haiku
 import jax
 import optax
 
-LIBRARIES = tuple(str(Path(module.__file__).parent) for module in (jax, haiku, optax))
+LIBRARIES = tuple(str(Path(str(module.__file__)).parent) for module in (jax, haiku, optax))
 STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 

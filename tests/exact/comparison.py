@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -73,12 +74,16 @@ def distinct(*shape: int, dtype=np.float64) -> Draw:
     return lambda random: random.permutation(int(np.prod(shape))).reshape(shape).astype(dtype)
 
 
+def use_float64() -> contextlib.AbstractContextManager:
+    return jax.enable_x64(True)
+
+
 class Comparison:
     """The results of XLA and the traced programs of some cases."""
 
-    def __init__(self, cases: dict[str, Case], most: float = 1e-12, wide: bool = True):
-        self._cases, self._most, self._wide = cases, most, wide
-        with jax.enable_x64(wide):
+    def __init__(self, cases: dict[str, Case], most: float = 1e-12, setting: Callable = use_float64):
+        self._cases, self._most, self._setting = cases, most, setting
+        with setting():
             functions = {name: case.function for name, case in cases.items()}
             program = jax.jit(lambda given: {name: jax.tree.leaves(f(*given[name])) for name, f in functions.items()})
             one = {name: _draw(case, i, ()) for i, (name, case) in enumerate(cases.items())}
@@ -109,7 +114,7 @@ class Comparison:
             if only and not _uses(closed, only):
                 continue
             try:
-                with jax.enable_x64(self._wide):
+                with self._setting():
                     got, _ = run_jaxpr(closed, arguments)
             except Exception as error:  # a wrong rule may also fail
                 yield f"{name}: {error!r}"
@@ -152,6 +157,13 @@ def _spread(function: Callable, arguments: tuple) -> Callable:
         P(*(name if size > 1 else None for name, size in zip(AXES, x.shape, strict=False))) for x in arguments
     )
     return jax.shard_map(apply, mesh=MESH, in_specs=specs, out_specs=P(*AXES), check_vma=False)
+
+
+def vary(x, axes):
+    """Marks an array as varying over axes, which collectives and loops ask for under check_vma."""
+    missing = {axes} if isinstance(axes, str) else {*axes}
+    missing -= jax.typeof(x).manual_axis_type.varying
+    return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
 def _uses(closed, name: str) -> bool:
