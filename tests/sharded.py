@@ -15,16 +15,16 @@ from shardformer.parallel import collectives
 WHOLE = P()
 
 
-def on_mesh(function, shape, in_specs, out_specs, **options):
-    """Returns `function` under shard_map on a (dp, mp) mesh; the exact interpreter runs it in float64."""
-    mesh = AbstractMesh(shape, ("dp", "mp"), axis_types=(AxisType.Auto,) * 2)
+def on_mesh(function, shape, in_specs, out_specs, axes=("dp", "mp"), **options):
+    """Returns `function` under shard_map on a mesh; the exact interpreter runs it in float64."""
+    mesh = AbstractMesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes))
     mapped = map_shards(function, mesh, in_specs, out_specs, **options)
     return lambda *arguments: exact.run(mapped, *arguments).outputs
 
 
-def compile_on_mesh(function, shape, in_specs, out_specs, **options):
-    """Returns `function` jitted under shard_map on a (dp, mp) mesh of real devices."""
-    mesh = Mesh(np.array(jax.devices()[: math.prod(shape)]).reshape(shape), ("dp", "mp"))
+def compile_on_mesh(function, shape, in_specs, out_specs, axes=("dp", "mp"), **options):
+    """Returns `function` jitted under shard_map on a mesh of real devices."""
+    mesh = Mesh(np.array(jax.devices()[: math.prod(shape)]).reshape(shape), axes)
     return jax.jit(map_shards(function, mesh, in_specs, out_specs, **options))
 
 

@@ -1,4 +1,6 @@
-"""Attention of one shard against numpy in float64."""
+"""Attention of one shard against NumPy, both in float64, and once compiled."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from shardformer import exact
 from shardformer.kernels.attention import AttentionOptions, Cache, Plain
 from shardformer.kernels.blockwise_attention import Blocks
 from shardformer.parallel import collectives
@@ -21,6 +24,8 @@ POSITIONS = np.arange(T, dtype=np.int32)
 DISTANCE = POSITIONS[:, None] - POSITIONS[None, :]
 BIAS = BIAS_BY_DISTANCE[:, np.maximum(DISTANCE, 0)][None]
 METHODS = [Plain(), Plain(groups=4), Blocks(block=4)]  # 4 divides no T
+CAP = np.float32(0.7)
+CLOSE = 1e-13
 
 
 def attend_in_numpy(q, k, v, bias=0.0, documents=None, window=T, cap=None):
@@ -30,10 +35,14 @@ def attend_in_numpy(q, k, v, bias=0.0, documents=None, window=T, cap=None):
     seen = np.broadcast_to((DISTANCE >= 0) & (window > DISTANCE), (B, 1, T, T))
     if documents is not None:
         seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
-    logits = np.einsum("bthk,bshk->bhts", q, k) / np.sqrt(K) + bias
+    logits = np.einsum("bthk,bshk->bhts", q, k) * np.float32(1 / np.sqrt(K)) + bias
     logits = np.where(seen, np.tanh(logits / cap) * cap if cap else logits, -np.inf)
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     return np.einsum("bhts,bshk->bthk", weights / weights.sum(-1, keepdims=True), v)
+
+
+def run_exactly(function, *arguments):
+    return exact.run(function, *arguments).outputs
 
 
 def make_options(method, documents=None):
@@ -47,8 +56,8 @@ def make_options(method, documents=None):
 def test_attention_is_that_of_numpy(method, masked):
     documents = DOCUMENTS if masked else None
     options = make_options(method, documents)
-    got = jax.jit(lambda *qkv: method.attend(*qkv, options))(Q, KEYS, VALUES)
-    assert asserts.relative(got, attend_in_numpy(Q, KEYS, VALUES, BIAS, documents)) < 1e-6
+    got = run_exactly(lambda *qkv: method.attend(*qkv, options), Q, KEYS, VALUES)
+    assert asserts.relative(got, attend_in_numpy(Q, KEYS, VALUES, BIAS, documents)) < CLOSE
     assert asserts.relative(got, attend_in_numpy(Q, KEYS, VALUES, 0.0, documents)) > 1e-2
     assert asserts.relative(got, attend_in_numpy(Q, KEYS, VALUES, BIAS, None if masked else DOCUMENTS)) > 1e-2
 
@@ -57,21 +66,30 @@ def test_attention_is_that_of_numpy(method, masked):
 @pytest.mark.parametrize("window", [1, 3, 5, T + 1])
 def test_window_and_cap_are_those_of_numpy(method, window):
     """The window counts the own token, as transformers' sliding_window does; it is known to the compiler or not."""
-    options = make_options(method, DOCUMENTS)._replace(window=window, cap=0.7)
-    of_layer = jax.jit(lambda window, *qkv: method.attend(*qkv, options._replace(window=window)))
-    expected = attend_in_numpy(Q, KEYS, VALUES, BIAS, DOCUMENTS, window, 0.7)
-    assert asserts.relative(of_layer(window, Q, KEYS, VALUES), expected) < 1e-6
-    assert asserts.relative(jax.jit(lambda *qkv: method.attend(*qkv, options))(Q, KEYS, VALUES), expected) < 1e-6
+    options = make_options(method, DOCUMENTS)._replace(window=window, cap=CAP)
+
+    def of_layer(window, *qkv):
+        return run_exactly(lambda w, *qkv: method.attend(*qkv, options._replace(window=w)), np.int32(window), *qkv)
+
+    expected = attend_in_numpy(Q, KEYS, VALUES, BIAS, DOCUMENTS, window, CAP)
+    assert asserts.relative(of_layer(window, Q, KEYS, VALUES), expected) < CLOSE
+    assert asserts.relative(run_exactly(lambda *qkv: method.attend(*qkv, options), Q, KEYS, VALUES), expected) < CLOSE
     if window > 1:
         assert asserts.relative(attend_in_numpy(Q, KEYS, VALUES, BIAS, DOCUMENTS, window), expected) > 1e-2
     if window < 4:  # documents have four tokens
         assert asserts.relative(of_layer(window + 1, Q, KEYS, VALUES), expected) > 1e-2
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_compiled_attention_is_the_exact_one(method):
+    options = make_options(method, DOCUMENTS)._replace(window=5, cap=CAP)
+    asserts.assert_compiled_is_exact(lambda *qkv: method.attend(*qkv, options), Q, KEYS, VALUES)
+
+
 def dense_total(q, k, v, bias, keep, window, cap):
     """Sums weighted values of all pairs, for its gradient; `keep` is the mask of dropout at a rate of 0.3."""
     k, v = (jnp.repeat(x, H // x.shape[2], axis=2) for x in (k, v))
-    logits = jnp.einsum("bthk,bshk->bhts", q, k) / np.float32(np.sqrt(K)) + bias[:, np.maximum(DISTANCE, 0)][None]
+    logits = jnp.einsum("bthk,bshk->bhts", q, k) * np.float32(1 / np.sqrt(K)) + bias[:, np.maximum(DISTANCE, 0)][None]
     logits = jnp.tanh(logits / cap) * cap if cap else logits
     seen = ((DISTANCE >= 0) & (window > DISTANCE)) & (DOCUMENTS[:, None, :, None] == DOCUMENTS[:, None, None, :])
     weights = jnp.where(keep, jax.nn.softmax(jnp.where(seen, logits, -jnp.inf)) / np.float32(0.7), 0)
@@ -85,7 +103,7 @@ def test_gradients_with_window_and_cap_equal_dense_ones(method):
 
     def total(q, k, v, bias):
         bias = bias if method.bias_by_distance else bias[:, np.maximum(DISTANCE, 0)][None]
-        options = make_options(method, DOCUMENTS)._replace(bias=bias, window=jnp.int32(3), cap=0.7, dropout=dropout)
+        options = make_options(method, DOCUMENTS)._replace(bias=bias, window=jnp.int32(3), cap=CAP, dropout=dropout)
         return (method.attend(q, k, v, options) * VALUES[:, ::-1]).sum()
 
     heads = (P(None, None, "mp"),) * 3 + (P("mp"),)
@@ -98,10 +116,14 @@ def test_gradients_with_window_and_cap_equal_dense_ones(method):
         return jax.random.bernoulli(key, 0.7, (T, T))
 
     keep = np.array([[draw(example, head) for head in range(H)] for example in range(B)])
-    dense = jax.jit(jax.grad(dense_total, (0, 1, 2, 3)), static_argnums=(5, 6))
-    assert asserts.worst_relative(got, dense(Q, k, v, BIAS_BY_DISTANCE, keep, 3, 0.7)) < 1e-6
-    for window, cap in ((2, 0.7), (3, None)):
-        other = dense(Q, k, v, BIAS_BY_DISTANCE, keep, window, cap)
+
+    def dense(window, cap):
+        slope = jax.grad(functools.partial(dense_total, window=window, cap=cap), (0, 1, 2, 3))
+        return run_exactly(slope, Q, k, v, BIAS_BY_DISTANCE, keep)
+
+    assert asserts.worst_relative(got, dense(3, CAP)) < CLOSE
+    for window, cap in ((2, CAP), (3, None)):
+        other = dense(window, cap)
         assert min(map(asserts.relative, got, other)) > 1e-2
 
 
@@ -124,9 +146,9 @@ def gradients(method, k, v, repeats):
 def test_grouped_attention_equals_repeated_heads(method, g):
     k, v = KEYS[:, :, :g], VALUES[:, :, :g]
     options = make_options(method)
-    got = jax.jit(lambda *qkv: method.attend(*qkv, options))(Q, k, v)
-    assert asserts.relative(got, attend_in_numpy(Q, k, v, BIAS)) < 1e-6
-    assert asserts.worst_relative(gradients(method, k, v, 1), gradients(method, k, v, H // g)) < 1e-6
+    got = run_exactly(lambda *qkv: method.attend(*qkv, options), Q, k, v)
+    assert asserts.relative(got, attend_in_numpy(Q, k, v, BIAS)) < CLOSE
+    assert asserts.worst_relative(gradients(method, k, v, 1), gradients(method, k, v, H // g)) < CLOSE
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -181,12 +203,16 @@ def test_cache_gives_the_last_row(groups, free):
     """The cache has `free` empty slots before the text, and one slot after it for the new token."""
     k, v = KEYS[:, :, : H // groups], VALUES[:, :, : H // groups]
     slots = ((0, 0), (0, 0), (free, 1), (0, 0))
-    cache = Cache(*(jnp.pad(jnp.swapaxes(x[:, :-1], 1, 2), slots, constant_values=7.0) for x in (k, v)))
+    cache = Cache(*(np.pad(np.swapaxes(x[:, :-1], 1, 2), slots, constant_values=7.0) for x in (k, v)))
     position, slot = T - 1, free + T - 1
-    bias_hS = jnp.pad(jnp.asarray(BIAS_BY_DISTANCE), ((0, 0), (0, free)))
-    options = AttentionOptions(jnp.arange(position, position + 1), bias=bias_hS, slot=slot)
-    got, after = Plain().attend_to_cache(*(jnp.asarray(x[:, -1:]) for x in (Q, k, v)), cache, options)
-    assert asserts.relative(got, attend_in_numpy(Q, k, v, BIAS)[:, -1:]) < 1e-6
+    bias_hS = np.pad(BIAS_BY_DISTANCE, ((0, 0), (0, free)))
+
+    def attend(q, k, v, cache, bias_hS):
+        options = AttentionOptions(jnp.arange(position, position + 1), bias=bias_hS, slot=slot)
+        return Plain().attend_to_cache(q, k, v, cache, options)
+
+    got, after = run_exactly(attend, *(x[:, -1:] for x in (Q, k, v)), cache, bias_hS)
+    assert asserts.relative(got, attend_in_numpy(Q, k, v, BIAS)[:, -1:]) < CLOSE
     np.testing.assert_array_equal(after.k_BhSK[:, :, free:], np.swapaxes(k, 1, 2))
     np.testing.assert_array_equal(after.v_BhSK[:, :, free:], np.swapaxes(v, 1, 2))
 
@@ -198,16 +224,16 @@ def test_cache_of_a_window_is_a_ring(window):
     def step(cache, t):
         q, k, v = (lax.dynamic_slice_in_dim(x, t, 1, axis=1) for x in (Q, KEYS[:, :, :2], VALUES[:, :, :2]))
         bias = jnp.asarray(BIAS_BY_DISTANCE)
-        options = AttentionOptions(t + jnp.arange(1), bias=bias, slot=t + 5, window=window, cap=0.7)
+        options = AttentionOptions(t + jnp.arange(1), bias=bias, slot=t + 5, window=window, cap=CAP)
         values, cache = Plain().attend_to_cache(q, k, v, cache, options)
         return cache, values[:, 0]
 
     empty = jnp.full((B, 2, window, K), 7.0)  # a slot that no token has filled must not count
-    _, rows = jax.jit(lambda: lax.scan(step, Cache(empty, empty), jnp.arange(T)))()
+    _, rows = run_exactly(lambda: lax.scan(step, Cache(empty, empty), jnp.arange(T)))
     got = np.swapaxes(rows, 0, 1)
     k, v = KEYS[:, :, :2], VALUES[:, :, :2]
-    assert asserts.relative(got, attend_in_numpy(Q, k, v, BIAS, None, window, 0.7)) < 1e-6
-    assert asserts.relative(got, attend_in_numpy(Q, k, v, BIAS, None, window + 1, 0.7)) > 1e-2
+    assert asserts.relative(got, attend_in_numpy(Q, k, v, BIAS, None, window, CAP)) < CLOSE
+    assert asserts.relative(got, attend_in_numpy(Q, k, v, BIAS, None, window + 1, CAP)) > 1e-2
 
 
 @pytest.mark.parametrize(("groups", "share"), [(1, 1.0), (4, (3 * 3 + 3 * 6 + 3 * 9 + 2 * 11) / 11**2)])

@@ -1,19 +1,22 @@
 """Grouped products equal products of each token with its expert's matrix, and no token is dropped."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from shardformer import exact
 from shardformer.kernels.grouped_kernel import Kernel
 from shardformer.kernels.grouped_product import Blocks, combine, dispatch, group_tokens, join_rows
+from tests import asserts
 
 TOKENS, CHOICES, EXPERTS, D, F = 13, 2, 5, 6, 4
 DRAW = np.random.default_rng(0)
 X, W = (DRAW.normal(size=shape).astype(np.float32) for shape in ((TOKENS, D), (EXPERTS, D, F)))
 GATE = DRAW.random((TOKENS, CHOICES)).astype(np.float32)
 CHOICE = np.stack([DRAW.choice([0, 1, 3, 4], CHOICES, replace=False) for _ in range(TOKENS)])  # expert 2 has no tokens
-PRODUCTS = [Kernel(8, interpret=True), Blocks(4), Blocks(1)]
 
 
 def mix(product, x, w, gate, first, experts):
@@ -28,28 +31,49 @@ def mix_densely(x, w, gate, first, experts):
     return jnp.einsum("ncE,nc,nd,Edf->nf", chosen, gate, x, w)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("product", PRODUCTS, ids=str)
-@pytest.mark.parametrize(("first", "experts"), [(0, EXPERTS), (2, 2)])
+def run_exactly(function, *arguments):
+    return exact.run(function, *arguments).outputs
+
+
+def differentiate(function, first, experts):
+    def total(x, w, gate):
+        return (function(x, w, gate, first, experts) ** 2).sum()
+
+    return jax.value_and_grad(total, (0, 1, 2))
+
+
+PARTS = pytest.mark.parametrize(("first", "experts"), [(0, EXPERTS), (2, 2)])
+
+
+@pytest.mark.parametrize("product", [Blocks(4), Blocks(1)], ids=str)
+@PARTS
 def test_values_and_gradients_of_a_grouped_product(product, first, experts):
-    def total(function):
-        return lambda x, w, gate: (function(x, w, gate, first, experts) ** 2).sum()
+    grouped = differentiate(functools.partial(mix, product), first, experts)
+    got, want = (run_exactly(each, X, W, GATE) for each in (grouped, differentiate(mix_densely, first, experts)))
+    assert asserts.worst_relative(got, want) < 1e-14
+    assert (got[1][1][2] == 0).all()  # of the expert without tokens
 
-    def grouped(*args):
-        return mix(product, *args)
 
-    got, want = (jax.jit(jax.value_and_grad(total(f), (0, 1, 2)))(X, W, GATE) for f in (grouped, mix_densely))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5), got, want)
-    assert (got[1][1][2] == 0).all()  # of the expert without tokens, exactly
+@pytest.mark.slow
+@pytest.mark.parametrize("product", [Kernel(8, interpret=True), Blocks(4)], ids=str)
+@PARTS
+def test_compiled_grouped_product_is_the_exact_one(product, first, experts):
+    got = jax.jit(differentiate(functools.partial(mix, product), first, experts))(X, W, GATE)
+    assert asserts.worst_relative(got, run_exactly(differentiate(mix_densely, first, experts), X, W, GATE)) < 1e-6
+    assert (got[1][1][2] == 0).all()
 
 
 def test_dropped_token_is_noticed():
-    groups = group_tokens(jnp.asarray(CHOICE), 0, EXPERTS, 4)
-    lost = groups._replace(row_NC=groups.row_NC.at[3, 0].set(groups.token_M.shape[0]))
-    y = Blocks(4).multiply(dispatch(jnp.asarray(X), groups), jnp.asarray(W), groups.size_E)
-    want = mix_densely(X, W, GATE, 0, EXPERTS)
-    np.testing.assert_allclose(combine(y, GATE, groups), want, atol=1e-5)
-    assert np.abs(combine(y, GATE, lost) - want).max() > 1e-2
+    def lose_one(x, w, gate):
+        groups = group_tokens(jnp.asarray(CHOICE), 0, EXPERTS, 4)
+        lost = groups._replace(row_NC=groups.row_NC.at[3, 0].set(groups.token_M.shape[0]))
+        y = Blocks(4).multiply(dispatch(x, groups), w, groups.size_E)
+        return combine(y, gate, groups), combine(y, gate, lost)
+
+    got, lost = run_exactly(lose_one, X, W, GATE)
+    want = run_exactly(lambda *args: mix_densely(*args, 0, EXPERTS), X, W, GATE)
+    assert asserts.relative(got, want) < 1e-14
+    assert np.abs(lost - want).max() > 1e-2
 
 
 def test_every_pair_has_a_row_of_its_expert():
@@ -69,13 +93,13 @@ def mix_rows(weights, x, choice, gate):
 def test_rows_of_a_vmap_share_one_product(joined):
     """A vmap without `join_rows` pads the groups of each row."""
     rows, draw = 3, np.random.default_rng(1)
-    x = jnp.asarray(draw.normal(size=(rows, TOKENS, D)), jnp.float32)
-    choice = jnp.stack([jnp.roll(jnp.asarray(CHOICE), row, axis=0) for row in range(rows)])
-    gate = jnp.asarray(draw.random((rows, TOKENS, CHOICES)), jnp.float32)
+    x = draw.normal(size=(rows, TOKENS, D)).astype(np.float32)
+    choice = np.stack([np.roll(CHOICE, row, axis=0) for row in range(rows)])
+    gate = draw.random((rows, TOKENS, CHOICES)).astype(np.float32)
     apply = jax.vmap(join_rows(mix_rows) if joined else mix_rows, (None, 0, 0, 0))
-    weights = {"w": jnp.asarray(W)}
-    expected = [mix_rows(weights, *row) for row in zip(x, choice, gate, strict=True)]
-    np.testing.assert_allclose(apply(weights, x, choice, gate), jnp.stack(expected), atol=1e-5)
+    weights = {"w": W}
+    expected = [run_exactly(mix_rows, weights, *row) for row in zip(x, choice, gate, strict=True)]
+    assert asserts.relative(run_exactly(apply, weights, x, choice, gate), expected) < 1e-14
     padded = len(group_tokens(choice[0], 0, EXPERTS, 4).token_M)
     is_apart = f"f32[{rows},{padded},{D}]" in str(jax.make_jaxpr(apply)(weights, x, choice, gate))
     assert is_apart is not joined

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from shardformer import exact
 from shardformer.kernels import linear as linear_module
 from shardformer.kernels.linear import PIECE_ELEMENTS, linear, split_columns, split_heads, stack_slices
 from tests import asserts, sharded
@@ -15,11 +16,20 @@ from tests.surroundings import change_pieces
 X, W, DY = sharded.normal(0, 2, 5, 8), sharded.normal(1, 8, 12), sharded.normal(2, 2, 5, 12)
 
 
-def value_and_gradients(product, dtype):
+def differentiate(product):
     def weighted(x, w):
         return (product(x, w).astype(jnp.float32) * DY).sum()
 
-    return jax.jit(jax.value_and_grad(weighted, (0, 1)))(X.astype(dtype), W.astype(dtype))
+    return jax.value_and_grad(weighted, (0, 1))
+
+
+def value_and_gradients(product, dtype):
+    return jax.jit(differentiate(product))(X.astype(dtype), W.astype(dtype))
+
+
+def test_linear_is_exactly_the_plain_product():
+    got, expected = (exact.run(differentiate(product), X, W).outputs for product in (linear, jnp.matmul))
+    assert asserts.worst_relative(got, expected) < 1e-15
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-6), (jnp.bfloat16, 1e-2)])
@@ -47,7 +57,8 @@ def test_a_wide_gradient_on_a_tpu_is_several_products(monkeypatch, columns, prod
 def test_products_in_pieces_are_the_product(monkeypatch):
     change_pieces(monkeypatch, 1 << 12)
     x, dy = sharded.normal(0, 6, 32), sharded.normal(1, 6, 512)
-    np.testing.assert_allclose(linear_module._product_in_pieces(x, dy), x.T @ dy, rtol=1e-5, atol=1e-5)
+    got = exact.run(linear_module._product_in_pieces, x, dy).outputs
+    assert asserts.relative(got, np.float64(x).T @ dy) < 1e-15
 
 
 @pytest.mark.parametrize(

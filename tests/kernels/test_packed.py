@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from shardformer import exact
 from shardformer.config.weight_keys import group_size
 from shardformer.kernels import nf4, packed, tiles
 from shardformer.kernels.packed import PackedMatrix
+from tests import asserts
 
 ROWS, INPUTS, OUTPUTS = 3, 640, 1600  # tiles of two groups
 
@@ -55,6 +57,11 @@ def test_int4_codes_equal_numpy():
     assert (np.asarray(packed.unpack(packed.quantize_int4(jnp.asarray(w + 0.3))[0])) != expected).any()
 
 
+def differentiate(x, d, w):
+    """Returns the product, and the gradient in x of its sum weighted by d."""
+    return packed.multiply(x, w), jax.vjp(packed.multiply, x, w)[1](d)[0]
+
+
 @pytest.mark.parametrize(
     ("form", "levels", "few"), [("int4", range(-8, 8), 16), ("nf4", nf4.LEVELS, 16), ("nf4", nf4.LEVELS, 1)]
 )
@@ -62,20 +69,29 @@ def test_product_and_gradient_equal_the_dequantised_matrix(form, levels, few, mo
     monkeypatch.setattr(packed, "FEW_ROWS", few)
     w, x, d = quantize(form), activations(), activations(OUTPUTS)
     dense = dequantize(w, levels)
-    y, gradient = jax.jit(lambda x, d, w: (packed.multiply(x, w), jax.vjp(packed.multiply, x, w)[1](d)[0]))(x, d, w)
-    np.testing.assert_allclose(y, x @ dense, atol=2e-6 * np.abs(x @ dense).max())
-    np.testing.assert_allclose(gradient, d @ dense.T, atol=2e-6 * np.abs(d @ dense.T).max())
-    wrong = packed.multiply(x, PackedMatrix(w.codes, jnp.flip(w.scales, 0), w.levels))
+    y, gradient = exact.run(differentiate, x, d, w).outputs
+    assert asserts.relative(y, x @ dense) < 1e-14
+    assert asserts.relative(gradient, d @ dense.T) < 1e-14
+    wrong, _ = exact.run(differentiate, x, d, PackedMatrix(w.codes, jnp.flip(w.scales, 0), w.levels)).outputs
     assert np.abs(wrong - x @ dense).max() > 0.1
+
+
+@pytest.mark.parametrize("few", [16, 1])
+def test_compiled_product_and_gradient_are_the_exact_ones(few, monkeypatch):
+    monkeypatch.setattr(packed, "FEW_ROWS", few)
+    w, x, d = quantize("nf4"), activations(), activations(OUTPUTS)
+    asserts.assert_compiled_is_exact(lambda *args: differentiate(*args), x, d, w)
 
 
 @pytest.mark.parametrize(("rows", "inputs"), [(1, 64), (40, 64), (40, 24)])
 def test_matrix_smaller_than_a_tile(rows, inputs):
     codes, scales = packed.quantize_int4(jnp.asarray(matrix(inputs, 8)))
-    w, x = PackedMatrix(codes, scales.astype(jnp.float32), packed.INT4_LEVELS), jnp.ones((1, rows, inputs))
-    y, pull = jax.vjp(packed.multiply, x, w)
-    np.testing.assert_allclose(y, x @ w.astype(jnp.float32), atol=1e-4)
-    np.testing.assert_allclose(pull(y)[0], y @ w.astype(jnp.float32).T, atol=1e-3)
+    w = PackedMatrix(codes, scales.astype(jnp.float32), packed.INT4_LEVELS)
+    x, d, dense = np.ones((1, rows, inputs), np.float32), activations(8)[:, :1], np.float64(w.astype(jnp.float32))
+    d = np.repeat(d, rows, 1)
+    y, gradient = exact.run(differentiate, x, d, w).outputs
+    assert asserts.relative(y, x @ dense) < 1e-14
+    assert asserts.relative(gradient, d @ dense.T) < 1e-14
 
 
 def large_floats(program: str) -> list[str]:
@@ -113,9 +129,10 @@ def test_products_of_accelerators_equal_the_dequantised_matrix(form, levels):
     w = quantize(form)
     dense = dequantize(w, levels)
     x, d = activations()[0], activations(OUTPUTS)[0]
-    for got, expected in (
-        (packed._multiply_at_once(jnp.asarray(x), w), x @ dense),
-        (packed._multiply_transposed(jnp.asarray(d), w), d @ dense.T),
+    for multiply, factor, expected in (
+        (packed._multiply_at_once, x, x @ dense),
+        (packed._multiply_transposed, d, d @ dense.T),
     ):
-        np.testing.assert_allclose(got, expected, atol=2e-6 * np.abs(expected).max())
-        assert np.abs(np.asarray(got)[:, ::-1] - expected).max() > 0.1
+        got = exact.run(multiply, factor, w).outputs
+        assert asserts.relative(got, expected) < 1e-14
+        assert np.abs(got[:, ::-1] - expected).max() > 0.1

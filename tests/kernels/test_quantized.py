@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from shardformer import exact
 from shardformer.kernels import digit_products, quantized, tiles
 from shardformer.kernels.quantized import Int8Matrix
+from tests import asserts
 
 INPUTS, OUTPUTS = 600, 1600  # two tiles or more of either orientation, and a remainder
 ROWS = digit_products.MOST_ROWS + 1  # fewer are multiplied by digits
@@ -65,12 +67,16 @@ def test_product_equals_the_dequantised_matrix(transposed):
     dense = np.asarray(codes, np.float64) * np.asarray(scales, np.float64)
     expected = activations().astype(np.float64) @ (dense.T if transposed else dense)
     w = Int8Matrix(codes, scales)
-    got = quantized.multiply_table(activations(), w, tied=transposed)
-    np.testing.assert_allclose(got, expected, atol=2e-6 * np.abs(expected).max())
+
+    def multiply(x, w):
+        return quantized.multiply_table(x, w, tied=transposed)
+
+    assert asserts.relative(exact.run(multiply, activations(), w).outputs, expected) < 1e-14
     if not transposed:
-        np.testing.assert_allclose(quantized.multiply(jnp.asarray(activations()), w), got)
-    wrong = quantized.multiply_table(activations(), Int8Matrix(codes, jnp.flip(scales)), tied=transposed)
+        assert asserts.relative(exact.run(quantized.multiply, activations(), w).outputs, expected) < 1e-14
+    wrong = exact.run(multiply, activations(), Int8Matrix(codes, jnp.flip(scales))).outputs
     assert np.abs(wrong - expected).max() > 0.1
+    asserts.assert_compiled_is_exact(multiply, activations(), w)
 
 
 def float_shapes(program: str) -> set[str]:

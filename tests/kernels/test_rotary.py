@@ -1,21 +1,31 @@
-"""Rotary positions: relative distances, the closed form, and the product that a TPU uses."""
+"""Rotary positions: relative distances, the closed form, and the product that a TPU uses, in float64."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from shardformer import exact
 from shardformer.kernels import rotary
 from shardformer.kernels.rotary import rotate
 from shardformer.shards.positions import rotary_frequencies
-from tests import sharded, shared
+from tests import asserts, sharded, shared
 
 Q, K = sharded.normal(0, 1, 1, 2, 8), sharded.normal(1, 1, 1, 2, 8)
 
 
-def at(x, position, rotary_dims=8):
+def run_exactly(function, *arguments):
+    return exact.run(function, *arguments).outputs
+
+
+def make_rotation(rotary_dims=8, **options):
+    """Returns the function of x and the positions that rotates x."""
     frequency = rotary_frequencies(shared.tiny(d_model=64, heads=8, rotary_dims=rotary_dims))
-    return rotate(x, jnp.array([position]), frequency)[0, 0]
+    return lambda x, positions: rotate(x, positions, frequency, **options)
+
+
+def at(x, position, rotary_dims=8):
+    return run_exactly(make_rotation(rotary_dims), x, np.int32([position]))[0, 0]
 
 
 @pytest.mark.parametrize("rotary_dims", [8, 6, 2])
@@ -24,7 +34,7 @@ def test_dot_products_depend_only_on_the_distance(rotary_dims):
         return (at(Q, query, rotary_dims) * at(K, key, rotary_dims)).sum(-1)
 
     for query, key in [(3, 0), (10, 7), (503, 500)]:
-        np.testing.assert_allclose(dots(query, key), dots(4, 1), rtol=2e-4, atol=2e-4)
+        np.testing.assert_allclose(dots(query, key), dots(4, 1), rtol=1e-12)
     assert np.abs(dots(4, 1) - dots(4, 2)).max() > 0.1
 
     def one_sided(query, key):
@@ -34,23 +44,27 @@ def test_dot_products_depend_only_on_the_distance(rotary_dims):
 
 
 def test_each_pair_turns_by_its_own_frequency():
-    angle = 5 / 10000 ** (np.arange(0, 6, 2) / 6)
+    angle = 5 * np.float64(np.float32(1) / np.float32(10000) ** (np.arange(0, 6, 2, dtype=np.float32) / 6))
     pairs = (Q[0, 0, :, 0:6:2] + 1j * Q[0, 0, :, 1:6:2]) * np.exp(1j * angle)
     expected = np.stack([pairs.real, pairs.imag], -1).reshape(2, 6)
-    np.testing.assert_allclose(at(Q, 5, 6)[:, :6], expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(at(Q, 5, 6)[:, :6], expected, rtol=1e-14)
+
+
+def test_compiled_rotation_is_the_exact_one():
+    asserts.assert_compiled_is_exact(make_rotation(6), sharded.normal(2, 2, 3, 2, 8), np.arange(3, dtype=np.int32))
 
 
 def test_factor_scales_the_rotated_dimensions():
-    positions, frequency = jnp.arange(1), rotary_frequencies(shared.tiny(d_model=64, heads=8, rotary_dims=6))
-    got = rotate(Q, positions + 5, frequency, 1.5)[0, 0]
-    np.testing.assert_allclose(got[:, :6], 1.5 * at(Q, 5, 6)[:, :6], rtol=1e-6)
+    turn, positions = make_rotation(6, factor=1.5), np.int32([5])
+    got = run_exactly(turn, Q, positions)[0, 0]
+    np.testing.assert_allclose(got[:, :6], 1.5 * at(Q, 5, 6)[:, :6], rtol=1e-14)
     np.testing.assert_array_equal(got[:, 6:], Q[0, 0, :, 6:])
 
-    def weigh(x):
-        return (rotate(x, positions + 5, frequency, 1.5) * K).sum()
+    def weigh(x, positions):
+        return (turn(x, positions) * K).sum()
 
     expected = 1.5 * at(K, -5, 6)[:, :6]  # turned back, and scaled as well
-    np.testing.assert_allclose(jax.grad(weigh)(Q)[0, 0, :, :6], expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(run_exactly(jax.grad(weigh), Q, positions)[0, 0, :, :6], expected, rtol=1e-14)
 
 
 def test_other_dimensions_pass_unchanged():
@@ -70,10 +84,17 @@ def test_product_and_slices_give_the_same_numbers(dtype):
 
 def test_gradient_of_rotation_equals_the_formula():
     x, weight = sharded.normal(2, 2, 3, 2, 8), sharded.normal(5, 2, 3, 2, 8)
-    positions, frequency = jnp.arange(3), rotary_frequencies(shared.tiny(d_model=64, heads=8, rotary_dims=6))
-    angle = positions.astype(jnp.float32)[:, None] * frequency[None]
-    sin, cos = (f(angle)[None, :, None] for f in (jnp.sin, jnp.cos))
-    expected = jax.grad(lambda x: (rotary.rotate_by_slices(x, sin, cos) * weight).sum())(x)
-    got = jax.grad(lambda x: (rotate(x, positions, frequency) * weight).sum())(x)
-    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
-    assert np.abs(expected - rotate(weight, positions, frequency)).max() > 0.1  # turned on, not back
+    positions, frequency = np.arange(3, dtype=np.int32), rotary_frequencies(shared.tiny(d_model=64, heads=8, rotary_dims=6))
+    turn = make_rotation(6)
+
+    def weigh_plainly(x, positions):
+        angle = positions.astype(jnp.float32)[:, None] * frequency[None]
+        sin, cos = (f(angle)[None, :, None] for f in (jnp.sin, jnp.cos))
+        return (rotary.rotate_by_slices(x, sin, cos) * weight).sum()
+
+    def weigh(x, positions):
+        return (turn(x, positions) * weight).sum()
+
+    expected = run_exactly(jax.grad(weigh_plainly), x, positions)
+    assert asserts.relative(run_exactly(jax.grad(weigh), x, positions), expected) < 1e-15
+    assert np.abs(expected - run_exactly(turn, weight, positions)).max() > 0.1  # turned on, not back

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from shardformer import exact
 from shardformer.kernels import nf4, packed, quantized, row_products
 from shardformer.kernels.packed import PackedMatrix
 from shardformer.kernels.quantized import Int8Matrix
+from tests import asserts, sharded
 
 INPUTS, OUTPUTS = 600, 1600  # 150 terms of 4 rows of int8: 18 steps and a remainder
 ENTRIES, WIDTH = 2500, 96  # of a table: the rows of its last step overlap those before
@@ -50,6 +52,16 @@ CASES = {
 }
 
 
+def to_float64(w) -> np.ndarray:
+    """Returns the dequantised matrix."""
+    if isinstance(w, Int8Matrix):
+        return np.float64(w.codes) * np.float64(w.scales)
+    levels = np.float64(w.levels)
+    pairs = np.stack([levels[np.asarray(w.codes) // 16], levels[np.asarray(w.codes) % 16]], axis=1)
+    dense = pairs.reshape(-1, w.codes.shape[1])
+    return dense * np.repeat(np.float64(w.scales), len(dense) // len(w.scales), axis=0)
+
+
 def row(case, w):
     return draw(1, 1, w.shape[-1] if case == "table" else w.shape[0])
 
@@ -59,12 +71,18 @@ def test_product_equals_the_dequantised_matrix(case):
     make, function = CASES[case]
     w = make()
     x = row(case, w)
-    dense = np.asarray(w.astype("float32"), np.float64)
-    expected = np.asarray(x, np.float64) @ (dense.T if case == "table" else dense)
-    got = np.asarray(jax.jit(function)(x, w))
-    assert np.abs(got - expected).max() < 1e-6 * np.abs(expected).max()
+    dense = to_float64(w)
+    expected = np.float64(x) @ (dense.T if case == "table" else dense)
+    assert asserts.relative(exact.run(function, x, w).outputs, expected) < 1e-14
     w.scales = jnp.flip(w.scales)
-    assert np.abs(np.asarray(jax.jit(function)(x, w)) - expected).max() > 1e-2 * np.abs(expected).max()
+    assert asserts.relative(exact.run(function, x, w).outputs, expected) > 1e-2
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compiled_product_is_the_exact_one(case):
+    make, function = CASES[case]
+    w = make()
+    asserts.assert_compiled_is_exact(function, row(case, w), w)
 
 
 def largest_float(function, x, w) -> int:
@@ -91,19 +109,19 @@ def test_no_part_of_the_float_matrix_is_stored(case):
 
 
 def test_one_row_on_a_mesh():
-    device_mesh = jax.make_mesh((2, 4), ("dp", "mp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     table, x = make_table(), draw(2, 1, WIDTH)
     specs = P("dp"), P("mp"), P("mp")
 
     def shard(x, codes, scales):
         return multiply_table(x, Int8Matrix(codes, scales))
 
-    run = jax.jit(jax.shard_map(shard, mesh=device_mesh, in_specs=specs, out_specs=P("dp", None, "mp")))
-    expected = np.asarray(x, np.float64) @ np.asarray(table.astype("float32"), np.float64).T
-    got = np.asarray(run(x, table.codes, table.scales))
-    assert np.abs(got - expected).max() < 1e-6 * np.abs(expected).max()
-    other = np.asarray(run(x, table.codes, jnp.roll(table.scales, ENTRIES // 4)))
-    assert np.abs(other - expected).max() > 1e-2 * np.abs(expected).max()
+    multiply, compiled = (
+        run(shard, (2, 4), specs, P("dp", None, "mp")) for run in (sharded.on_mesh, sharded.compile_on_mesh)
+    )
+    expected = np.float64(x) @ to_float64(table).T
+    assert asserts.relative(multiply(x, table.codes, table.scales), expected) < 1e-14
+    assert asserts.relative(compiled(x, table.codes, table.scales), expected) < 1e-6
+    assert asserts.relative(multiply(x, table.codes, jnp.roll(table.scales, ENTRIES // 4)), expected) > 1e-2
 
 
 def test_terms_have_two_rows_or_more():

@@ -1,4 +1,4 @@
-"""Norms of examples' gradients on meshes, against a plain loop over the examples."""
+"""Norms of examples' gradients on meshes, against a plain loop over the examples, in float64."""
 
 import functools
 
@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from shardformer import exact
 from shardformer.analysis import dense_reference as reference
+from shardformer.analysis import verify_exact
 from shardformer.layout import mesh
 from shardformer.model import ROWS, Measures, Model
 from shardformer.parallel import example_norms
@@ -30,7 +32,7 @@ def model(name, **overrides):
 def example_square_norms(m, specs=None, size=1):
     """(params, batch, dropout_key) -> squares, of the model's own specs or, to see the difference, of others."""
     if specs is None and size == 1:
-        return jax.jit(Measures(m).example_square_norms)
+        return Measures(m).example_square_norms
 
     def body(params, batch, dropout_key):
         def objective(params, batch):
@@ -38,23 +40,25 @@ def example_square_norms(m, specs=None, size=1):
 
         return example_norms.measure_squares(objective, params, m.number_rows(batch), specs or m.specs, size)
 
-    return jax.jit(m.shard_map(body, (m.specs, ROWS, P()), ROWS))
+    return m.shard_map(body, (m.specs, ROWS, P()), ROWS)
 
 
 @functools.cache
-def host_params(**overrides):
-    return shared.on_host(model("1x1", **overrides).init(0))
+def draw_parameters(**overrides):
+    return verify_exact.draw_parameters(model("1x1", **overrides).config)
 
 
 def squares(name, specs=None, size=1, **overrides):
-    m = model(name, **overrides)
-    params = jax.device_put(host_params(**overrides), m.shardings)
-    return shared.on_host(example_square_norms(m, specs, size)(params, shared.batch(), KEY))
+    function = example_square_norms(model(name, **overrides), specs, size)
+    return exact.run(function, draw_parameters(**overrides), shared.batch(), KEY).outputs
 
 
 @functools.cache
 def loop(**overrides):
-    """Every example's gradient, one after the other: the dense model's, or one device's where dropout needs a key."""
+    """Returns every example's gradient, [8, ...], one after the other.
+
+    It is the dense model's, or one device's where dropout needs a key.
+    """
     if overrides:
         m = model("1x1", **overrides)
 
@@ -67,30 +71,32 @@ def loop(**overrides):
         def summed(*args):
             return jax.lax.pmean(body(*args), "dp")
 
-        grad = jax.jit(m.shard_map(summed, (m.specs, ROWS, P()), m.specs))
+        grad = m.shard_map(summed, (m.specs, ROWS, P()), m.specs)
     else:
 
         def dense(params, row, key):
             return reference.loss(shared.tiny(), params, row["tokens"], row["targets"])[1]
 
-        grad = jax.jit(jax.grad(dense))
-    batch = shared.batch() | {"examples": np.arange(8)}
-    rows = [jax.tree.map(lambda x, i=i: x[i : i + 1], batch) for i in range(8)]
-    return [shared.on_host(grad(host_params(**overrides), row, KEY)) for row in rows]
+        grad = jax.grad(dense)
+    batch = shared.batch() | {"examples": np.arange(8, dtype=np.int32)}
+    rows = jax.tree.map(lambda x: x[:, None], batch)
+
+    def run(params, rows, key):
+        return jax.lax.map(lambda row: grad(params, row, key), rows)
+
+    return exact.run(run, draw_parameters(**overrides), rows, KEY).outputs
 
 
 def norms(module, leaf):
-    """[] or, of stacked leaves, [L]."""
-    kept = leaf.shape[:1] if "layers" in module else ()
-    return np.linalg.norm(leaf.astype(np.float64).reshape(*kept, -1), axis=-1)
+    """Returns [8] or, of stacked leaves, [8, L]."""
+    kept = leaf.shape[: 2 if "layers" in module else 1]
+    return np.linalg.norm(leaf.reshape(*kept, -1), axis=-1)
 
 
 def expected_norms(**overrides):
     return {
-        module: {
-            name: np.stack([norms(module, gradient[module][name]) for gradient in loop(**overrides)]) for name in leaves
-        }
-        for module, leaves in loop(**overrides)[0].items()
+        module: {name: norms(module, leaf) for name, leaf in leaves.items()}
+        for module, leaves in loop(**overrides).items()
     }
 
 
@@ -104,7 +110,6 @@ def worst(got, expected, scale):
     return max(error.max() for error in errors.values())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [("2x4", {}), ("4x2", EVERYTHING), ("1x8", EVERYTHING)],
@@ -113,36 +118,47 @@ def worst(got, expected, scale):
 def test_norms_equal_a_loop_over_examples_on_every_mesh(name, overrides):
     expected, got = expected_norms(**overrides), squares(name, **overrides)
     total = np.sqrt(sum((leaf**2).reshape(8, -1).sum(1) for leaf in jax.tree.leaves(expected)))
-    assert worst(got, expected, total) < 1e-5
-    np.testing.assert_allclose(np.sqrt(example_norms.sum_all(got)), total, rtol=1e-5)
+    assert worst(got, expected, total) < 1e-12
+    np.testing.assert_allclose(np.sqrt(exact.run(example_norms.sum_all, got).outputs), total, rtol=1e-13)
     layers = [leaf**2 for module, leaves in expected.items() if "layers" in module for leaf in leaves.values()]
-    np.testing.assert_allclose(example_norms.sum_by_layer(got), sum(layers), rtol=2e-5)
+    np.testing.assert_allclose(exact.run(example_norms.sum_by_layer, got).outputs, sum(layers), rtol=1e-13)
     assert np.ptp(total) > 0.01 * total.mean()  # examples that differ
 
 
 @pytest.mark.slow
+def test_compiled_norms_equal_a_loop_over_examples():
+    m = model("4x2", **EVERYTHING)
+    params = jax.device_put(draw_parameters(**EVERYTHING), m.shardings)
+    got = shared.on_host(jax.jit(example_square_norms(m))(params, shared.batch(), KEY))
+    expected = expected_norms(**EVERYTHING)
+    total = np.sqrt(sum((leaf**2).reshape(8, -1).sum(1) for leaf in jax.tree.leaves(expected)))
+    assert worst(got, expected, total) < 1e-5
+    np.testing.assert_allclose(np.sqrt(example_norms.sum_all(got)), total, rtol=1e-6)
+
+
 def test_mean_of_the_loop_is_the_gradient_of_the_batch():
     """Under dropout as well: an example alone has the mask that it has among the others."""
-    mean = jax.tree.map(lambda *rows: sum(rows) / 8, *loop(**EVERYTHING))
+    mean = jax.tree.map(lambda rows: rows.mean(0), loop(**EVERYTHING))
     m = model("4x2", **EVERYTHING)
-    params = jax.device_put(host_params(**EVERYTHING), m.shardings)
-    whole = shared.on_host(jax.jit(m.loss_and_grad)(params, shared.batch(), KEY)[1])
-    errors = jax.tree.map(asserts.relative, whole, mean)
+
+    def compute(key):
+        return exact.run(m.loss_and_grad, draw_parameters(**EVERYTHING), shared.batch(), key).outputs[1]
+
+    errors = jax.tree.map(asserts.relative, compute(KEY), mean)
     errors["transformer/layers"].pop("k_bias")
-    assert max(jax.tree.leaves(errors)) < 1e-5
-    other = jax.jit(m.loss_and_grad)(params, shared.batch(), KEY + np.uint32(1))[1]
+    assert max(jax.tree.leaves(errors)) < 1e-12
+    other = compute(KEY + np.uint32(1))
     assert asserts.relative(other["transformer/layers"]["q"], mean["transformer/layers"]["q"]) > 1e-2
 
 
-@pytest.mark.slow
 def test_replicated_parameters_counted_per_shard_are_wrong():
     everywhere = jax.tree.map(lambda spec: P("mp"), model("2x4").specs)
     got, expected = squares("2x4", everywhere), expected_norms()
     times = {module: {name: got[module][name].mean() / (norm**2).mean() for name, norm in leaves.items()}
              for module, leaves in expected.items()}  # fmt: skip
-    np.testing.assert_allclose(times["transformer/layers"]["o"], 1, rtol=1e-4)
-    np.testing.assert_allclose(times["transformer/layers/norm"]["scale"], 4, rtol=1e-4)
-    np.testing.assert_allclose(times["transformer/head/norm"]["scale"], 4, rtol=1e-4)
+    np.testing.assert_allclose(times["transformer/layers"]["o"], 1, rtol=1e-12)
+    np.testing.assert_allclose(times["transformer/layers/norm"]["scale"], 4, rtol=1e-12)
+    np.testing.assert_allclose(times["transformer/head/norm"]["scale"], 4, rtol=1e-12)
 
 
 def test_unsummed_norms_of_split_parameters_are_rejected():
@@ -157,7 +173,7 @@ def test_gradients_never_exist_for_all_examples_at_once():
     key = jax.ShapeDtypeStruct(KEY.shape, KEY.dtype)
 
     def temporary(size):
-        lowered = example_square_norms(m, size=size).lower(m.abstract, shared.batch(), key)
+        lowered = jax.jit(example_square_norms(m, size=size)).lower(m.abstract, shared.batch(), key)
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
     parameters = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(m.init(0)))
@@ -192,12 +208,15 @@ def test_noise_is_unbiased():
     assert mean_square.mean() > 1.5 * signal
 
 
-@pytest.mark.slow
 def test_noise_of_a_model_is_that_of_its_gradients():
-    rows = np.stack([np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(gradient)]) for gradient in loop()])
-    mean_square = np.square(rows.mean(0)).sum()
-    noise = example_norms.estimate_noise(example_norms.sum_all(squares("4x2", size=2)), mean_square)
-    np.testing.assert_allclose(noise.variance, rows.astype(np.float64).var(0, ddof=1).sum(), rtol=1e-4)
+    rows = np.concatenate([leaf.reshape(8, -1) for leaf in jax.tree.leaves(loop())], axis=1)
+
+    def estimate(squares, mean_square):
+        return example_norms.estimate_noise(example_norms.sum_all(squares), mean_square)
+
+    noise = exact.run(estimate, squares("4x2", size=2), np.square(rows.mean(0)).sum()).outputs
+    of_eight = np.float32(8 / 7)  # a constant of the program
+    np.testing.assert_allclose(noise.variance, rows.var(0).sum() * of_eight, rtol=1e-12)
 
 
 def test_noise_of_one_example_is_rejected():

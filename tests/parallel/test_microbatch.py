@@ -1,4 +1,6 @@
-"""Microbatches of a function of shards against the plain function of the full batch, on every mesh."""
+"""Microbatches of a function of shards against the plain function of the full batch, on every mesh, in float64."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from shardformer import exact
 from shardformer.parallel import collectives
 from shardformer.parallel.microbatch import AccumulationType, micro_grad, micro_vmap, microbatch
 from tests import asserts, sharded, shared
@@ -30,29 +33,48 @@ def dense_loss(params, x_BD):
     return loss(params, x_BD, total=lambda whole: whole)
 
 
-def on_shards(body, shape, out_specs):
-    return shared.on_host(sharded.on_mesh(body, shape, (SPECS, P("dp")), out_specs)(PARAMS, X))
+def run_exactly(function, *arguments):
+    return exact.run(function, *arguments).outputs
+
+
+@functools.cache
+def dense_value_and_gradient():
+    return run_exactly(jax.value_and_grad(dense_loss), PARAMS, X)
+
+
+@functools.cache
+def dense_of_examples():
+    """Returns each example's loss and gradient, [ROWS, ...]."""
+    return run_exactly(jax.vmap(jax.value_and_grad(dense_loss), (None, 0)), PARAMS, X[:, None])
+
+
+def on_shards(body, shape, out_specs, run=sharded.on_mesh):
+    return run(body, shape, (SPECS, P("dp")), out_specs)(PARAMS, X)
+
+
+def accumulate(params, x, size, **options):
+    """Returns the mean over devices of what microbatches of `size` rows accumulate."""
+    params = jax.tree.map(lambda p: lax.pcast(p, "dp", to="varying"), params)
+    return lax.pmean(microbatch(jax.value_and_grad(loss), 1, size, **options)(params, x), "dp")
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_microbatch_is_the_mean_over_all_examples(shape, size):
-    expected = jax.value_and_grad(dense_loss)(PARAMS, X)
+    expected, out_specs = dense_value_and_gradient(), (P(), SPECS)
+    got = on_shards(functools.partial(accumulate, size=size), shape, out_specs)
+    assert asserts.worst_relative(got, expected) < 1e-13
 
-    def accumulate(params, x, **options):
-        params = jax.tree.map(lambda p: lax.pcast(p, "dp", to="varying"), params)
-        return lax.pmean(microbatch(jax.value_and_grad(loss), 1, size, **options)(params, x), "dp")
-
-    assert asserts.worst_relative(on_shards(accumulate, shape, (P(), SPECS)), expected) < 1e-6
-
-    def summed(params, x):
-        return accumulate(params, x, accumulator=AccumulationType.SUM)
-
+    summed = functools.partial(accumulate, size=size, accumulator=AccumulationType.SUM)
     parts = ROWS // shape[0] // size
-    times = jax.tree.map(lambda leaf: parts * leaf, expected)
-    assert (
-        asserts.worst_relative(on_shards(summed, shape, (P(), SPECS)), times) < 1e-6
-    )  # a wrong step, unless there is but one part
+    times = jax.tree.map(lambda leaf: parts * leaf, expected)  # a wrong step, unless there is but one part
+    assert asserts.worst_relative(on_shards(summed, shape, out_specs), times) < 1e-13
+
+
+def test_compiled_microbatch_is_the_mean_over_all_examples():
+    mean = functools.partial(accumulate, size=2)
+    got = on_shards(mean, (2, 4), (P(), SPECS), run=sharded.compile_on_mesh)
+    assert asserts.worst_relative(got, dense_value_and_gradient()) < 1e-6
 
 
 def expensive(x, rows):
@@ -72,32 +94,37 @@ def test_micro_vmap_is_vmap(shape, size):
     def body(_, x):
         return micro_vmap(split, microbatch_size=size)(x)
 
-    assert asserts.relative(on_shards(body, shape, P("dp")), jax.vmap(lambda x: expensive(x, x))(X)) < 1e-6
+    expected = run_exactly(jax.vmap(lambda x: expensive(x, x)), X)
+    assert asserts.relative(on_shards(body, shape, P("dp")), expected) < 1e-13
 
 
 def leaf_norms(gradient, total=lambda square, spec: lax.psum(square, "mp") if "mp" in spec else square):
     return {name: jnp.sqrt(total(jnp.square(leaf).sum(), SPECS[name])) for name, leaf in gradient.items()}
 
 
-def single_gradients():
-    return [jax.grad(dense_loss)(PARAMS, X[i : i + 1]) for i in range(ROWS)]
+def compute_one_by_one(params, x, size):
+    """Returns the mean gradient, and each example's loss and norms."""
+    gradient, each = micro_grad(loss, microbatch_size=size, metrics_fn=leaf_norms)(params, x)
+    return lax.pmean(gradient, "dp"), each.values, each.metrics
 
 
-def expected_norms():
-    return {name: np.array([np.linalg.norm(gradient[name]) for gradient in single_gradients()]) for name in PARAMS}
+def one_by_one_in_numpy():
+    values, gradients = dense_of_examples()
+    norms = {name: np.sqrt(np.square(leaf).reshape(ROWS, -1).sum(1)) for name, leaf in gradients.items()}
+    return dense_value_and_gradient()[1], values, norms
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_micro_grad_sees_one_example_at_a_time(shape, size):
-    def body(params, x):
-        gradient, each = micro_grad(loss, microbatch_size=size, metrics_fn=leaf_norms)(params, x)
-        return lax.pmean(gradient, "dp"), each.values, each.metrics
+    body = functools.partial(compute_one_by_one, size=size)
+    assert asserts.worst_relative(on_shards(body, shape, (SPECS, P("dp"), P("dp"))), one_by_one_in_numpy()) < 1e-13
 
-    gradient, values, norms = on_shards(body, shape, (SPECS, P("dp"), P("dp")))
-    assert asserts.worst_relative(gradient, jax.grad(dense_loss)(PARAMS, X)) < 1e-6
-    np.testing.assert_allclose(values, [dense_loss(PARAMS, X[i : i + 1]) for i in range(ROWS)], rtol=1e-5)
-    assert asserts.worst_relative(norms, expected_norms()) < 1e-6
+
+def test_compiled_micro_grad_sees_one_example_at_a_time():
+    body = functools.partial(compute_one_by_one, size=2)
+    got = on_shards(body, (2, 4), (SPECS, P("dp"), P("dp")), run=sharded.compile_on_mesh)
+    assert asserts.worst_relative(got, one_by_one_in_numpy()) < 1e-6
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[0] > 1])
@@ -110,10 +137,10 @@ def test_uncast_micro_grad_sums_over_shards(shape):
     norms = sharded.on_mesh(body, shape, (SPECS, P("dp")), P())(PARAMS, X)  # the types know: no longer split over dp
     assert {leaf.shape for leaf in norms.values()} == {(ROWS // shape[0],)}
     rows = np.arange(ROWS).reshape(shape[0], -1)
-    gradients = single_gradients()
+    gradients = dense_of_examples()[1]
     for name, leaf in norms.items():
-        mixed = [np.linalg.norm(sum(gradients[i][name] for i in column)) for column in rows.T]
-        assert asserts.relative(leaf, mixed) < 1e-5
+        mixed = [np.linalg.norm(gradients[name][column].sum(0)) for column in rows.T]
+        assert asserts.relative(leaf, mixed) < 1e-13
 
 
 def test_micro_grad_takes_two_arguments_and_aux():
@@ -122,9 +149,9 @@ def test_micro_grad_takes_two_arguments_and_aux():
 
     gain, matrices = PARAMS["gain"], {name: PARAMS[name] for name in ("up", "down")}
     grad = micro_grad(split, True, (0, 1), batch_argnums=2, microbatch_size=4)
-    (got, gradient), each = grad(gain, matrices, X)
-    assert asserts.worst_relative(gradient | {"gain": got}, jax.grad(dense_loss)(PARAMS, X)) < 1e-6
-    np.testing.assert_allclose(each.aux, X.sum(1), rtol=1e-5)
+    (got, gradient), each = run_exactly(grad, gain, matrices, X)
+    assert asserts.worst_relative(gradient | {"gain": got}, dense_value_and_gradient()[1]) < 1e-13
+    np.testing.assert_allclose(each.aux, X.sum(1, np.float64), rtol=1e-12)
 
 
 def test_microbatch_that_does_not_divide_is_rejected():

@@ -1,4 +1,7 @@
-"""Stages over pp: every row passes all layers in order and returns; gradients equal those of a plain loop."""
+"""Stages over pp: every row passes all layers in order and returns; gradients equal those of a plain loop.
+
+All in float64, but for one compiled schedule.
+"""
 
 import functools
 import itertools
@@ -8,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from shardformer import exact
 from shardformer.exact import jaxprs
 from shardformer.parallel import pipeline
 from shardformer.parallel.pipeline import Pipeline
@@ -19,9 +22,8 @@ from tests import asserts, sharded
 D = 4
 
 
-def on_stages(body, pp, in_specs, out_specs):
-    mesh = Mesh(np.array(jax.devices()[:pp]), ("pp",))
-    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
+def on_stages(body, pp, in_specs, out_specs, run=sharded.on_mesh):
+    return run(body, (pp,), in_specs, out_specs, axes=("pp",))
 
 
 def layer(x_BD, w_D):
@@ -57,16 +59,16 @@ SHAPES = [(2, 1, 1), (2, 3, 1), (4, 2, 1), (8, 1, 1), (2, 2, 2), (4, 1, 2), (2, 
 
 
 @functools.cache
-def worst_gradient_of(pp, count, rounds):
+def worst_gradient_of(pp, count, rounds, run=sharded.on_mesh):
     """Returns the distance of the gradients in layers and rows from those of a plain loop."""
     w_LD, x_BD = inputs(pp, count, rounds)
 
     def squares(run):
         return lambda w, x: jnp.square(run(w, x)).sum()
 
-    expected = jax.grad(squares(plain), (0, 1))(w_LD, x_BD)
+    expected = exact.run(jax.grad(squares(plain), (0, 1)), w_LD, x_BD).outputs
     body = jax.grad(squares(lambda w, x: piped(w, x, count, rounds)[0]), (0, 1))
-    got = on_stages(body, pp, (P("pp"), P("pp")), (P("pp"), P("pp")))(w_LD, x_BD)
+    got = on_stages(body, pp, (P("pp"), P("pp")), (P("pp"), P("pp")), run)(w_LD, x_BD)
     return max(map(asserts.relative, got, expected))
 
 
@@ -78,13 +80,17 @@ def test_rows_pass_all_layers_in_order_and_return(pp, count, rounds):
         return piped(w, x, count, rounds)
 
     got_BD, number_B = on_stages(body, pp, (P("pp"), P("pp")), (P("pp"), P("pp")))(w_LD, x_BD)
-    assert asserts.relative(got_BD, plain(w_LD, x_BD)) < 1e-6
+    assert asserts.relative(got_BD, exact.run(plain, w_LD, x_BD).outputs) < 1e-14
     assert np.array_equal(number_B, np.arange(len(x_BD)))
 
 
-@pytest.mark.parametrize(("pp", "count", "rounds"), [(4, 2, 1), (4, 2, 3)])
+@pytest.mark.parametrize(("pp", "count", "rounds"), SHAPES)
 def test_gradients_of_stages_equal_a_plain_loop(pp, count, rounds):
-    assert worst_gradient_of(pp, count, rounds) < 1e-5
+    assert worst_gradient_of(pp, count, rounds) < 1e-13
+
+
+def test_compiled_gradients_of_stages_equal_a_plain_loop():
+    assert worst_gradient_of(4, 2, 3, run=sharded.compile_on_mesh) < 2e-6
 
 
 @pytest.mark.parametrize(("pp", "rounds"), [(2, 2), (2, 3), (4, 2), (4, 6), (8, 3)])
@@ -101,7 +107,8 @@ def test_each_stage_receives_the_parts_of_its_rounds(pp, rounds):
 @pytest.mark.parametrize(("pp", "count", "rounds"), [(2, 3, 1), (4, 2, 1), (4, 2, 3)])
 def test_ticks_and_bubble_follow_the_formula(pp, count, rounds):
     w_LD, x_BD = inputs(pp, count, rounds)
-    body = on_stages(lambda w, x: piped(w, x, count, rounds)[0], pp, (P("pp"), P("pp")), P("pp"))
+    specs = (P("pp"), P("pp")), P("pp")
+    body = on_stages(lambda w, x: piped(w, x, count, rounds)[0], pp, *specs, run=sharded.compile_on_mesh)
     operations = itertools.chain.from_iterable(
         each.eqns for each in jaxprs.walk(jax.make_jaxpr(body)(w_LD, x_BD).jaxpr)
     )

@@ -1,24 +1,20 @@
 """A softmax over slots that shards of the context hold, against NumPy in float64."""
 
-import jax
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from shardformer.parallel.context import SplitContext
-from tests import sharded
+from tests import asserts, sharded
 
 LOGITS = sharded.normal(0, 2, 1, 3, 8) + np.repeat(np.float32([0, 200, -200, 50]), 2)  # far apart between shards
 VALUES = sharded.normal(1, 2, 1, 8, 4)
 
 
-def weigh(cp: int) -> np.ndarray:
-    mesh = Mesh(np.array(jax.devices()[:cp]), ("cp",))
+def weigh(cp: int, run=sharded.on_mesh) -> np.ndarray:
     split = P(None, None, None, "cp"), P(None, None, "cp")
-    mapped = jax.shard_map(SplitContext().weigh_values, mesh=mesh, in_specs=split, out_specs=P())
-    return np.asarray(jax.jit(mapped)(LOGITS, VALUES))
+    return run(SplitContext().weigh_values, (cp,), split, P(), axes=("cp",))(LOGITS, VALUES)
 
 
 def expected() -> np.ndarray:
@@ -29,7 +25,11 @@ def expected() -> np.ndarray:
 
 @pytest.mark.parametrize("cp", [2, 4])
 def test_softmax_over_shards_is_that_of_one_device(cp):
-    np.testing.assert_allclose(weigh(cp), expected(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(weigh(cp), expected(), rtol=1e-13)
+
+
+def test_compiled_softmax_is_that_of_one_device():
+    assert asserts.relative(weigh(4, run=sharded.compile_on_mesh), expected()) < 1e-6
 
 
 def test_maximum_of_each_shard_is_seen(broken):

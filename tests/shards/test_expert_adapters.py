@@ -1,4 +1,4 @@
-"""Adapters of experts: every mesh gives the losses and gradients of a dense reference."""
+"""Adapters of experts: every mesh gives the losses and gradients of a dense reference, in float64."""
 
 import functools
 
@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from shardformer.analysis import dense_reference
+from shardformer import exact
+from shardformer.analysis import verify_exact
 from shardformer.config.names import LAYERS
 from shardformer.model import lora
 from shardformer.shards import expert_adapters
@@ -23,88 +24,75 @@ MESHES = (
     ("2x2", {"expert_axes": "dp", "zero": 3, "sequence_parallel": True}),
     ("1x8", {}),  # mp does not divide the experts: their widths are split
 )
-CLOSE = 2e-6
 MIXED = {
     "experts": 4, "bias": "none", "activation": "swiglu", "d_ff": 24, "expert_width": 16, "layers": 2,
     "expert_pattern": "de", "lora_rank": 2, "lora_targets": "up,gate:3,down:2:4,expert_up,expert_down",
 }  # fmt: skip
+DROPOUT_KEY = np.zeros(2, np.uint32)
 
 
-def parameters():
-    """Returns parameters with adapters that are not zero."""
-    return draw_adapters(**KEYS)
-
-
-@functools.cache
-def draw_adapters(**keys):
-    params = shared.drawn(shared.tiny(mesh="1x1", **keys), 0)
-    draw = np.random.default_rng(0)
-    adapted = {name: 0.3 * draw.normal(size=leaf.shape).astype(np.float32) for name, leaf in params[LAYERS].items()
-               if lora.is_adapter(name)}  # fmt: skip
-    return params | {LAYERS: params[LAYERS] | adapted}
+def draw_parameters(**keys):
+    """Returns parameters of which none is zero, adapters included."""
+    return verify_exact.draw_parameters(shared.tiny(mesh="1x1", **keys))
 
 
 @functools.cache
 def expected(**keys):
     config = shared.tiny(mesh="1x1", **keys)
-    compute = jax.jit(functools.partial(dense_reference.losses_and_gradients, config))
-    (nats, _), gradients = compute(draw_adapters(**keys), shared.batch())
-    return float(nats), lora.select_trainable(shared.on_host(gradients), config)
+    return verify_exact.compute_dense(config, draw_parameters(**keys), shared.batch(), DROPOUT_KEY)
 
 
-def measure(model, **keys):
-    """Returns the relative error of the loss, and of the worst gradient."""
-    keys = keys or KEYS
-    params = jax.device_put(draw_adapters(**keys), model.shardings)
-    losses, gradients = jax.jit(lambda *args: model.loss_and_grad(*args))(
-        params, shared.batch(), np.zeros(2, np.uint32)
-    )
-    nats, want = expected(**keys)
-    return abs(float(losses.loss) / nats - 1), asserts.worst_relative(shared.on_host(gradients), want)
+def compute(trainer, **keys):
+    return verify_exact.compute_gradients(trainer, draw_parameters(**keys), shared.batch(), DROPOUT_KEY)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "options"), MESHES, ids=str)
 def test_adapters_of_experts_equal_the_dense_model(mesh, options):
-    loss, gradient = measure(shared.trainer(mesh=mesh, **KEYS, **options).model)
-    assert loss < CLOSE
-    assert gradient < CLOSE
+    got = compute(shared.trainer(mesh=mesh, **KEYS, **options), **KEYS)
+    asserts.assert_gradients_equal(got, expected(**KEYS))
 
 
-@pytest.mark.slow
 def test_adapters_of_dense_layers_equal_the_dense_model():
-    """Each layer has the adapters of its own feed-forward; the reference is in float32 too, and less exact."""
-    loss, gradient = measure(shared.trainer(mesh="4x2", zero=1, **MIXED).model, **MIXED)
-    assert loss < CLOSE
-    assert gradient < 1e-5
+    """Each layer has the adapters of its own feed-forward."""
+    asserts.assert_gradients_equal(compute(shared.trainer(mesh="4x2", zero=1, **MIXED), **MIXED), expected(**MIXED))
 
 
 @pytest.mark.slow
+def test_compiled_adapters_of_experts_equal_the_dense_model():
+    mesh, options = MESHES[2]
+    model = shared.trainer(mesh=mesh, **KEYS, **options).model
+    params = jax.device_put(draw_parameters(**KEYS), model.shardings)
+    losses, gradients = jax.jit(model.loss_and_grad)(params, shared.batch(), DROPOUT_KEY)
+    assert abs(float(losses.loss) / expected(**KEYS).loss - 1) < 1e-6
+    asserts.assert_trees_close(shared.on_host(gradients), expected(**KEYS).gradients, 4e-6)
+
+
 def test_adapters_of_dense_and_expert_layers_are_stacked_apart():
-    layers = draw_adapters(**MIXED)[LAYERS]
+    layers = draw_parameters(**MIXED)[LAYERS]
     assert layers["gate_lora_in"].shape == (1, 32, 3)
     assert layers["expert_up_lora_in"].shape == (1, 4, 32, 2)
 
 
-@pytest.mark.slow
 def test_adapter_of_another_expert_is_noticed(broken):
     weight = expert_adapters.weight
     broken(expert_adapters, "weight", lambda *args, **keys: jax.numpy.roll(weight(*args, **keys), 1, axis=0))
-    model = shared.trainer(mesh="1x1", **KEYS).model
-    loss, gradient = measure(type(model)(model.layout, model.mesh))
-    assert loss > 100 * CLOSE
-    assert gradient > 0.1
+    got, want = compute(shared.trainer(mesh="1x1", **KEYS), **KEYS), expected(**KEYS)
+    assert abs(got.loss / want.loss - 1) > 1e-4
+    assert asserts.worst_relative(got.gradients, want.gradients) > 0.1
 
 
-@pytest.mark.slow
 def test_merged_adapters_give_the_same_loss():
-    adapted, config = parameters(), shared.tiny(mesh="1x1", **KEYS)
-    merged = adapted | {LAYERS: lora.merge_adapters(adapted[LAYERS], config)}
-    assert not any(map(lora.is_adapter, merged[LAYERS]))
+    adapted, config = draw_parameters(**KEYS), shared.tiny(mesh="1x1", **KEYS)
     model = shared.trainer(mesh="1x1", **KEYS | {"lora_rank": 0, "lora_targets": "q,v"}).model
-    loss, _ = jax.jit(model.evaluate)(merged, shared.batch())
-    with_adapters, _ = jax.jit(shared.trainer(mesh="1x1", **KEYS).model.evaluate)(adapted, shared.batch())
-    assert abs(float(loss) / float(with_adapters) - 1) < CLOSE
+
+    def evaluate_merged(params, batch):
+        layers = lora.merge_adapters(params[LAYERS], config)
+        assert not any(map(lora.is_adapter, layers))
+        return model.evaluate(params | {LAYERS: layers}, batch)
+
+    loss, _ = exact.run(evaluate_merged, adapted, shared.batch()).outputs
+    with_adapters, _ = exact.run(shared.trainer(mesh="1x1", **KEYS).model.evaluate, adapted, shared.batch()).outputs
+    assert abs(loss / with_adapters - 1) < 1e-13
 
 
 def test_new_adapters_leave_the_model_unchanged():
