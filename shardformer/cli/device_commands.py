@@ -111,7 +111,8 @@ def parse_on_any_mesh(arguments: list[str]) -> Config:
     given = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
     if "batch" in given or given.get("mesh", "auto") == "auto":
         return parse_settings(arguments)
-    batch = parse_settings([*(a for a in arguments if not a.startswith("mesh=")), "mesh=1x1"]).training.batch
+    others = [a for a in arguments if not a.startswith(("mesh=", "accum="))]
+    batch = parse_settings([*others, "mesh=1x1", "accum=1"]).training.batch
     sizes = parsing.parse_mesh(given["mesh"])
     rows = sizes.dp * sizes.pp * int(given.get("accum", 1) or 1)
     if batch % rows == 0:

@@ -307,11 +307,11 @@ class Interpreter:
         return joined
 
     def choose_platform(self, equation, inputs: list[ndarray], mesh: Mesh) -> list[ndarray]:
-        """Returns the number of the branch for a CPU."""
+        """Returns the number of the default branch, else of that for a CPU, which may round products to digits."""
         platforms = equation.params["platforms"]
         named = [i for i, names in enumerate(platforms) if names is not None and "cpu" in names]
         default = [i for i, names in enumerate(platforms) if names is None]
-        return [_add_mesh_axes(np.asarray([*named, *default][0], np.int32), mesh)]
+        return [_add_mesh_axes(np.asarray([*default, *named][0], np.int32), mesh)]
 
     def run_linear_solve(self, equation, inputs: list[ndarray], mesh: Mesh) -> list[ndarray]:
         """Runs the given solver; the products that it inverts serve gradients only."""

@@ -37,7 +37,7 @@ class ProjectionShard(hk.Module):
         if not tied:
             table = weight("w", [c.model.d_model, v], c.model.init_std or 1 / math.sqrt(c.model.d_model))
         if not tied and "head" in c.model.biased and c.model.head_bias:
-            bias_v = zeros("bias", v)
+            bias_v = zeros("bias", v) * c.model.logits_scale
         multiply = self.weights.multiply_table
         return h_BTD, table, bias_v, Vocabulary(c.model.vocab, MP, tied, c.model.logits_cap, multiply)
 

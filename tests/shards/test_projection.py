@@ -153,3 +153,14 @@ def test_tied_head_reads_the_embedding():
     got = sharded.on_mesh(tied, (1, 4), (P("mp", None), P()), P(None, None, "mp"))(table, X)
     np.testing.assert_allclose(got[..., :V], h @ table[:V].T, rtol=1e-12)
     assert (np.asarray(got[..., V:]) == -np.inf).all()
+
+
+@pytest.mark.parametrize("scale", [0.4, 3.0])
+def test_scale_multiplies_the_bias_too(scale):
+    p, config = parameters(), settings(logits_scale=scale)
+
+    def measure(x, t):
+        return ProjectionShard(config).loss(x, t)[1]
+
+    token = sharded.apply(measure, config, p, X, TARGETS)
+    np.testing.assert_allclose(token.log_z_BT, jax.nn.logsumexp(scale * dense_logits(X, p), axis=-1), rtol=1e-5)

@@ -1,0 +1,95 @@
+"""Programs of any mesh in float64, without devices: their results are those of one device and the dense reference."""
+
+import functools
+
+import jax
+
+from shardformer import exact
+from shardformer.analysis import traced, verify_exact
+from shardformer.analysis.verify import Difference
+from shardformer.analysis.verify_exact import Result
+from shardformer.config import Config
+from shardformer.model import Measures
+from tests import shared
+
+EXACT = 1e-12  # relative; right programs differ by less than 1e-14
+
+
+def assert_equals_one_device(**keys) -> None:
+    """Fails unless losses, gradients and three steps of `tiny` with these keys are those of one device."""
+    assert_exact(find_differences(shared.tiny(**keys)))
+
+
+def assert_exact(rows: list[Difference], bound: float = EXACT) -> None:
+    wrong = [
+        f"{row.name} differs from {row.expected} by {row.relative:.1e}" for row in rows if not row.relative <= bound
+    ]
+    assert not wrong, "; ".join(wrong)
+
+
+def find_differences(config: Config, with_steps: bool = True) -> list[Difference]:
+    """Returns the differences from one device and from the dense reference, where there is one."""
+    got = compute_gradients(config)
+    rows = verify_exact.compare(got, compute_on_one_device(verify_exact.on_one_device(config)), "one device")
+    if verify_exact.has_dense_reference(config):
+        in_float32 = config.replace(dtype="float32", param_dtype="float32", grad_dtype="float32")
+        got = got if in_float32 == config else compute_gradients(in_float32)
+        rows += verify_exact.compare(got, compute_dense(verify_exact.on_one_device(in_float32)), "dense")
+    if with_steps:
+        rows += verify_exact.compare_states(
+            run_steps(config), run_steps_on_one_device(verify_exact.on_one_device(config))
+        )
+    return rows
+
+
+def compute_gradients(config: Config, batch: dict | None = None, params: dict | None = None) -> Result:
+    """Returns the loss and the gradients on the config's mesh, of a drawn batch unless another is given."""
+    trainer = traced.make_trainer(config)
+    params = verify_exact.draw_parameters(config) if params is None else params
+    batch = verify_exact.draw_batch(trainer) if batch is None else batch
+    return verify_exact.compute_gradients(trainer, params, batch, verify_exact.draw_key(config))
+
+
+@functools.cache
+def compute_on_one_device(config: Config) -> Result:
+    return compute_gradients(config)
+
+
+@functools.cache
+def compute_dense(config: Config) -> Result:
+    batch = verify_exact.draw_batch(traced.make_trainer(config))
+    return verify_exact.compute_dense(
+        config, verify_exact.draw_parameters(config), batch, verify_exact.draw_key(config)
+    )
+
+
+def run_steps(config: Config):
+    trainer = traced.make_trainer(config)
+    return verify_exact.run_steps(trainer, verify_exact.draw_parameters(config), verify_exact.draw_batch(trainer))
+
+
+@functools.cache
+def run_steps_on_one_device(config: Config):
+    return run_steps(config)
+
+
+def measure_sums(config: Config, batch: dict | None = None):
+    """Returns the sums of an evaluation of a drawn batch."""
+    trainer = traced.make_trainer(config)
+    batch = verify_exact.draw_batch(trainer) if batch is None else batch
+    params = verify_exact.store(trainer, verify_exact.draw_parameters(config))
+    shapes = trainer.model.shapes, verify_exact.describe(batch)
+    return exact.run(Measures(trainer.model).sums, params, batch, shapes=shapes).outputs
+
+
+def assert_equal_sums(config: Config) -> None:
+    """Fails unless an evaluation on the mesh has the sums of one device."""
+    got, expected = (jax.tree.leaves(measure_sums(c)) for c in (config, verify_exact.on_one_device(config)))
+    for x, y in zip(got, expected, strict=True):
+        assert abs(x - y) <= EXACT * abs(y)
+
+
+def forget_results() -> None:
+    """Frees the results of other configurations."""
+    for function in (compute_on_one_device, compute_dense, run_steps_on_one_device):
+        function.cache_clear()
