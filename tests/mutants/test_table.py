@@ -1,11 +1,10 @@
-"""The table of mutants is up to date, and its command tells a noticed mutant from one that survives."""
+"""The table of mutants is up to date."""
 
 import ast
 import collections
 
 import pytest
 
-from tests.mutants import __main__ as command
 from tests.mutants.table import ROOT, Mutant, find_tests, read_table
 
 MUTANTS = read_table()
@@ -45,40 +44,3 @@ def test_tests_of_a_row_are_those_that_mirror_its_module():
     found = find_tests(Mutant("any", "optim/schedule.py", "", "", ""))
     assert found[0] == "tests/optim/test_schedule.py"
     assert all(name.startswith("tests/optim/") for name in found)
-
-
-def make_checkout(tmp_path, monkeypatch, *mutants):
-    """Writes a package of one function and its test, as the checkout of which the command makes copies."""
-    monkeypatch.setattr(command, "ROOT", tmp_path)
-    monkeypatch.setattr(command, "read_table", lambda: list(mutants))
-    for name, text in {
-        "shardformer/__init__.py": "", "shardformer/sums.py": "def add(a, b):\n    return a + b  # once\n",
-        "tests/__init__.py": "",
-        "tests/test_sums.py": "from shardformer.sums import add\n\n\ndef test_add():\n    assert add(2, 2) == 4\n",
-    }.items():  # fmt: skip
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-
-
-def test_command_prints_survivors_and_fails(tmp_path, monkeypatch, capsys):
-    row = {"file": "sums.py", "before": "a + b", "cost": "wrong sums", "tests": ("test_sums.py",)}
-    noticed = Mutant("minus", after="a - b", **row)
-    unnoticed, equivalent = Mutant("times", after="a * b", **row), Mutant("swapped", after="b + a", **row)
-    equivalent = Mutant(**vars(equivalent) | {"equivalent": "sums commute"})
-    make_checkout(tmp_path, monkeypatch, noticed, unnoticed, equivalent)
-    assert command.main([]) == 1
-    said = capsys.readouterr().out
-    assert "1/3 minus: killed by tests/test_sums.py::test_add" in said
-    assert "2/3 times: SURVIVED" in said
-    assert "3 mutants: 1 killed, 1 equivalent, 1 survived" in said
-    assert command.main(["minus", "swapped"]) == 0
-    assert "a + b  # once" in (tmp_path / "shardformer/sums.py").read_text()
-
-
-def test_test_that_always_fails_kills_nothing(tmp_path, monkeypatch, capsys):
-    make_checkout(
-        tmp_path, monkeypatch, Mutant("minus", "sums.py", "a + b", "a - b", "wrong sums", ("test_sums.py",))
-    )
-    (tmp_path / "tests/test_sums.py").write_text("def test_add():\n    assert False\n")
-    assert command.main([]) == 1
-    assert "tests/test_sums.py::test_add fails without it too" in capsys.readouterr().out

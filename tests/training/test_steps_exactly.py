@@ -43,7 +43,7 @@ CASES = {
     "experts_adapters": EXPERTS | {"lora_rank": 2, "lora_targets": "q,expert_up:2:3,expert_down:4:7", "mesh": "1x2"},
     "adapters": ADAPTERS | {"lora_dropout": 0.3, "block": "sequential"},
     "int8": ADAPTERS | {"weights": "int8"},
-    "int4": ADAPTERS | {"weights": "int4", "d_ff": 12},
+    "int4": ADAPTERS | {"weights": "int4", "d_ff": 132},  # three groups on two shards
     "nf4": ADAPTERS | {"weights": "nf4", "zero": 3},
 }  # fmt: skip
 
