@@ -1,8 +1,8 @@
 """Applies each mutant to a copy of the package, runs the tests that reach it, and prints those that survive.
 
-    python -m tests.mutants                   every mutant with the short tier's tests
-    python -m tests.mutants 'router_*' dpo    some of them, by patterns of their names
-    python -m tests.mutants --all-tests       with the slow tests of the same files too
+python -m tests.mutants                   every mutant with the short tier's tests
+python -m tests.mutants 'router_*' dpo    some of them, by patterns of their names
+python -m tests.mutants --all-tests       with the slow tests of the same files too
 """
 
 import argparse

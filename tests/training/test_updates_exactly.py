@@ -169,10 +169,11 @@ def test_masters_add_up_what_bfloat16_would_lose(offload):
     trainer, plain = make_trainer(**stored), make_trainer()
     gradients = draw_gradients(plain)
     states = apply(trainer, gradients, change=forget_rounded)
-    expected = compute_adamw(states[0][0].params | {LAYERS: states[0][0].params[LAYERS] | states[0][0].masters[LAYERS]},
-                             gradients)  # fmt: skip
-    assert sorted(states[-1][0].masters[LAYERS]) == sorted(MATRICES[1:])
-    assert_close(states[-1][0].masters[LAYERS], {leaf: expected[LAYERS][leaf] for leaf in states[-1][0].masters[LAYERS]})
+    first = states[0][0]
+    expected = compute_adamw(first.params | {LAYERS: first.params[LAYERS] | first.masters[LAYERS]}, gradients)
+    masters = states[-1][0].masters[LAYERS]
+    assert sorted(masters) == sorted(MATRICES[1:])
+    assert_close(masters, {leaf: expected[LAYERS][leaf] for leaf in masters})
 
 
 def test_weight_that_would_overflow_stays():
