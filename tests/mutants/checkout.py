@@ -21,8 +21,9 @@ COPIED = ("shardformer", "tests", "scripts", ".github", ".ci", "pyproject.toml",
 OWN = ("shardformer", "tests")  # packages that each run imports anew
 LIBRARIES = ("pytest", "numpy", "scipy.special", "jax", "jax.numpy", "jax.experimental.pallas", "haiku", "optax")
 SHORT = "not slow and not multiprocess and not legacy"  # without --short, which runs few cases of some tests
+PASSED = "no test fails"
 FAILED, INTERRUPTED = 1, 2  # exit statuses of pytest, for tests and for files that fail
-FAILURE = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+FAILURE = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", re.MULTILINE)  # a case's name may have spaces
 
 
 class Outcome(NamedTuple):
@@ -63,7 +64,12 @@ class Checkout:
 
     def find_failing(self, tests: list[str]) -> set[str]:
         """Returns those of the tests that fail without a mistake."""
-        return set(self._run(tests, len(tests) * self._limit)[0]) if tests else set()
+        if not tests:
+            return set()
+        failed, problem = self._run(tests, len(tests) * self._limit)
+        if not failed and problem != PASSED:
+            raise RuntimeError(f"the tests cannot be run without a mistake: {problem}")
+        return set(failed)
 
     def _run(self, words: Iterable[str], limit: float) -> tuple[list[str], str]:
         """Runs pytest; returns the tests that failed, and why there are none."""
@@ -79,7 +85,7 @@ class Checkout:
         found = FAILURE.findall(text)
         if status in (FAILED, INTERRUPTED) and found:
             return found, ""
-        return [], "no test fails" if status == 0 else f"pytest ended with status {status}: {text[-300:]}"
+        return [], PASSED if status == 0 else f"pytest ended with status {status}: {text[-300:]}"
 
     def _be_pytest(self, words: list[str], output: Path) -> None:
         """Turns this process, a fork, into pytest in the copy; it does not return."""

@@ -68,8 +68,11 @@ def measure_norm(tree) -> float:
     return float(np.sqrt(sum(np.square(np.asarray(leaf, np.float64)).sum() for leaf in jax.tree.leaves(tree))))
 
 
-def compute_adamw(params, gradients: list, is_frozen=lambda leaf: False):
-    """Returns the parameters after these updates, by the formulas of Adam and of its decoupled decay."""
+def compute_adamw(params, gradients: list, is_frozen=lambda leaf: False, find_factor=lambda leaf: 1.0):
+    """Returns the parameters after these updates, by the formulas of Adam and of its decoupled decay.
+
+    `find_factor` returns the factor of a leaf's rate.
+    """
     params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
     first, second = (jax.tree.map(np.zeros_like, params) for _ in range(2))
     for step, grads in enumerate(gradients):
@@ -82,7 +85,7 @@ def compute_adamw(params, gradients: list, is_frozen=lambda leaf: False):
             if is_frozen(name(path)):
                 return p
             direction = m / (1 - 0.8 ** (step + 1)) / (np.sqrt(v / (1 - 0.9 ** (step + 1))) + 1e-8)
-            return p - rate(step) * (direction + 0.2 * p * (name(path) in MATRICES))
+            return p - rate(step) * find_factor(name(path)) * (direction + 0.2 * p * (name(path) in MATRICES))
 
         params = jax.tree.map_with_path(move, params, first, second)
     return params
@@ -113,6 +116,18 @@ def test_frozen_parameters_do_not_count_in_the_norm():
     gradients = draw_gradients(trainer)
     states = apply(trainer, gradients)
     expected = compute_adamw(states[0][0].params, gradients, lambda leaf: leaf == "up")
+    assert_close(states[-1][0].params, expected)
+
+
+def test_rules_multiply_the_rate():
+    trainer = make_trainer(lr_rules="up=0.5x,*bias=3x")
+    gradients = draw_gradients(trainer)
+    states = apply(trainer, gradients)
+
+    def find_factor(leaf):
+        return 0.5 if leaf == "up" else 3.0 if leaf.endswith("bias") else 1.0
+
+    expected = compute_adamw(states[0][0].params, gradients, find_factor=find_factor)
     assert_close(states[-1][0].params, expected)
 
 
