@@ -10,9 +10,10 @@ from jax import lax
 from shardformer.__main__ import main
 from shardformer.analysis import traced, verify_exact
 from shardformer.errors import RunError
+from shardformer.model import Model
 from shardformer.model import model as model_module
 from shardformer.model import preference_model
-from shardformer.parallel.replicas import Replicated
+from shardformer.parallel.replicas import Replicated, map_named
 from shardformer.shards.layer import TransformerLayerShard
 from shardformer.shards.projection import ProjectionShard
 from tests import meshes, shared
@@ -311,3 +312,36 @@ def test_program_that_jax_rejects_returns_one(broken, capsys):
 def test_quantised_weights_have_no_dense_rows(capsys):
     assert verify("mesh=2x2", "weights=int8", "lora_rank=2") == 0
     assert capsys.readouterr().out.endswith("sharded equals one device\n")
+
+
+# Errors of a millionth, far below a float32 tolerance
+
+SMALL = shared.tiny(mesh="2x2", layers=1, d_model=16, heads=4, seq=4, batch=2)
+FACTOR = 1 + 1e-6
+
+
+def find_failed_names() -> set[str]:
+    return {row.name for row in verify_exact.verify_exactly(SMALL) if not row.passes}
+
+
+def test_gradient_that_is_a_millionth_too_large_is_noticed(broken):
+    mean = Replicated.mean
+
+    def scale(self, grads):
+        return map_named(lambda name, g: g * FACTOR if name.endswith("/q") else g, mean(self, grads))
+
+    broken(Replicated, "mean", scale)
+    assert "gradient of transformer/layers/q" in find_failed_names()
+
+
+def test_metric_that_is_a_millionth_too_large_is_noticed(broken):
+    """Only on the mesh: one device has the right one."""
+    norm = Model.norm
+
+    def scale(self, grads):
+        return norm(self, grads) * (FACTOR if self.config.parallel.devices > 1 else 1)
+
+    broken(Model, "norm", scale)
+    failed = find_failed_names()
+    assert failed
+    assert not any(name.startswith("gradient") for name in failed)

@@ -17,7 +17,7 @@ class Mutant:
     before: str  # a part of one line, which the file has once, or `times` times
     after: str
     cost: str  # what a user would suffer
-    tests: tuple[str, ...] = ()  # files below tests/ that notice it; empty: those that `find_tests` finds
+    tests: tuple[str, ...] = ()  # below tests/, files or single tests that notice it; empty: see `find_tests`
     occurrence: int = 1  # which of them changes, from 1
     times: int = 1
     equivalent: str = ""  # the reason why no test can notice it
@@ -48,7 +48,7 @@ def read_table() -> list[Mutant]:
 
 
 def find_tests(mutant: Mutant, root: Path = ROOT) -> list[str]:
-    """Returns the test files that reach a mutant, the most likely first.
+    """Returns the tests that reach a mutant, the most likely first.
 
     Those of its row; else the file that mirrors the module, then all files of that folder that import the module.
     """

@@ -137,3 +137,15 @@ def test_a_line_search_starts_at_the_objective_with_its_z_loss():
     losses = Loss(jnp.float32(3), jnp.float32(2), jnp.float32(0))
     arguments = lbfgs.search_arguments(None, losses, None, shared.tiny(z_loss=0.25))
     assert float(arguments["value"]) == 3 + 0.25 * 2
+
+
+def test_direction_descends():
+    """At the first step it is that of the falling gradient, and later one in which the loss falls too."""
+    direction, params = lbfgs.direction(), {"q": jnp.array([3.0, -2.0, 1.0])}
+    curvature = jnp.array([1.0, 4.0, 9.0])  # of a bowl
+    state = direction.init(params)
+    for _ in range(4):
+        gradient = {"q": curvature * params["q"]}
+        updates, state = direction.update(gradient, state, params)
+        assert (updates["q"] * gradient["q"]).sum() < 0
+        params = {"q": params["q"] + 0.1 * updates["q"]}

@@ -3,15 +3,18 @@
 import csv
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from shardformer import checkpoint
 from shardformer.__main__ import main
+from shardformer.data.prompt_windows import PromptRow
 from shardformer.errors import RunError, UsageError
+from shardformer.inference.generator import Continuation
 from shardformer.training import rewards, rollouts
-from tests import runs
+from tests import runs, shared
 from tests.data.chat.chats import write_lines
 
 KEYS = ["tiny", "mesh=2x1", "zero=3", "accum=2", "tokenizer=chars", "seq=8", "objective=grpo", "answer_tokens=3",
@@ -145,3 +148,17 @@ def test_interrupt_of_a_reward_stays_an_interrupt(tmp_path):
 
 def test_group_without_a_difference_has_no_advantage():
     assert not rollouts.compute_advantages(np.array([1.0, 1, 1, 1]), 4).any()
+
+
+@pytest.mark.parametrize(("token_mean", "expected"), [("answer", [1 / 3, 1]), ("batch", [1, 1])])
+def test_answers_weigh_the_same_with_token_mean_answer(token_mean, expected):
+    """Each token of an answer of n tokens has 1 / n of it, however long answers may be."""
+    config = shared.tiny(objective="grpo", group_size=2, answer_tokens=8, token_mean=token_mean)
+    answers = [Continuation([5, 6, 7], [-1.0, -2.0, -3.0], True), Continuation([9], [-4.0], True)]
+    rows = [PromptRow([1, 2], []), PromptRow([3, 4], [])]
+    arrays = rollouts.Rollouts._lay_out(SimpleNamespace(_config=config), rows, answers, np.array([1.0, 0.0]))
+    assert [sorted(set(row[row > 0].tolist())) for row in arrays["weights"]] == [[np.float32(x)] for x in expected]
+    assert [(row > 0).sum() for row in arrays["weights"]] == [3, 1]
+    assert arrays["targets"][0][arrays["weights"][0] > 0].tolist() == [5, 6, 7]
+    assert arrays["sampled"][0][arrays["weights"][0] > 0].tolist() == [-1, -2, -3]
+    assert arrays["lengths"].tolist() == [3, 1]

@@ -1,0 +1,48 @@
+"""The answers to another prompt that KTO's divergence is measured on, and pairs that do not fit."""
+
+import numpy as np
+import pytest
+
+from shardformer.data.chat.preference_windows import PreferenceSplit, PreferenceWindows
+from shardformer.data.tokens import Tokens
+from shardformer.data.windows import RowLayout
+from shardformer.errors import UsageError
+
+# Pair n has the prompt 10 n, 10 n + 1; its chosen answer is 10 n + 2, 10 n + 3 and its rejected one 10 n + 4.
+PROMPTS = [[10, 11], [20, 21], [30, 31]]
+ANSWERS = [[[12, 13], [14]], [[22, 23], [24]], [[32, 33], [34]]]
+
+
+def make_windows(seq: int = 8, **layout) -> PreferenceWindows:
+    ids, scored, ends = [], [], []
+    for prompt, sides in zip(PROMPTS, ANSWERS, strict=True):
+        for answer in sides:
+            ids += prompt + answer
+            scored += [0] * len(prompt) + [1] * len(answer)
+            ends.append(len(ids))
+    references = np.arange(12, dtype=np.float32).reshape(3, 4)  # of the sides, and of the sides of the other pair
+    tokens, learned = Tokens([np.array(ids, np.uint16)], "TEST"), Tokens([np.array(scored, np.uint8)], "TEST")
+    return PreferenceSplit(tokens, np.array(ends), learned, references).make_windows(RowLayout(seq, **layout))
+
+
+def test_divergence_is_of_the_answers_of_the_pair_before():
+    batch = make_windows(measures_kl=True).gather(np.arange(3))
+    for row in range(3):
+        for side in range(2):
+            ids = [*PROMPTS[row], *ANSWERS[row - 1][side]]
+            assert batch["kl_tokens"][row, side, : len(ids)].tolist() == ids
+            scored = batch["kl_targets"][row, side][batch["kl_scored"][row, side] > 0]
+            assert scored.tolist() == ANSWERS[row - 1][side]
+    assert (batch["kl_pairs"] == 1).all()
+
+
+def test_divergence_has_the_reference_of_its_side():
+    batch = make_windows(measures_kl=True).gather(np.array([2, 0]))
+    assert batch["references"][..., 0].tolist() == [[8, 9], [0, 1]]
+    assert batch["kl_references"].tolist() == [[10, 11], [2, 3]]
+
+
+def test_pair_with_one_long_side_is_left_out():
+    """Rows of three tokens hold each rejected side, and no chosen one."""
+    with pytest.raises(UsageError, match="left out: a side is longer than seq=2"):
+        make_windows(seq=2)

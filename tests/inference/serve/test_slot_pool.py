@@ -1,0 +1,39 @@
+"""Rows that wait while others draw keep their caches, their logits and the tokens that they have seen."""
+
+import pytest
+
+from shardformer.inference.sampling import Sampling
+from shardformer.inference.serve import engine as engine_module
+from shardformer.inference.serve import slot_programs
+from shardformer.inference.serve.jobs import Job
+from tests.inference.serve.test_engine import SIZES, copy_of, engine, scaled_parameters
+
+RULES = Sampling(tokens=12, temperature=2.0, repetition_penalty=1.5)
+
+
+@pytest.fixture(scope="module")
+def small():
+    """Returns an engine that reads chunks of 8 tokens, and the weights of two models."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slot_programs, "LONGEST_CHUNK", 8)
+        patch.setattr(slot_programs, "SMALLEST_CACHE", 8)
+        patch.setattr(engine_module, "SMALLEST_POOL", 32)
+        own, weights = engine(**SIZES)
+        yield own, (weights, own.load(scaled_parameters()))
+
+
+def test_rows_that_wait_stay_as_they_are(small):
+    """One prompt is read in chunks while others draw; rows of another model wait for each other's turns."""
+    own, (weights, scaled) = small
+    jobs = [
+        Job(0, [1, 2, 3], 0, sampling=RULES, weights=weights), Job(1, [4, 5], 0, sampling=RULES, weights=scaled),
+        Job(2, list(range(3, 23)), 0, sampling=RULES, weights=weights),
+    ]  # fmt: skip
+    for job in jobs:
+        own.submit(job)
+    while not own.idle:
+        own.step(read_budget=8, count=1)
+    for job in jobs:
+        (alone,) = own.run([copy_of(job)])
+        assert (job.ids, job.logprobs) == (alone.ids, alone.logprobs)
+        assert len(job.ids) == RULES.tokens

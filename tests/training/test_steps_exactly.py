@@ -1,0 +1,70 @@
+"""Each feature on a mesh gives the loss and the gradients of the dense reference, in float64 to 1e-10."""
+
+import pytest
+
+from shardformer.analysis import traced, verify_exact
+from tests import shared
+
+SIZES = {"layers": 2, "d_model": 16, "heads": 4, "d_ff": 32, "seq": 8, "batch": 4, "z_loss": 0.1, "mesh": "2x2"}
+LLAMA = {"block": "sequential", "norm": "rmsnorm", "bias": "none", "activation": "swiglu", "kv_heads": 2}
+EXPERTS = {
+    "experts": 4, "bias": "none", "activation": "swiglu", "balance_loss": 0.5, "router_z_loss": 0.1,
+    "balance_rate": 0.1,
+}  # fmt: skip
+ADAPTERS = {"lora_rank": 2, "lora_targets": "q,v:4:3,o,up:2:5,down", "bias": "none"}
+ON_CP = {"mesh": "dp1.cp4.mp1"}
+OF_CODES = 1e-5  # a CPU's products with codes split activations into digits, whose sums are those of float32
+CASES = {
+    "parallel": {"bias": "all", "accum": 2, "zero": 1, "clip": 0.5},
+    "two_norms": {"block": "parallel_two_norms", "bias": "all", "zero": 3, "tied": True, "vocab_multiple": 8},
+    "dropout": {"dropout": 0.3, "block": "sequential", "accum": 2},
+    "sequence_parallel": {"positions": "learned", "dropout": 0.3, "sequence_parallel": True},
+    "documents": {"positions": "learned", "documents": "masked", "mesh": "2x1"},
+    "llama": LLAMA | {"rotary_scaling": "llama3:2,1,4,8", "zero": 3},
+    "windows": LLAMA | {"window": 5, "window_pattern": "wf", "window_rotary_theta": 100.0, "loss_chunk": 7},
+    "gemma": LLAMA | {
+        "norm": "rmsnorm_plus_one", "embed_scale": None, "attention_cap": 2.0, "logits_cap": 3.0, "qk_norm": "all",
+        "loss_chunk": 7, "residual_scale": 0.5, "logits_scale": 0.5,
+    },
+    "alibi": {"positions": "alibi", "mesh": "1x4"},
+    "t5": {"positions": "t5", "mesh": "1x4", "loss_chunk": 9, "bias": "all"},
+    "ring": LLAMA | ON_CP | {"context_parallel": "ring", "documents": "masked"},
+    "ring_windows": LLAMA | {"mesh": "dp2.cp2.mp2", "context_parallel": "ring", "window": 5, "zero": 3},
+    "gather": LLAMA | ON_CP | {"context_parallel": "gather"},
+    "pipeline": {"mesh": "2x1x2", "accum": 2, "layers": 4, "pipeline_rounds": 2, "dropout": 0.3, "window": 5,
+                 "window_pattern": "wf"},
+    "experts": EXPERTS | {"router": "sigmoid", "accum": 2, "shared_width": 8, "shared_gate": True},
+    "experts_cp": EXPERTS | {"mesh": "dp2.cp2.mp1", "router_norm": False},
+    "experts_dp": EXPERTS | {"expert_axes": "dp", "zero": 3},
+    "experts_sequence_parallel": EXPERTS | {
+        "mesh": "1x2", "sequence_parallel": True, "shared_width": 8, "shared_gate": True, "layers": 3,
+        "dense_first": 1, "block": "sequential",
+    },
+    "experts_adapters": EXPERTS | {"lora_rank": 2, "lora_targets": "q,expert_up:2:3,expert_down:4:7", "mesh": "1x2"},
+    "adapters": ADAPTERS | {"lora_dropout": 0.3, "block": "sequential"},
+    "int8": ADAPTERS | {"weights": "int8"},
+    "int4": ADAPTERS | {"weights": "int4", "d_ff": 132},  # three groups on two shards
+    "nf4": ADAPTERS | {"weights": "nf4", "zero": 3},
+}  # fmt: skip
+
+
+def list_differences(config) -> list[str]:
+    """Returns the losses and gradients that differ from those of the reference; of one device without a reference."""
+    params, batch, key = (
+        verify_exact.draw_parameters(config), verify_exact.draw_batch(traced.make_trainer(config)),
+        verify_exact.draw_key(config),
+    )  # fmt: skip
+    got = verify_exact.compute_gradients(traced.make_trainer(config), params, batch, key)
+    if verify_exact.has_dense_reference(config):
+        expected = verify_exact.compute_dense(config, params, batch, key)
+    else:
+        single = traced.make_trainer(verify_exact.on_one_device(config))
+        expected = verify_exact.compute_gradients(single, params, batch, key)
+    rows = verify_exact.compare(got, expected, "")
+    bound = OF_CODES if config.stored.quantized else verify_exact.BOUND
+    return [f"{row.name}: {row.relative:.1e}" for row in rows if not row.relative <= bound]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_mesh_equals_the_reference(case):
+    assert list_differences(shared.tiny(**SIZES | CASES[case])) == []
