@@ -155,6 +155,13 @@ BAD = [
     ({"prompt": "a", "model": "gpt"}, 404, "there is small"),
     ({"prompt": "a", "seed": 2**40}, 400, "seed must be"),
     ({"prompt": ["a", "b"], "n": 100}, 400, "more than 128"),
+    ({"prompt": "a", "max_tokens": 10_000_001}, 400, "expected 1 to 10000000"),
+    ({"prompt": "a", "max_tokens": 10**4000}, 400, "expected 1 to 10000000"),
+    ({"prompt": "a", "stop": "\ud800"}, 400, "half of a character"),
+    ({"prompt": "a", "stop": ["a", "b\udfff"]}, 400, "half of a character"),
+    ({"prompt": "\ud800"}, 400, "half of a character"),
+    ({"prompt": "a", "model": "\ud800"}, 404, "there is small"),
+    ({"prompt": "a", "\ud800": 1}, 400, "not a field"),
 ]
 
 
@@ -172,6 +179,22 @@ def test_bad_request_is_answered_as_openai_does(port, body, status, message):
 def test_bad_messages_are_rejected(port, messages):
     status, content = send(port, "/v1/chat/completions", CHAT | {"messages": messages})
     assert status == 400, content
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_completion_tokens": 10_000_001}, "expected 1 to 10000000"),
+        ({"max_tokens": 10_000_001}, "expected 1 to 10000000"),
+        ({"stop": "\udc00"}, "half of a character"),
+        ({"messages": [{"role": "user", "content": "\udc00"}]}, "half of a character"),
+        ({"chat_template_kwargs": {"\udc00": "\udc00"}}, None),
+    ],
+)
+def test_bad_field_of_a_chat_is_named(port, fields, message):
+    status, content = send(port, "/v1/chat/completions", CHAT | {"max_tokens": 4} | fields)
+    assert status == (400 if message else 200)
+    assert (message or "") in content.decode()
 
 
 def test_unknown_path_is_json(port):
