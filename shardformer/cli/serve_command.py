@@ -112,8 +112,9 @@ def build_service(run: Run, options: ServeOptions, scratch: Path = Path()) -> tu
     from shardformer.inference.serve.engine import Engine
     from shardformer.inference.serve.engine_thread import EngineThread
     from shardformer.inference.serve.jobs import Job
+    from shardformer.inference.serve.limits import Limits
     from shardformer.inference.serve.server_metrics import ServerMetrics
-    from shardformer.inference.serve.service import Limits, Service
+    from shardformer.inference.serve.service import Service
 
     others = [_open_other(run, word, scratch) for word in filter(None, options.models.split(","))]
     codec, step = open_codec(run, options), options.step
@@ -193,6 +194,8 @@ def _run_server(app: Any, service: "Service", listener: socket.socket) -> None:
     """Runs until a signal; then requests that run have a few seconds to end."""
     import uvicorn
 
+    from shardformer.inference.serve.connections import make_config
+
     log = logging.getLogger("uvicorn.error")
 
     class Server(uvicorn.Server):
@@ -203,11 +206,7 @@ def _run_server(app: Any, service: "Service", listener: socket.socket) -> None:
             asyncio.get_running_loop().call_later(STOP_SECONDS, service.end_all)
             await super().shutdown(sockets)
 
-    log.setLevel(logging.WARNING)
-    config = uvicorn.Config(
-        app, log_config=None, access_log=False, timeout_graceful_shutdown=STOP_SECONDS + 1, ws="none",
-        server_header=False,
-    )  # fmt: skip
+    config = make_config(app, service.limits, timeout_graceful_shutdown=STOP_SECONDS + 1)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal that ended it once more
         Server(config).run(sockets=[listener])

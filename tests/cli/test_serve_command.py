@@ -200,6 +200,7 @@ SERVER = """
 import socket
 from types import SimpleNamespace
 from shardformer.cli import serve_command
+from shardformer.inference.serve.limits import Limits
 
 async def app(scope, receive, send):
     await receive()
@@ -207,7 +208,8 @@ async def app(scope, receive, send):
     print("ready", flush=True)
     await receive()
 
-serve_command._run_server(app, SimpleNamespace(exchanges=[], end_all=None), socket.create_server(("localhost", 0)))
+service = SimpleNamespace(exchanges=[], end_all=None, limits=Limits())
+serve_command._run_server(app, service, socket.create_server(("localhost", 0)))
 print("ended")
 """
 

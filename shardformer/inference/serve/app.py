@@ -13,7 +13,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from shardformer.inference.serve.json_responses import JsonResponse, answer_error, encode_json
-from shardformer.inference.serve.request_fields import ApiError, parse_body
+from shardformer.inference.serve.request_fields import ApiError
 from shardformer.inference.serve.service import Exchange, Service
 
 PAGE = Path(__file__).with_name("page.html")
@@ -86,25 +86,10 @@ def _check_key(service: Service, request: Request) -> None:
         )
 
 
-async def _read_body(service: Service, request: Request) -> bytes:
-    """Returns the body; few are read at once, so that large ones need bounded memory."""
-    limit, content = service.limits.body_bytes, bytearray()
+def _check_content_type(request: Request) -> None:
     # A page of another site can send any other type without asking first, a browser would let it use this server.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(400, "the content type is not application/json; send the header Content-Type: application/json")
-    declared = request.headers.get("content-length", "0")
-    too_large = ApiError(413, f"the body has more than {limit:,} bytes; send less at once", code="body_too_large")
-    if declared.isdecimal() and int(declared) > limit:
-        raise too_large
-    try:
-        async with asyncio.timeout(service.limits.body_seconds), service.reading:
-            async for part in request.stream():
-                content += part
-                if len(content) > limit:
-                    raise too_large
-    except TimeoutError:
-        raise ApiError(408, "the body did not arrive in time; send it again") from None
-    return bytes(content)
 
 
 async def _complete(service: Service, request: Request) -> Response:
@@ -116,7 +101,9 @@ async def _chat(service: Service, request: Request) -> Response:
 
 
 async def _answer(service: Service, request: Request, chat: bool) -> Response:
-    exchange = await service.start(parse_body(await _read_body(service, request)), chat)
+    _check_content_type(request)
+    async with service.bodies.receive(request) as content:
+        exchange = await service.start(content, chat)
     if exchange.answer.fields.stream:
         return EventResponse(service, exchange)
     answering = asyncio.ensure_future(_collect(exchange))

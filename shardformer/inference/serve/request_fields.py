@@ -6,7 +6,7 @@ import secrets
 from typing import Any
 
 from shardformer.errors import UsageError
-from shardformer.inference.sampling import Sampling
+from shardformer.inference.sampling import MOST_TOKENS, Sampling
 from shardformer.inference.serve.slot_programs import MOST_TOP
 
 MOST_CHOICES = 128  # continuations of one request
@@ -83,8 +83,9 @@ def read_fields(body: dict[str, Any], chat: bool) -> Fields:
     count = take(body, "n", int, 1, least=1, most=MOST_CHOICES)
     if take(body, "best_of", int, count) != count:
         raise ApiError(400, f"best_of={body['best_of']} differs from n={count}, which is not computed; leave it out")
-    tokens = take(body, "max_completion_tokens", int, None, least=1)
-    tokens = take(body, "max_tokens", int, tokens if chat else COMPLETION_TOKENS, least=0 if echo else 1)
+    tokens = take(body, "max_completion_tokens", int, None, least=1, most=MOST_TOKENS)
+    default = tokens if chat else COMPLETION_TOKENS
+    tokens = take(body, "max_tokens", int, default, least=0 if echo else 1, most=MOST_TOKENS)
     options = take(body, "stream_options", dict, {})
     return Fields(
         body,
@@ -151,6 +152,13 @@ def _read_stops(body: dict) -> list[str]:
         raise ApiError(400, f"stop is {stops!r:.60}; expected text or a list of texts", "stop")
     if len(stops) > MOST_STOPS or any(len(stop) > 1000 for stop in stops):
         raise ApiError(400, f"stop has {len(stops)} texts; expected at most {MOST_STOPS} of 1000 characters", "stop")
+    for stop in stops:
+        try:
+            stop.encode()
+        except UnicodeEncodeError:
+            raise ApiError(
+                400, f"stop {stop!r:.60} has half of a character (a lone surrogate); remove it", "stop"
+            ) from None
     return [stop for stop in stops if stop]
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
 
 from shardformer.data.chat.conversations import Conversation, make_conversation
 from shardformer.data.chat.template_process import TemplateProcess
@@ -14,13 +13,24 @@ from shardformer.errors import UsageError
 from shardformer.inference.chat_codec import ChatCodec
 from shardformer.inference.sampling import Stops
 from shardformer.inference.serve.answers import Answer, Choice
+from shardformer.inference.serve.bodies import Bodies
 from shardformer.inference.serve.engine_thread import EngineThread, Full
 from shardformer.inference.serve.jobs import Job, Tokens, Weights
-from shardformer.inference.serve.request_fields import MOST_CHOICES, ApiError, Fields, read_fields, read_prompts, take
+from shardformer.inference.serve.limits import Limits
+from shardformer.inference.serve.request_fields import (
+    MOST_CHOICES,
+    ApiError,
+    Fields,
+    parse_body,
+    read_fields,
+    read_prompts,
+    take,
+)
 from shardformer.inference.serve.text_stream import TextStream
 from shardformer.inference.text_codec import TextCodec
 
-ENCODERS = 2  # threads that encode prompts, each with at most one process of a chat template
+SHORT_BODY = 100_000  # bytes: such bodies never wait for a longer one to be encoded
+SHORT_ENCODERS = 2  # threads that encode short bodies, each with at most one process of a chat template
 LONGEST_TOKEN = 256  # characters: a text with more for each token of the context is rejected before it is encoded
 
 
@@ -31,16 +41,6 @@ class Served:
     name: str
     weights: Weights
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
-
-
-@dataclasses.dataclass
-class Limits:
-    """The bounds of one server."""
-
-    seconds: float = 600.0  # of one request
-    body_bytes: int = 10_000_000
-    bodies: int = 16  # that are read at once
-    body_seconds: float = 60.0
 
 
 class Service:
@@ -58,8 +58,8 @@ class Service:
         self.thread, self.metrics, self.codec, self.chat = thread, thread.metrics, codec, chat
         self.models = {model.name: model for model in models}
         self.api_key, self.limits = api_key, limits or Limits()
-        self.reading = asyncio.Semaphore(self.limits.bodies)
-        self._encoders = asyncio.Semaphore(ENCODERS)
+        self.bodies = Bodies(self.limits)
+        self._short, self._long = asyncio.Semaphore(SHORT_ENCODERS), asyncio.Semaphore(1)
         self._processes: list[TemplateProcess] = []  # idle ones: a start takes as long as the prefill of a small model
         self._first = models[0]
         self.exchanges: set[Exchange] = set()  # that run
@@ -85,18 +85,10 @@ class Service:
         known = ", ".join(self.models)
         raise ApiError(404, f"model {name!r:.80} is not served; there is {known}", "model", "model_not_found")
 
-    async def start(self, body: dict[str, Any], chat: bool) -> "Exchange":
-        """Checks a request and queues its jobs."""
-        fields = read_fields(body, chat)
-        model = self.find_model(fields.model)
-        if chat and self.chat is None:
-            raise ApiError(400, f"{model.name} has no chat template; use /v1/completions")
-        encode = self._encode_chat if chat else self._encode_prompts
-        try:
-            async with self._encoders:
-                prompts = await asyncio.to_thread(encode, fields)
-        except UsageError as error:
-            raise ApiError(400, str(error), "messages" if chat else "prompt") from None
+    async def start(self, content: bytes, chat: bool) -> "Exchange":
+        """Checks the body of a request and queues its jobs."""
+        async with self._short if len(content) <= SHORT_BODY else self._long:
+            fields, model, prompts = await asyncio.to_thread(self._read, content, chat)
         jobs = self._make_jobs(fields, [ids for _, ids in prompts], model.weights)
         choices = [self._make_choice(fields, job, prompts[job.number // fields.sampling.samples][0], chat)
                    for job in jobs]  # fmt: skip
@@ -106,18 +98,33 @@ class Service:
         self.metrics.prompt_tokens += sum(len(ids) for _, ids in prompts)
         return exchange
 
+    def _read(self, content: bytes, chat: bool) -> tuple[Fields, Served, list[tuple[str, list[int]]]]:
+        """Returns the fields of a body, its model, and the text and the ids of each prompt."""
+        fields = read_fields(parse_body(content), chat)
+        model = self.find_model(fields.model)
+        if chat and self.chat is None:
+            raise ApiError(400, f"{model.name} has no chat template; use /v1/completions")
+        try:
+            return fields, model, self._encode_chat(fields) if chat else self._encode_prompts(fields)
+        except UsageError as error:
+            raise ApiError(400, str(error), "messages" if chat else "prompt") from None
+
     def _encode_prompts(self, fields: Fields) -> list[tuple[str, list[int]]]:
-        """Returns the text and the ids of each prompt."""
-        result = []
-        for prompt in read_prompts(fields.body):
-            if isinstance(prompt, str):
-                self._check_characters(len(prompt), "prompt")
-                ids = self.codec.encode(prompt, "the prompt") if prompt else []
-                result.append((prompt, ids or [self.codec.prefix]))
-            else:
-                self._check_ids(prompt)
-                result.append((self.codec.decode(prompt) if fields.echo else "", prompt))
+        """Returns the text and the ids of each prompt; the first one that does not fit ends the encoding."""
+        result, prompts = [], read_prompts(fields.body)
+        if len(prompts) * fields.sampling.samples > MOST_CHOICES:
+            raise ApiError(400, f"{len(prompts):,} prompts times n={fields.sampling.samples} are more than "
+                           f"{MOST_CHOICES}; send fewer at once", "n")  # fmt: skip
+        for prompt in prompts:
+            ids = self._encode_text(prompt) if isinstance(prompt, str) else self._check_ids(prompt)
+            self._count_tokens(fields, len(ids))
+            text = "" if not fields.echo else prompt if isinstance(prompt, str) else self.codec.decode(ids)
+            result.append((text, ids))
         return result
+
+    def _encode_text(self, prompt: str) -> list[int]:
+        self._check_characters(len(prompt), "prompt")
+        return (self.codec.encode(prompt, "the prompt") if prompt else []) or [self.codec.prefix]
 
     def _check_characters(self, count: int, name: str) -> None:
         """Rejects a text that cannot fit; to encode megabytes would let other requests wait."""
@@ -125,10 +132,11 @@ class Service:
             raise ApiError(400, f"{name} has {count:,} characters, too many for a context of {self.seq} tokens; "
                            "shorten it", name, "context_length_exceeded")  # fmt: skip
 
-    def _check_ids(self, ids: list[int]) -> None:
+    def _check_ids(self, ids: list[int]) -> list[int]:
         known = self.thread.engine.vocab_size
         if not 0 <= min(ids) <= max(ids) < known:
             raise ApiError(400, f"prompt has token ids outside 0..{known - 1}, which the model does not know", "prompt")
+        return ids
 
     def _encode_chat(self, fields: Fields) -> list[tuple[str, list[int]]]:
         messages = take(fields.body, "messages", list, None)
@@ -148,18 +156,19 @@ class Service:
         finally:
             self._processes.append(process)
 
-    def _make_jobs(self, fields: Fields, prompts: list[list[int]], weights: Weights) -> list[Job]:
-        if len(prompts) * fields.sampling.samples > MOST_CHOICES:
-            raise ApiError(400, f"{len(prompts)} prompts times n={fields.sampling.samples} are more than "
-                           f"{MOST_CHOICES}; send fewer at once", "n")  # fmt: skip
-        longest = max(map(len, prompts))
-        tokens = max(self.seq - longest, 0) if fields.max_tokens is None else fields.max_tokens
-        if longest + tokens > self.seq or (tokens == 0 and not fields.echo):
+    def _count_tokens(self, fields: Fields, length: int) -> int:
+        """Returns how many tokens a prompt of this length may draw; raises ApiError if they do not fit."""
+        tokens = max(self.seq - length, 0) if fields.max_tokens is None else fields.max_tokens
+        if length + tokens > self.seq or (tokens == 0 and not fields.echo):
             raise ApiError(
-                400, f"the prompt has {longest} tokens and max_tokens is {tokens}, together more than the model's "
+                400, f"the prompt has {length} tokens and max_tokens is {tokens}, together more than the model's "
                 f"context, {self.seq}; shorten the prompt or max_tokens",
-                "max_tokens" if longest < self.seq else "prompt", "context_length_exceeded",
+                "max_tokens" if length < self.seq else "prompt", "context_length_exceeded",
             )  # fmt: skip
+        return tokens
+
+    def _make_jobs(self, fields: Fields, prompts: list[list[int]], weights: Weights) -> list[Job]:
+        tokens = self._count_tokens(fields, max(map(len, prompts)))
         sampling = dataclasses.replace(fields.sampling, tokens=max(tokens, 1))
         stops = self._make_stops(fields)
         scored = fields.echo and fields.logprobs
@@ -189,7 +198,7 @@ class Service:
         assert isinstance(job.stops, Stops)
         ends = frozenset() if fields.sampling.ignore_eos else self.codec.ends
         stream = TextStream(vocabulary.decode, job.stops.cut, fields.stops, ends)
-        return Choice(job, stream, job.stops.cut, prompt if fields.echo else "")
+        return Choice(job, stream, job.stops.cut, prompt)
 
 
 class Exchange:

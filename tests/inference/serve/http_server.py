@@ -16,12 +16,15 @@ from shardformer.data.chat.chat_format import make_builtin
 from shardformer.data.hf_tokenizer import HfTokenizer
 from shardformer.inference.chat_codec import ChatCodec
 from shardformer.inference.serve.app import make_app
+from shardformer.inference.serve.connections import make_config
 from shardformer.inference.serve.engine import Engine
 from shardformer.inference.serve.engine_thread import EngineThread
+from shardformer.inference.serve.limits import Limits
 from shardformer.inference.serve.server_metrics import ServerMetrics
-from shardformer.inference.serve.service import Limits, Served, Service
+from shardformer.inference.serve.service import Served, Service
 from shardformer.inference.text_codec import TextCodec
 from tests.inference import test_generator
+from tests.surroundings import before_call
 
 SIZES = {"seq": 96, "vocab": 260}
 SLOTS, QUEUE = 4, 8
@@ -51,7 +54,7 @@ def running(service: Service):
     """Serves on a free port; yields it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         service.thread.start()
-        server = uvicorn.Server(uvicorn.Config(make_app(service), log_level="warning", timeout_graceful_shutdown=1))
+        server = uvicorn.Server(make_config(make_app(service), service.limits, timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         yield listener.getsockname()[1]
@@ -83,6 +86,11 @@ def read_events(port: int, body: dict, path="/v1/completions") -> list[dict]:
     *events, last = [part.removeprefix("data: ") for part in content.decode().split("\n\n")[:-1]]
     assert last == "[DONE]"
     return list(map(json.loads, events))
+
+
+def slow_down(service, monkeypatch, seconds: float) -> None:
+    """Lets each step of the engine take longer."""
+    before_call(monkeypatch, service.thread.engine, "step", lambda *_, **__: time.sleep(seconds))
 
 
 def wait_for(condition, seconds=20.0) -> None:

@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import socket
+import threading
 import time
 
 import pytest
@@ -10,51 +11,17 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from shardformer.inference.sampling import Sampling, Stops
 from shardformer.inference.scoring import Request, Scorer
 from shardformer.inference.serve.answers import Answer
 from shardformer.inference.serve.app import PAGE
-from shardformer.inference.serve.jobs import Job, make_jobs
 from tests.inference import test_generator
 from tests.inference.serve import browser
-from tests.inference.serve.http_server import (
-    QUEUE,
-    SIZES,
-    SLOTS,
-    ask,
-    make_service,
-    read_events,
-    running,
-    send,
-    wait_for,
-)
+from tests.inference.serve.conftest import DRAWN
+from tests.inference.serve.http_server import QUEUE, SIZES, SLOTS, ask, read_events, send, slow_down, wait_for
 from tests.surroundings import before_call
 
-DRAWN = {"prompt": "to be", "max_tokens": 24, "temperature": 3.0, "top_p": 0.95, "seed": 5}
 ENDLESS = DRAWN | {"max_tokens": 90, "ignore_eos": True, "n": 2}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "seed": 3, "temperature": 3.0}
-
-
-@pytest.fixture(scope="module")
-def service():
-    return make_service()
-
-
-@pytest.fixture(scope="module")
-def generated(service):
-    """Returns the jobs of DRAWN by the engine itself, as `generate` runs them before the server starts."""
-    sampling = Sampling(tokens=24, samples=3, temperature=3.0, top_p=0.95, seed=5)
-    prompt = service.codec.encode("to be")
-    engine, weights = service.thread.engine, service.models["small"].weights
-    jobs = list(engine.run(make_jobs([prompt], sampling, weights, Stops(service.codec.vocabulary))))
-    list(engine.run([Job(0, prompt, 0, weights=weights, scores_prompt=True, draws=False)]))
-    return jobs
-
-
-@pytest.fixture(scope="module")
-def port(service, generated):
-    with running(service) as port:
-        yield port
 
 
 def test_completions_are_those_of_generate(service, port, generated):
@@ -155,6 +122,13 @@ BAD = [
     ({"prompt": "a", "model": "gpt"}, 404, "there is small"),
     ({"prompt": "a", "seed": 2**40}, 400, "seed must be"),
     ({"prompt": ["a", "b"], "n": 100}, 400, "more than 128"),
+    ({"prompt": "a", "max_tokens": 10_000_001}, 400, "expected 1 to 10000000"),
+    ({"prompt": "a", "max_tokens": 10**4000}, 400, "expected 1 to 10000000"),
+    ({"prompt": "a", "stop": "\ud800"}, 400, "half of a character"),
+    ({"prompt": "a", "stop": ["a", "b\udfff"]}, 400, "half of a character"),
+    ({"prompt": "\ud800"}, 400, "half of a character"),
+    ({"prompt": "a", "model": "\ud800"}, 404, "there is small"),
+    ({"prompt": "a", "\ud800": 1}, 400, "not a field"),
 ]
 
 
@@ -172,6 +146,22 @@ def test_bad_request_is_answered_as_openai_does(port, body, status, message):
 def test_bad_messages_are_rejected(port, messages):
     status, content = send(port, "/v1/chat/completions", CHAT | {"messages": messages})
     assert status == 400, content
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_completion_tokens": 10_000_001}, "expected 1 to 10000000"),
+        ({"max_tokens": 10_000_001}, "expected 1 to 10000000"),
+        ({"stop": "\udc00"}, "half of a character"),
+        ({"messages": [{"role": "user", "content": "\udc00"}]}, "half of a character"),
+        ({"chat_template_kwargs": {"\udc00": "\udc00"}}, None),
+    ],
+)
+def test_bad_field_of_a_chat_is_named(port, fields, message):
+    status, content = send(port, "/v1/chat/completions", CHAT | {"max_tokens": 4} | fields)
+    assert status == (400 if message else 200)
+    assert (message or "") in content.decode()
 
 
 def test_unknown_path_is_json(port):
@@ -206,8 +196,35 @@ def test_wrong_key_is_rejected(service, port, monkeypatch):
     assert send(port, "/health")[0] == 200
 
 
-def slow_down(service, monkeypatch, seconds):
-    before_call(monkeypatch, service.thread.engine, "step", lambda *_, **__: time.sleep(seconds))
+def test_prompts_are_counted_before_they_are_encoded(service, port, monkeypatch):
+    encoded = []
+    with monkeypatch.context() as patch:
+        before_call(patch, service.codec, "encode", lambda *arguments: encoded.append(arguments))
+        before_call(patch, service.codec, "decode", lambda *arguments: encoded.append(arguments))
+        for prompt in (["a"] * 300_000, [[1]] * 300_000, [1] * 300_000):
+            assert send(port, "/v1/completions", {"prompt": prompt, "echo": True})[0] == 400
+        assert not encoded
+        assert send(port, "/v1/completions", {"prompt": ["a" * 97] * 100})[0] == 400
+    assert len(encoded) == 1
+
+
+def test_long_bodies_do_not_delay_short_ones(service, port, monkeypatch):
+    answered, in_time = threading.Event(), []
+    with monkeypatch.context() as patch, concurrent.futures.ThreadPoolExecutor(4) as pool:
+        patch.setattr(service.limits, "seconds", 30.0)
+
+        def wait(prompt, _):
+            if prompt == "long":
+                in_time.append(answered.wait(3))
+
+        before_call(patch, service.codec, "encode", wait)
+        body = DRAWN | {"prompt": "long", "user": "x" * 200_000}
+        long = [pool.submit(send, port, "/v1/completions", body) for _ in range(4)]
+        time.sleep(0.3)
+        ask(port, DRAWN)
+        answered.set()
+        assert [future.result()[0] for future in long] == [200] * 4
+    assert all(in_time)
 
 
 def test_full_queue_rejects_and_then_serves(service, port, monkeypatch):

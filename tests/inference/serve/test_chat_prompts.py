@@ -12,7 +12,6 @@ from shardformer.inference.chat_codec import ChatCodec
 from shardformer.inference.serve.engine import Engine
 from shardformer.inference.serve.engine_thread import EngineThread
 from shardformer.inference.serve.jobs import Weights
-from shardformer.inference.serve.request_fields import parse_body
 from shardformer.inference.serve.server_metrics import ServerMetrics
 from shardformer.inference.serve.service import Served, Service
 from shardformer.inference.text_codec import TextCodec
@@ -65,7 +64,7 @@ def open_service(name, folder) -> tuple[Service, list[list[int]]]:
 def read_prompts(name, folder) -> list[list[int]]:
     service, prompts = open_service(name, folder)
     for record in conversations(name):
-        asyncio.run(service.start(parse_body(json.dumps(as_client(record)).encode()), chat=True))
+        asyncio.run(service.start(json.dumps(as_client(record)).encode(), chat=True))
     return prompts
 
 
@@ -102,7 +101,7 @@ def test_prompts_equal_those_of_transformers(name, tmp_path):
 
 def test_template_process_is_kept_and_replaced_when_it_ends(tmp_path):
     service, prompts = open_service("qwen3", tmp_path)
-    body = as_client(conversations("qwen3")[2])
+    body = json.dumps(as_client(conversations("qwen3")[2])).encode()
     asyncio.run(service.start(body, chat=True))
     (process,) = service._processes
     asyncio.run(service.start(body, chat=True))
