@@ -32,6 +32,7 @@ from shardformer.devices import early_compilation, processes, programs
 from shardformer.devices.early_compilation import EarlyCompilation
 from shardformer.errors import UsageError
 from shardformer.files import replacing
+from shardformer.inference.lm_eval_answers import check_installed
 from shardformer.inference.prompts import read_prompts
 from shardformer.layout import mesh
 from shardformer.logs import command_start, goodput, observers
@@ -60,6 +61,7 @@ class Session:
     Arguments:
       previous: the configuration of the checkpoint that the run continues; None for a run from step 0.
       is_new: the run's folder does not exist yet.
+      prompts: those of eval_prompts, which are continued at each evaluation.
     """
 
     run: Run
@@ -67,6 +69,7 @@ class Session:
     previous: Config | None = None
     is_new: bool = True
     say: Say = print
+    prompts: list[str] = dataclasses.field(default_factory=list)
 
     @staticmethod
     def create(
@@ -75,14 +78,14 @@ class Session:
         """Opens a new run; `corpus` replaces the data that the configuration names."""
         if config.lora.lora_rank and not config.training.base:
             raise UsageError("lora_rank trains adapters beside the frozen weights of a trained run; name it: base=RUN")
-        _check_code(config)
+        prompts = _open_what_start_names(config)
         if corpus is None:
             Run(config, TokenIds(config.model.vocab or 1), "").refuse_to_overwrite()  # before the data are read
             vocabulary = open_vocabulary_of_base(config) if config.training.base else None
             corpus = data.load_corpus(config, say, vocabulary, progress)
         run = Run.create(config, corpus)
         run.refuse_to_overwrite()
-        return Session(run, corpus, say=say)
+        return Session(run, corpus, say=say, prompts=prompts)
 
     @staticmethod
     def resume(
@@ -97,7 +100,8 @@ class Session:
         run = Run.open(folder, changes)
         previous = checkpoint.read_config(run.stored)
         check_given(run.config, {key: value for key, value in changes.items() if value != previous.get(key)})
-        _check_code(run.config)
+        _check_steps(run, max(checkpoint.list_steps(run.out), default=0))
+        prompts = _open_what_start_names(run.config)
         if corpus is None:
             if "data" not in changes:
                 _check_fingerprint(run, previous)
@@ -107,7 +111,7 @@ class Session:
         run.check_corpus(corpus)
         run = run.with_corpus(corpus)
         _check_text_field(run.config, previous)
-        return Session(run, corpus, previous, is_new=False, say=say)
+        return Session(run, corpus, previous, is_new=False, say=say, prompts=prompts)
 
     @staticmethod
     def branch(
@@ -127,12 +131,13 @@ class Session:
         run.refuse_to_overwrite()
         if not names_data:
             _check_fingerprint(source, config)
-        _check_code(config)
+        _check_steps(run, config.training.base_step)
+        prompts = _open_what_start_names(config)
         corpus = data.load_corpus(
             config, say, source.vocabulary, progress, started_with=source.fingerprint, resumes=True
         )
         source.check_corpus(corpus)
-        return Session(run.with_corpus(corpus), corpus, previous, say=say)
+        return Session(run.with_corpus(corpus), corpus, previous, say=say, prompts=prompts)
 
     def train(
         self,
@@ -151,6 +156,7 @@ class Session:
             with StopSignal() as stop:
                 return self.train(stop, sink, evaluate)
         with contextlib.ExitStack() as stack:
+            self._try_reward()
             run = self._on_devices()
             programs.keep_compiled_programs(run.config, processes.gather_texts)
             stack.enter_context(processes.ending_all_on_failure())
@@ -177,7 +183,8 @@ class Session:
                 from shardformer.training.rollouts import add_rollouts  # not imported without rewards
 
                 trainer = add_rollouts(run, trainer, state, self.say)
-            evaluator = Evaluator(trainer, corpus, _make_monitor(run, int(state.step), stop, self.say), evaluate)
+            monitor = _make_monitor(run, self.prompts, int(state.step), stop, self.say)
+            evaluator = Evaluator(trainer, corpus, monitor, evaluate)
             self._say_evaluated_share(evaluator)
             batches = corpus.train_batches(run.config, int(state.step), trainer.local_rows)
             stack.callback(batches.close)
@@ -191,6 +198,12 @@ class Session:
                 with goodput.CLOCK.spending("evaluation"):
                     draw_curves(run, lock, self.say)
             return Trained(run, evaluator, best, stopped=stop.is_obeyed)
+
+    def _try_reward(self) -> None:
+        if self.run.config.preferences.learns_rewards and isinstance(self.corpus, Corpus):
+            from shardformer.training.rollouts import try_first_row  # not imported without rewards
+
+            try_first_row(self.run, self.corpus)
 
     def _on_devices(self) -> Run:
         """Starts JAX, and returns the run with its mesh, which mesh=auto chooses from the devices."""
@@ -216,8 +229,6 @@ class Session:
             self.say(parameter_tables.format_rules(lora.select_trainable(trainer.model.shapes, run.config), run.config))
 
     def _say_step(self, run: Run, trainer: Trainer, step: int) -> None:
-        if step > run.config.training.steps:
-            raise UsageError(f"{run.out} is at step {step} already, got steps={run.config.training.steps}; give more")
         if self.previous and self.is_new:
             self.say(start_messages.describe_branch(self.previous, run.config, step))
         elif self.previous:
@@ -276,13 +287,25 @@ def warn_of_compiler() -> None:
         warnings.warn(fault, stacklevel=5)  # the line of the user that calls Session.train
 
 
-def _check_code(config: Config) -> None:
-    """Raises UsageError for code that this start names and that cannot be imported, before the run starts."""
+def _check_steps(run: Run, step: int) -> None:
+    """Rejects a last step that a checkpoint is beyond."""
+    if step > run.config.training.steps:
+        raise UsageError(f"{run.out} is at step {step} already, got steps={run.config.training.steps}; give more")
+
+
+def _open_what_start_names(config: Config) -> list[str]:
+    """Returns the prompts of eval_prompts; raises UsageError for code, tasks or prompts that cannot be opened.
+
+    Called before the data are read, which may take hours.
+    """
     observers.check_trackers(config)
+    if config.start.eval_tasks:
+        check_installed("eval_tasks")
     if config.preferences.learns_rewards:
         from shardformer.training.rewards import check_reward  # not imported without rewards
 
         check_reward(config)
+    return read_prompts(config.start.eval_prompts, key="eval_prompts") if config.start.eval_prompts else []
 
 
 def _check_fingerprint(run: Run, stored: Config) -> None:
@@ -308,7 +331,7 @@ def _has_known_batches(config: Config, corpus: Data) -> bool:
     return plain and own and not choose_row_layout(config).weighs_targets
 
 
-def _make_monitor(run: Run, first_step: int, stop: StopSignal, say: Say) -> Monitor | None:
+def _make_monitor(run: Run, prompts: list[str], first_step: int, stop: StopSignal, say: Say) -> Monitor | None:
     """Returns the scores and generated texts of the run while it trains; None if it has none."""
     c = run.config
     for record, name, given in (
@@ -317,11 +340,9 @@ def _make_monitor(run: Run, first_step: int, stop: StopSignal, say: Say) -> Moni
     ):
         if first_step and not given and (run.records / f"{record}.jsonl").exists():
             say(f"{record}.jsonl is not continued: {name} is never stored in a run; give {name}= again")
-    if not (c.start.eval_tasks or c.start.eval_prompts):
+    if not (c.start.eval_tasks or prompts):
         return None
-    return Monitor(
-        run, read_prompts(c.start.eval_prompts) if c.start.eval_prompts else [], first_step, stop.is_requested
-    )
+    return Monitor(run, prompts, first_step, stop.is_requested)
 
 
 @contextlib.contextmanager

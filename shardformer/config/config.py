@@ -130,6 +130,11 @@ class Config:
         """True if some layers have experts and others a dense feed-forward."""
         return bool(self.experts.experts) and not all(self.sparse_layers)
 
+    @property
+    def has_dense_layers(self) -> bool:
+        """True if some layers have a dense feed-forward."""
+        return not self.experts.experts or self.mixes_layers
+
     def layers_of(self, name: str) -> Sequence[int]:
         """Returns the numbers of the layers that have a parameter of this name, such as `expert_up`.
 

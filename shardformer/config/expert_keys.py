@@ -6,12 +6,16 @@ from typing import Literal
 
 from shardformer.config.keys import KeyGroup, key, require
 
+MAX_EXPERTS = 100_000  # each may add a tile of padding to the rows of a product, which int32 counts
+
 
 @dataclasses.dataclass(frozen=True)
 class ExpertKeys(KeyGroup):
     """Experts"""
 
-    experts: int = key(0, "experts in each layer's feed-forward; 0: one dense feed-forward", least=0, fixed=True)
+    experts: int = key(
+        0, "experts in each layer's feed-forward; 0: one dense feed-forward", least=0, below=MAX_EXPERTS + 1, fixed=True
+    )
     dense_first: int = key(
         0,
         "first layers with a dense feed-forward of width d_ff instead of experts, as DeepSeek; expert_pattern starts "

@@ -58,6 +58,8 @@ def check_rules(c: "Config") -> None:
     )
     if c.parallel.mesh != "auto":
         _check_mesh(c)
+    if c.stored.has_groups:
+        _check_pairs(c, 1 if c.parallel.mesh == "auto" else c.parallel.mp)
 
 
 def check_given(c: "Config", given: dict[str, object]) -> None:
@@ -151,7 +153,7 @@ def _check_adapters(c: "Config") -> None:
 
 def _list_adaptable(c: "Config") -> list[str]:
     """Returns the matrices of a layer that may have adapters."""
-    feed_forward = [] if c.experts.experts and not c.mixes_layers else list(MATRICES[MATRICES.index("up") :])
+    feed_forward = list(MATRICES[MATRICES.index("up") :]) if c.has_dense_layers else []
     if c.experts.experts:
         feed_forward += [*EXPERT_MATRICES, *(SHARED_MATRICES if c.experts.shared_width else ())]
     return [*"qkvo", *(name for name in feed_forward if c.model.gated or not name.endswith("gate"))]
@@ -300,7 +302,7 @@ def _check_context(c: "Config") -> None:
 
 def _check_split_sizes(c: "Config", mp: int) -> None:
     sizes = {"heads": c.model.heads}
-    if not c.experts.experts or c.mixes_layers:
+    if c.has_dense_layers:
         sizes["feed-forward width"] = c.model.ff_size
     over_dp = c.parallel.dp * c.parallel.mp if c.experts.expert_axes == "dp" and c.parallel.dp > 1 else 1
     require(
@@ -329,16 +331,14 @@ def _check_split_sizes(c: "Config", mp: int) -> None:
         f"the vocabulary padded to vocab_multiple={c.model.vocab_multiple} does not divide over mp={mp}; "
         f"set vocab_multiple={mp} (it is part of the model, so on every mesh)",
     )
-    if c.stored.has_groups:
-        _check_pairs(c, mp)
 
 
 def _check_pairs(c: "Config", mp: int) -> None:
     """Rejects 4-bit codes of matrices with an odd number of inputs on a device: a byte has two."""
     local = {"d_model": c.model.d_model, "heads x head size": c.model.attention_size // mp}
     if c.experts.experts:
-        local["expert_width"] = c.expert_size // (1 if c.splits_experts else mp)
-    else:
+        local["expert_width"] = c.expert_size // (mp if c.experts.experts % mp else 1)
+    if c.has_dense_layers:
         local["d_ff"] = c.model.ff_size // mp
     if c.experts.shared_width:
         local["shared_width"] = c.experts.shared_width // mp
@@ -346,7 +346,7 @@ def _check_pairs(c: "Config", mp: int) -> None:
     require(
         not odd,
         f"weights={c.stored.weights} stores two inputs in a byte, and each device of mesh={c.parallel.mesh} has an odd "
-        f"number of {', '.join(odd)}; give weights=int8 or less mp",
+        f"number of {', '.join(odd)}; give weights=int8{' or less mp' if mp > 1 else ''}",
     )
 
 

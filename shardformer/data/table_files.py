@@ -17,7 +17,7 @@ def is_table(path: Path) -> bool:
     return path.suffix.lower() in TABLES
 
 
-def read_rows(path: Path, advance: Callable[[int], object] = lambda _: None) -> Iterator[tuple[bytes, str]]:
+def read_table(path: Path, advance: Callable[[int], object] = lambda _: None) -> Iterator[tuple[bytes, str]]:
     """Yields each row as a line of JSON, with its name in errors; fields that a row lacks are left out."""
     try:
         import pyarrow

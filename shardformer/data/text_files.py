@@ -10,12 +10,12 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from shardformer.data import json_records
 from shardformer.data.packed_files import PACKED, find_suffix, open_unpacked
 from shardformer.data.row_report import RowError, RowReport
-from shardformer.data.table_files import is_table, read_rows
+from shardformer.data.table_files import is_table, read_table
 from shardformer.errors import UsageError
 from shardformer.files import open_regular
 
@@ -75,6 +75,9 @@ class Piece:
     prompt: str = ""  # text before it without a loss
     spans: tuple[tuple[int, int], ...] | None = None  # of a conversation: the characters with a loss
     key: str = ""  # the text that chooses its split, if not this one
+
+
+Pieces = TypeVar("Pieces", bound=tuple[Piece, ...])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,7 +302,7 @@ def _read_packed_text(path: Path, breaks: Breaks, advance: Callable[[int], objec
 def read_lines(path: Path, advance: Callable[[int], object] = lambda _: None) -> Iterator[tuple[bytes, str]]:
     """Yields each line of a file that is not empty, element of an array or row of a table, with its name in errors."""
     if is_table(path):
-        yield from read_rows(path, advance)
+        yield from read_table(path, advance)
         return
     is_array = is_json(path) and json_records.contains_array(_read_beginning(path))
     try:
@@ -327,6 +330,46 @@ def read_lines(path: Path, advance: Callable[[int], object] = lambda _: None) ->
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
 
 
+def read_rows(
+    path: Path,
+    make: Callable[[Any, str], Pieces],
+    advance: Callable[[int], object] = lambda _: None,
+    report: RowReport | None = None,
+) -> Iterator[Pieces]:
+    """Yields the pieces that `make` returns for each record of a file and the record's name in errors.
+
+    A record that is not JSON, of which `make` raises RowError, or whose text UTF-8 lacks, goes into `report`, or raises
+    without one.
+    """
+    for line, location in read_lines(path, advance):
+        try:
+            pieces = make(_parse(line, location), location)
+            _check_characters(pieces, location)
+        except RowError as error:
+            if report is None:
+                raise
+            report.add_fault(error)
+        else:
+            yield pieces
+
+
+def _parse(line: bytes, location: str):
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise RowError(location, f"is not JSON: {error}", "is not JSON") from None
+
+
+def _check_characters(pieces: tuple[Piece, ...], location: str) -> None:
+    """Raises RowError for half of a character, which JSON can escape and most tokenizers do not take."""
+    for text in (text for piece in pieces for text in (piece.prompt, piece.text)):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            cause = "half of a character (a lone surrogate)"
+            raise RowError(location, f"has {text[error.start]!r}, {cause}; remove it", cause) from None
+
+
 def peek_record(path: Path):
     """Returns the first record of a file; None if there is none or it is not JSON."""
     line = next((line for line, _ in read_lines(path)), b"")
@@ -339,23 +382,14 @@ def peek_record(path: Path):
 def _read_records(
     path: Path, field: str, breaks: Breaks, advance: Callable[[int], object], report: RowReport | None
 ) -> Iterator[Piece]:
-    for line, location in read_lines(path, advance):
-        try:
-            prompt, text = _read_record(line, field, location)
-        except RowError as error:
-            note_fault(error, report)
-            continue
-        first, *rest = _cut(text, True, breaks, path)
-        yield dataclasses.replace(first, prompt=prompt)
+    for (piece,) in read_rows(path, functools.partial(_make_piece, field), advance, report):
+        first, *rest = _cut(piece.text, True, breaks, path)
+        yield dataclasses.replace(first, prompt=piece.prompt)
         yield from rest
 
 
-def _read_record(line: bytes, field: str, location: str) -> tuple[str, str]:
-    """Returns (prompt, text) of a record; `location` is its name in errors."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise RowError(location, f"is not JSON: {error}", "is not JSON") from None
+def _make_piece(field: str, record, location: str) -> tuple[Piece]:
+    """Returns the text of a record behind its prompt; `location` is its name in errors."""
     if isinstance(record, dict) and field not in record and {"prompt", "completion"} <= record.keys():
         prompt, text = record["prompt"], record["completion"]
         for name, value in (("prompt", prompt), ("completion", text)):
@@ -372,11 +406,4 @@ def _read_record(line: bytes, field: str, location: str) -> tuple[str, str]:
             "prompt and completion",
             f"has no text under {field!r}",
         )
-    return prompt, text
-
-
-def note_fault(error: RowError, report: RowReport | None) -> None:
-    """Adds a fault to a report; raises it if there is none."""
-    if report is None:
-        raise error
-    report.add_fault(error)
+    return (Piece(text, prompt=prompt),)

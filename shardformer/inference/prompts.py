@@ -11,12 +11,13 @@ from shardformer.errors import UsageError
 MAX_TEXT = 256 << 20  # characters
 
 
-def read_prompts(source: str, chat: bool = False) -> list[str]:
-    """Returns the prompts of a file: one per line, as text or as JSON with a prompt."""
-    content = _read_text(source, f"prompts={source}")
-    prompts = [_parse_prompt(line, source, i + 1, chat) for i, line in enumerate(content.split("\n")) if line.strip()]
+def read_prompts(source: str, chat: bool = False, key: str = "prompts") -> list[str]:
+    """Returns the prompts of a file that `key` names: one per line, as text or as JSON with a prompt."""
+    name = f"{key}={source}"
+    content = _read_text(source, name)
+    prompts = [_parse_prompt(line, name, i + 1, chat) for i, line in enumerate(content.split("\n")) if line.strip()]
     if not prompts:
-        raise UsageError(f"prompts={source} has no prompt; give one per line")
+        raise UsageError(f"{name} has no prompt; give one per line")
     return prompts
 
 
@@ -54,7 +55,7 @@ def _open(source: str):
     return open(storage.local_path(source), encoding="utf-8", newline="")  # line ends are the text's own
 
 
-def _parse_prompt(line: str, source: str, number: int, chat: bool) -> str:
+def _parse_prompt(line: str, name: str, number: int, chat: bool) -> str:
     """Returns the "prompt" of a line that is a JSON object; any other line is itself a prompt.
 
     chat: an object may have messages instead, which become a JSON list.
@@ -63,7 +64,7 @@ def _parse_prompt(line: str, source: str, number: int, chat: bool) -> str:
         return line.rstrip("\r")
     if chat and (messages := _find_messages(line)):
         return messages
-    return _parse_record(line, "prompt", f"prompts={source}, line {number}")
+    return _parse_record(line, "prompt", f"{name}, line {number}")
 
 
 def _find_messages(line: str) -> str:

@@ -14,7 +14,7 @@ from shardformer.devices import processes
 from shardformer.errors import RunError
 from shardformer.files import GrowingFile, expand_home, read_bytes, replacing
 from shardformer.inference import Generator, Sampling, Stops
-from shardformer.inference.lm_eval_answers import Answers, check_installed
+from shardformer.inference.lm_eval_answers import Answers
 from shardformer.inference.text_codec import TextCodec
 from shardformer.layout import mesh
 from shardformer.model import Model, master_weights
@@ -125,7 +125,6 @@ class Monitor:
 
     def _open_tasks(self):
         """Returns the answers and the tasks' manager; the harness needs seconds to import."""
-        check_installed("eval_tasks")
         from shardformer.inference import lm_eval_adapter
 
         codec = self._open_codec("true")  # `hf` recognises special tokens in every text

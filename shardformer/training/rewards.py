@@ -1,6 +1,7 @@
 """Rewards of sampled answers: a function of the user's file, or one of two that are built in."""
 
 import importlib.util
+import inspect
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,7 @@ def open_reward(name: str) -> Reward:
     if not kind.endswith(".py") or not value.isidentifier():
         raise UsageError(f"{TAKES}; got reward={name:.100}")
     function = _import_function(name, Path(expand_home(kind)), value)
+    _check_parameters(name, function)
 
     def reward(prompt: str, answer: str, expected: str) -> float:
         with forbid_exit(f"reward={name}"):
@@ -71,14 +73,40 @@ def _import_function(name: str, path: Path, function: str) -> Reward:
     return result
 
 
+def _check_parameters(name: str, function: Reward) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some callables of C have none; the first call shows it
+        return
+    try:
+        signature.bind("prompt", "answer", "expected")
+    except TypeError:
+        raise UsageError(
+            f"reward={name} has the parameters {signature}, and is called with three texts; write "
+            "(prompt, answer, expected)"
+        ) from None
+
+
+def try_reward(name: str, prompt: str, expected: str) -> None:
+    """Raises UsageError unless a reward gives a number for a record's own answer, before a run starts."""
+    try:
+        compute_reward(open_reward(name), prompt, expected, expected)
+    except RunError as error:
+        raise UsageError(f"reward={name}, called with the first record's own answer: {error}") from None
+
+
 def compute_reward(reward: Reward, prompt: str, answer: str, expected: str) -> float:
     """Returns the reward of an answer; raises RunError for a function that fails or gives no finite number."""
     try:
-        value = float(reward(prompt, answer, expected))
+        value = reward(prompt, answer, expected)
     except Exception as error:  # a function may raise anything
         raise RunError(
             f"reward failed for the answer {answer!r:.80}: {type(error).__name__}: {error!s:.200}"
         ) from error
-    if not math.isfinite(value):
-        raise RunError(f"reward gave {value} for the answer {answer!r:.80}; expected a finite number")
-    return value
+    try:
+        number = float(value)
+    except Exception:  # of an array's own conversion, perhaps
+        number = math.nan
+    if not math.isfinite(number):
+        raise RunError(f"reward gave {value!r:.80} for the answer {answer!r:.80}; expected a finite number")
+    return number

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from shardformer.data import Corpus
+from shardformer.data.corpus import choose_row_layout
 from shardformer.data.order import scramble
-from shardformer.data.prompt_windows import PromptRow, read_prompts
+from shardformer.data.prompt_windows import SCANNED, PromptRow, read_prompts
 from shardformer.data.windows import Batch
 from shardformer.devices import processes, programs
 from shardformer.inference import Generator, Sampling, Stops
@@ -23,7 +25,7 @@ from shardformer.logs import goodput
 from shardformer.model import Measures, Model, Sums, lora
 from shardformer.tables import format_count
 from shardformer.training.preference_references import digest_weights
-from shardformer.training.rewards import Reward, compute_reward, open_reward
+from shardformer.training.rewards import Reward, compute_reward, open_reward, try_reward
 from shardformer.training.run_folder import Run
 from shardformer.training.step import TrainState
 from shardformer.training.teacher import check_weights
@@ -206,6 +208,14 @@ def add_rollouts(run: Run, trainer: Trainer, state: TrainState, say: Say) -> Rol
         "val_loss is minus the mean reward of greedy answers"
     )
     return RolloutTrainer(trainer, Rollouts(run, trainer.model, reference, open_reward(run.config.start.reward)))
+
+
+def try_first_row(run: Run, corpus: Corpus) -> None:
+    """Raises UsageError if the reward of a run gives no number for its first record, before anything compiles."""
+    windows, answers = corpus.splits("train")[0].make_windows(choose_row_layout(run.config)), Answers.of(run)
+    rows = read_prompts(windows.gather(np.arange(min(windows.count, SCANNED))))
+    for row in [row for row in rows if row.prompt][:1]:
+        try_reward(run.config.start.reward, answers.decode(row.prompt), answers.read(row.expected))
 
 
 def for_evaluation(run: Run, trainer: Trainer, reward: str) -> RolloutTrainer:

@@ -222,6 +222,7 @@ def test_malformed_mesh(text):
           for name in ("experts", "dense_first", "shared_width", "balance_loss", "router_z_loss", "balance_rate")),
         ({"experts_per_token": 0}, "experts_per_token must be at least 1, got 0"),
         ({"expert_width": 0}, "expert_width must be at least 1, or auto, got 0"),
+        ({"experts": 10**9}, "experts must be below 100001, got 1000000000"),
         ({"experts": 2, "experts_per_token": 3}, "experts_per_token=3 must be at most experts=2"),
         ({"experts": 4, "bias": "none", "expert_pattern": "ex"},
          "expert_pattern takes the letters e (experts) and d (dense), such as de; got expert_pattern=ex"),
@@ -243,6 +244,10 @@ def test_malformed_mesh(text):
          "the width of an expert=6 does not divide over mp=4 (mesh=1x4); try mesh=1x2"),
         ({"weights": "nf4", "d_ff": 6, "mesh": "1x2"},
          "weights=nf4 stores two inputs in a byte, and each device of mesh=1x2 has an odd number of d_ff 3"),
+        ({"weights": "int4", "d_ff": 255, "expert_width": 256, "experts": 4, "dense_first": 1, "bias": "none"},
+         "weights=int4 stores two inputs in a byte, and each device of mesh=auto has an odd number of d_ff 255"),
+        ({"weights": "nf4", "d_ff": 255, "mesh": "auto"},
+         "each device of mesh=auto has an odd number of d_ff 255; give weights=int8"),
     ],
 )  # fmt: skip
 def test_every_rule(changes, message):

@@ -69,6 +69,28 @@ def test_records_of_texts_follow_the_same_rule(tmp_path, tokenizer):
     load(path, bad_rows="skip", **options)
 
 
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
+@pytest.mark.parametrize(
+    ("make", "keys"),
+    [
+        (lambda text: {"text": text}, {"chat_template": "auto"}),
+        (lambda text: {"prompt": text, "completion": "a"}, {"chat_template": "auto"}),
+        (lambda text: {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "a"}]}, {}),
+        (lambda text: {"chosen": text, "rejected": "no"}, {"chat_template": "auto", "objective": "dpo"}),
+    ],
+    ids=["text", "prompt", "chat", "pair"],
+)
+def test_half_a_character_is_a_bad_row(tmp_path, make, keys, tokenizer):
+    texts = [*(f"some words {n} " * 9 for n in range(40)), "half \ud83d"]
+    path, said, options = tmp_path / "rows.jsonl", [], {"tokenizer": tokenizer, "vocab": 0} | keys
+    path.write_text("\n".join(json.dumps(make(text)) for text in texts))
+    message = r"rows.jsonl, line 41, has '\\ud83d', half of a character .* remove it; .* bad_rows=skip"
+    with pytest.raises(UsageError, match=message):
+        load(path, **options)
+    load(path, said.append, bad_rows="skip", **options)
+    assert [line for line in said if "1 row: 1 x half of a character" in line]
+
+
 @pytest.mark.parametrize("tokenizer", ["bytes", "chars"])
 def test_faults_of_all_sources_come_at_once(tmp_path, tokenizer):
     paths = []

@@ -187,9 +187,9 @@ def test_scores_equal_those_of_harness(tmp_path, text):
         assert line["scores"]["choose"] == {k: v for k, v in expected.items() if isinstance(v, (int, float))}
 
 
-def test_tasks_need_the_harness(tmp_path, text, monkeypatch, capsys):
+def test_tasks_need_the_harness(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)  # as where it is not installed
-    assert runs.train(*WORDS, "eval_tasks=x", f"data={text}", f"out={tmp_path / 'run'}") == runs.USAGE
+    assert runs.train(*WORDS, "eval_tasks=x", "data=nowhere", f"out={tmp_path / 'run'}") == runs.USAGE
     assert "eval_tasks needs lm-evaluation-harness: pip install" in capsys.readouterr().err
 
 
@@ -197,7 +197,7 @@ def test_tasks_need_the_harness(tmp_path, text, monkeypatch, capsys):
     ("word", "message"),
     [
         ("eval_limit=2", "eval_limit does nothing without eval_tasks"),
-        ("eval_prompts=nowhere.txt", "prompts=nowhere.txt cannot be read"),
+        ("eval_prompts=nowhere.txt", "eval_prompts=nowhere.txt cannot be read"),
     ],
 )
 def test_wrong_keys_are_rejected(tmp_path, text, capsys, word, message):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -12,10 +13,15 @@ from shardformer import checkpoint
 from shardformer.__main__ import main
 from shardformer.data.prompt_windows import PromptRow
 from shardformer.errors import RunError, UsageError
+<<<<<<< HEAD
 from shardformer.inference.generator import Continuation
+=======
+from shardformer.layout import mesh
+>>>>>>> words
 from shardformer.training import rewards, rollouts
 from tests import runs, shared
 from tests.data.chat.chats import write_lines
+from tests.surroundings import let_fail
 
 KEYS = ["tiny", "mesh=2x1", "zero=3", "accum=2", "tokenizer=chars", "seq=8", "objective=grpo", "answer_tokens=3",
         "batch=32", "group_size=4", "rollout_steps=2", "steps=24", "eval_every=24", "eval_batches=1", "log_every=1",
@@ -110,14 +116,16 @@ def test_rewards_that_are_built_in():
         ("{}/bad.py:score", "bad.py:score cannot be imported: division by zero"),
         ("{}/one.py:other", "cannot be imported: module 'one' has no attribute 'other'"),
         ("{}/one.py:one", "one.py:one is a int; name a function"),
+        ("{}/two.py:score", "two.py:score has the parameters (prompt, answer), and is called with three texts; write"),
         ("{}/ends.py:score", "ends.py:score cannot be imported: the file calls sys.exit"),
     ],
 )
 def test_wrong_reward_is_rejected(tmp_path, name, message):
     (tmp_path / "bad.py").write_text("1 / 0")
     (tmp_path / "one.py").write_text("one = 1")
+    (tmp_path / "two.py").write_text("def score(prompt, answer): return 1")
     (tmp_path / "ends.py").write_text("import sys; sys.exit(0)")
-    with pytest.raises(UsageError, match=message.replace("(", r"\(")):
+    with pytest.raises(UsageError, match=re.escape(message)):
         rewards.open_reward(name.format(tmp_path))
 
 
@@ -125,12 +133,30 @@ def test_wrong_reward_is_rejected(tmp_path, name, message):
     ("reward", "message"),
     [
         (lambda *_: 1 / 0, "ZeroDivisionError: division by zero"),
-        (lambda *_: np.nan, "reward gave nan for the answer 'b'"),
+        (lambda *_: np.nan, "reward gave nan for the answer 'b'; expected a finite number"),
+        (lambda *_: None, "reward gave None for the answer 'b'; expected a finite number"),
     ],
 )
 def test_reward_without_a_number_ends_the_run(reward, message):
     with pytest.raises(RunError, match=message):
         rewards.compute_reward(reward, "a", "b", "c")
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ("None", "called with the first record's own answer: reward gave None for the answer '"),
+        ("int(answer) / 0", "own answer: reward failed for the answer '4': ZeroDivisionError: division by zero"),
+    ],
+)
+def test_reward_is_tried_before_any_device(tmp_path, monkeypatch, capsys, result, message):
+    let_fail(monkeypatch, mesh, "start", AssertionError("it has started the devices"))
+    (tmp_path / "score.py").write_text(f"def score(prompt, answer, expected): return {result}")
+    records = [{"prompt": f"{n:02} ", "completion": "4"} for n in range(100)]
+    words = [*KEYS, f"data={write_lines(tmp_path / 'digits.jsonl', records)}", f"reward={tmp_path}/score.py:score"]
+    assert runs.train(*words, f"out={tmp_path}/run") == runs.USAGE
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_reward_that_calls_exit_is_named(tmp_path):

@@ -1,5 +1,6 @@
 """Files of conversations as documents: text, the spans of it that have a loss, and their token ids and loss mask."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import numpy as np
 
 from shardformer.data import text_files
 from shardformer.data.chat.chat_format import ChatFormat
-from shardformer.data.chat.conversations import Conversation, is_chat_record, parse_conversation
+from shardformer.data.chat.conversations import Conversation, is_chat_record, make_conversation
 from shardformer.data.chat.spans import Span, SpansNotFound, render_with_spans
 from shardformer.data.chat.template_process import RenderError, TemplateProcess
 from shardformer.data.row_report import RowError, RowReport
@@ -39,15 +40,14 @@ def read_conversations(
     `letters` are special tokens that are only letters in messages, as `vocabulary.letters` lists them.
     """
     with TemplateProcess(format, letters=letters) as process:
-        for line, location in text_files.read_lines(path, advance):
-            try:
-                yield _read_conversation(process, line, location, report)
-            except RowError as error:
-                text_files.note_fault(error, report)
+        make = functools.partial(_render_conversation, process, report)
+        for (piece,) in text_files.read_rows(path, make, advance, report):
+            yield piece
 
 
-def _read_conversation(process: TemplateProcess, line: bytes, location: str, report: RowReport | None) -> Piece:
-    conversation = parse_conversation(line, location)
+def _render_conversation(process: TemplateProcess, report: RowReport | None, record, location: str) -> tuple[Piece]:
+    """Returns a conversation as a text with spans."""
+    conversation = make_conversation(record, location)
     try:
         text, spans = render_with_spans(process, conversation)
     except (RenderError, SpansNotFound) as error:
@@ -55,7 +55,7 @@ def _read_conversation(process: TemplateProcess, line: bytes, location: str, rep
     if report:
         for change in describe_changes(process, conversation):
             report.add_change(change, location)
-    return Piece(text, spans=tuple(spans), key=conversation.words)
+    return (Piece(text, spans=tuple(spans), key=conversation.words),)
 
 
 def describe_changes(process: TemplateProcess, conversation: Conversation) -> Iterator[str]:

@@ -71,15 +71,6 @@ def _find_answer(record: dict) -> str | None:
     return next((name for name in ANSWERS if isinstance(record.get(name), str)), None)
 
 
-def parse_conversation(line: bytes, location: str) -> Conversation:
-    """Parses a record; raises RowError that names `location`."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise RowError(location, f"is not JSON: {error}", "is not JSON") from None
-    return make_conversation(record, location)
-
-
 def make_conversation(record, location: str) -> Conversation:
     """Checks a record; raises RowError that names what is wrong in it."""
     if not isinstance(record, dict) or not is_chat_record(record, ""):

@@ -5,7 +5,6 @@ The prompt is explicit, or implicit: the common beginning of chosen and rejected
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -69,30 +68,13 @@ def read_pairs(
     `letters` are special tokens that are only letters in messages, as `vocabulary.letters` lists them.
     """
     if format is None:
-        yield from _read(path, lambda record, location: _make_text_pair(record, location), advance, report)
+        yield from text_files.read_rows(path, _make_text_pair, advance, report)
         return
     with TemplateProcess(format, letters=letters) as process:
-        yield from _read(path, functools.partial(_render_pair, process, report), advance, report)
+        yield from text_files.read_rows(path, functools.partial(_render_pair, process, report), advance, report)
 
 
-def _read(
-    path: Path,
-    make: Callable[[dict, str], Pair],
-    advance: Callable[[int], object],
-    report: RowReport | None,
-) -> Iterator[Pair]:
-    for line, location in text_files.read_lines(path, advance):
-        try:
-            yield make(_parse(line, location), location)
-        except RowError as error:
-            text_files.note_fault(error, report)
-
-
-def _parse(line: bytes, location: str) -> dict:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise RowError(location, f"is not JSON: {error}", "is not JSON") from None
+def _check_pair(record, location: str) -> None:
     if not is_preference_record(record, ""):
         has = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         raise RowError(
@@ -103,11 +85,11 @@ def _parse(line: bytes, location: str) -> dict:
         )
     if record["chosen"] == record["rejected"]:
         raise RowError(location, "has equal chosen and rejected, which prefers neither", "equal chosen and rejected")
-    return record
 
 
-def _make_text_pair(record: dict, location: str) -> Pair:
+def _make_text_pair(record, location: str) -> Pair:
     """Returns a pair of texts."""
+    _check_pair(record, location)
     for name in ("prompt", *SIDES):
         if not isinstance(record.get(name, ""), str):
             kind = type(record[name]).__name__
@@ -155,8 +137,9 @@ def make_conversations(record: dict, location: str) -> tuple[Conversation, Conve
     return result[0], result[1]
 
 
-def _render_pair(process: TemplateProcess, report: RowReport | None, record: dict, location: str) -> Pair:
+def _render_pair(process: TemplateProcess, report: RowReport | None, record, location: str) -> Pair:
     """Returns a pair of conversations as texts with spans."""
+    _check_pair(record, location)
     conversations, sides = make_conversations(record, location), []
     key = _find_key(*conversations)
     for side, conversation in zip(SIDES, conversations, strict=True):

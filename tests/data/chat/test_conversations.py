@@ -7,7 +7,7 @@ import pytest
 from shardformer.data.chat.conversations import (
     REPLY_FIRST,
     is_chat_record,
-    parse_conversation,
+    make_conversation,
     with_text_arguments,
 )
 from shardformer.errors import UsageError
@@ -16,7 +16,7 @@ USER = {"role": "user", "content": "hi"}
 
 
 def parse(**record):
-    return parse_conversation(json.dumps(record).encode(), "chat.jsonl, line 3")
+    return make_conversation(record, "chat.jsonl, line 3")
 
 
 def test_sharegpt_turns_become_messages():
