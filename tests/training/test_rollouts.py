@@ -13,11 +13,8 @@ from shardformer import checkpoint
 from shardformer.__main__ import main
 from shardformer.data.prompt_windows import PromptRow
 from shardformer.errors import RunError, UsageError
-<<<<<<< HEAD
 from shardformer.inference.generator import Continuation
-=======
 from shardformer.layout import mesh
->>>>>>> words
 from shardformer.training import rewards, rollouts
 from tests import runs, shared
 from tests.data.chat.chats import write_lines
