@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 
 from shardformer.data.chat.conversations import Conversation
-from shardformer.data.chat.template_process import Rendered, RenderError, TemplateProcess, render_either_form
+from shardformer.data.chat.template_process import RenderError, TemplateProcess, render_either_form
 from shardformer.errors import UsageError
 
 Span = tuple[int, int]
@@ -72,28 +72,18 @@ class CallsIgnored(SpansNotFound):
 def _compare_turns(process: TemplateProcess, conversation: Conversation) -> tuple[str, list[Span]]:
     """Finds each assistant's turn between the renderings of the messages before it and with it."""
     messages, turns = conversation.messages, conversation.replies
-    renders = [(len(messages), False)] + [pair for n in turns for pair in ((n, True), (n + 1, False))]
-    whole, *rest = process.render_all(conversation, renders)
-    if isinstance(whole, RenderError):
-        raise whole
+    prefixes = [pair for n in turns for pair in ((n, True), (n + 1, False))]
+    whole, lengths = process.measure_prefixes(conversation, prefixes)
     spans = []
-    for n, before, after in zip(turns, rest[::2], rest[1::2], strict=True):
-        span = _find_between(whole.text, before, after)
-        if span is None:
+    for n, before, after in zip(turns, lengths[::2], lengths[1::2], strict=True):
+        if before is not None and after is not None and before <= after:
+            span = before, after
+        else:
             span = _TurnSearch(process, conversation, whole.text, n).find()
         spans.append(_leave_out_space(whole.text, span, messages[n].get("content")))
     _check_order(spans, process)
     _check_calls(process, conversation, turns, [whole.text[start:end] for start, end in spans])
     return whole.text, [span for n, span in zip(turns, spans, strict=True) if n not in conversation.unlearned]
-
-
-def _find_between(text: str, before: Rendered | RenderError, after: Rendered | RenderError) -> Span | None:
-    """Returns the span between two renderings if the text starts with both."""
-    if isinstance(before, RenderError) or isinstance(after, RenderError):
-        return None
-    if not (after.text.startswith(before.text) and text.startswith(after.text)):
-        return None
-    return len(before.text), len(after.text)
 
 
 class _TurnSearch:
@@ -145,10 +135,10 @@ class _TurnSearch:
         raise self._fail("its end of turn differs when other messages follow")
 
     def _render(self, conversation: Conversation, renders: list[tuple[int, bool]]) -> list[str]:
-        results = self.process.render_all(conversation, renders)
-        if error := next((result for result in results if isinstance(result, RenderError)), None):
-            raise self._fail(f"messages up to there cannot be rendered: {error}")
-        return [result.text for result in results if isinstance(result, Rendered)]
+        try:
+            return self.process.render_again(conversation, renders)
+        except RenderError as error:
+            raise self._fail(f"messages up to there cannot be rendered: {error}") from None
 
     def _split(self, text: str, mark: str) -> tuple[str, str]:
         parts = text.split(mark)

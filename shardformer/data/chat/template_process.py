@@ -17,7 +17,8 @@ from shardformer.data.chat.letters import make_guard
 from shardformer.errors import UsageError
 
 WORKER = Path(__file__).with_name("template_worker.py")
-SECONDS = 20.0  # of CPU for one rendering
+SECONDS = 20.0  # of CPU for one rendering, and a third of those for all renderings of one conversation
+MAX_TEMPLATE = 1 << 18  # characters; published ones have 20,000
 CHARACTERS = 64 << 20  # of one rendering
 OLDEST = (3, 1, 6)  # of jinja2: older versions have known sandbox escapes
 Result = TypeVar("Result")
@@ -69,6 +70,12 @@ class TemplateProcess:
         letters: special tokens that are only letters in messages, see `letters.py`.
         """
         check_package()
+        for text in (format.template, format.tool_template):
+            if len(text) > MAX_TEMPLATE:
+                raise UsageError(
+                    f"the chat template of {format.name} has {len(text):,} characters, more than the {MAX_TEMPLATE:,} "
+                    "of any template; give another one: chat_template=NAME"
+                )
         self.format, self._guard = format, make_guard(letters)
         # -P keeps this folder out of sys.path, where its modules would hide modules of the same names.
         command = [sys.executable, "-P", str(WORKER)]
@@ -99,8 +106,28 @@ class TemplateProcess:
         messages, tools = self._guard([conversation.messages, conversation.tools])
         return dataclasses.replace(conversation, messages=messages, tools=tools)
 
-    def render_all(self, conversation: Conversation, renders: list[tuple[int, bool]]) -> list[Rendered | RenderError]:
-        """Renders prefixes of a conversation: (number of messages, with the prompt of the next turn)."""
+    def measure_prefixes(
+        self, conversation: Conversation, prefixes: list[tuple[int, bool]]
+    ) -> tuple[Rendered, list[int | None]]:
+        """Renders a conversation, and measures the renderings of prefixes if the text begins with them, else None.
+
+        A prefix is a number of messages, and whether the prompt of the next turn follows. Raises RenderError.
+        """
+        result = self._request(conversation, prefixes, measured=True)
+        return self._read(result), result["prefixes"]
+
+    def render_again(self, conversation: Conversation, prefixes: list[tuple[int, bool]]) -> list[str]:
+        """Renders prefixes of a variant of the last conversation, in the time that is left; raises RenderError."""
+        return [self._read(result).text for result in self._request(conversation, prefixes, is_new=False)]
+
+    def render(self, conversation: Conversation, with_prompt: bool = False) -> Rendered:
+        """Renders a conversation; raises RenderError."""
+        [result] = self._request(conversation, [(len(conversation.messages), with_prompt)])
+        return self._read(result)
+
+    def _request(
+        self, conversation: Conversation, prefixes: list[tuple[int, bool]], is_new: bool = True, measured: bool = False
+    ) -> Any:
         messages = conversation.messages
         if "developer" not in self.format.choose_template(conversation.tools):
             # OpenAI's later name of system messages, which an older template would leave out.
@@ -109,21 +136,16 @@ class TemplateProcess:
             "messages": messages,
             "tools": conversation.tools,
             "options": conversation.options,
-            "renders": renders,
+            "renders": prefixes,
+            "is_new": is_new,
+            "measured": measured,
         }
-        return [self._read_result(result) for result in self._ask(request)]
+        return self._ask(request)
 
-    def render(self, conversation: Conversation, with_prompt: bool = False) -> Rendered:
-        """Renders a conversation; raises RenderError."""
-        [result] = self.render_all(conversation, [(len(conversation.messages), with_prompt)])
-        if isinstance(result, RenderError):
-            raise result
-        return result
-
-    def _read_result(self, result: dict) -> Rendered | RenderError:
+    def _read(self, result: dict) -> Rendered:
         if "error" in result:
             reason = result["error"]
-            return RenderError(f"the chat template of {self.format.name} fails: {reason}", reason)
+            raise RenderError(f"the chat template of {self.format.name} fails: {reason}", reason)
         return Rendered(result["text"], tuple((start, end) for start, end in result["spans"]))
 
     def _ask(self, request: dict) -> Any:

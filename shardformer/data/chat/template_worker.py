@@ -10,6 +10,7 @@ import datetime
 import encodings
 import functools
 import importlib
+import itertools
 import json
 import pkgutil
 import resource
@@ -50,6 +51,109 @@ class GenerationBlocks(jinja2.ext.Extension):
         return text
 
 
+class SharedPrefixes(jinja2.ext.Extension):
+    """The places of a rendered conversation where the renderings of its first messages end, found in one rendering.
+
+    A rendering of the first n messages equals that of all messages until the template asks for message n. So it ends
+    there with the text that follows the loop, provided that the template has neither asked for a later message nor for
+    the number of messages before, and that the text after the loop is the same for all conversations.
+    """
+
+    def __init__(self, environment):
+        super().__init__(environment)
+        environment.shared_prefixes = self
+        self.record: Record | None = None  # of a rendering of a watched template
+
+    def watch_loop(self, tree):
+        """Returns the tree with its loop over the messages watched; None if the text after it may depend on them."""
+        nodes = jinja2.nodes
+        loops = [number for number, node in enumerate(tree.body) if isinstance(node, nodes.For)]
+        unclear = (nodes.Block, nodes.Extends, nodes.Include, nodes.Import, nodes.FromImport)
+        if not loops or tree.find(unclear):
+            return None
+        before, loop, after = tree.body[: loops[-1]], tree.body[loops[-1]], tree.body[loops[-1] + 1 :]
+        changing = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
+        changing |= {macro.name for macro in tree.find_all(nodes.Macro)} | {"messages"}
+        read_after = {name.name for node in after for name in node.find_all(nodes.Name)}
+        read_before = {name.name for node in [*before, loop] for name in node.find_all(nodes.Name)}
+        if loop.else_ or read_after & changing or "add_generation_prompt" in read_before:
+            return None
+        loop.iter = self.call_method("_watch", [loop.iter])
+        loop.body = [self._call("_begin_turn"), *loop.body, self._call("_end_turn")]
+        tree.set_environment(self.environment)
+        return tree.set_lineno(1)
+
+    def _call(self, name):
+        return jinja2.nodes.ExprStmt(self.call_method(name))
+
+    def _watch(self, value):
+        return value.iterate_turns() if isinstance(value, Watched) else value
+
+    def _begin_turn(self):
+        self.record.in_turn = True
+
+    def _end_turn(self):
+        self.record.in_turn = False
+
+
+class Record:
+    """What a template has asked for: the last message, and the length of the text when it asked for each."""
+
+    def __init__(self, blocks):
+        self.blocks, self.last, self.in_turn, self.ends = blocks, -1, False, {}
+
+
+class Watched:
+    """The messages from `first` on as a list that records which ones are asked for; fails for all unusual uses."""
+
+    def __init__(self, messages: list, record: Record, first: int = 0):
+        self.messages, self.record, self.first = messages, record, first
+
+    def iterate_turns(self):
+        """Yields the messages for the watched loop."""
+        for number in itertools.count(self.first):
+            if self.record.last < number and not self.record.in_turn:  # else `loop.last` asks in the turn before
+                self.record.ends[number] = self.record.blocks.written
+            if not self._ask_for(number):
+                return
+            yield self.messages[number]
+
+    def _ask_for(self, number: int) -> bool:
+        self.record.last = max(self.record.last, number)
+        return number < len(self.messages)
+
+    def __getitem__(self, key):
+        if isinstance(key, slice) and key.stop is None and key.step is None and (key.start or 0) >= 0:
+            return Watched(self.messages, self.record, self.first + (key.start or 0))
+        if isinstance(key, int) and key >= 0:
+            self._ask_for(self.first + key)
+        else:
+            self._ask_for(len(self.messages))
+        return self.messages[self.first :][key]
+
+    def __iter__(self):
+        for number in itertools.count(self.first):
+            if not self._ask_for(number):
+                return
+            yield self.messages[number]
+
+    def __len__(self):
+        self._ask_for(len(self.messages))
+        return len(self.messages[self.first :])
+
+    def __bool__(self):
+        return self._ask_for(self.first)
+
+    def __eq__(self, other):
+        raise TypeError("not watched")
+
+    def __repr__(self):
+        raise TypeError("not watched")
+
+    def __getattr__(self, name):
+        raise TypeError("not watched")
+
+
 class PlainDict:
     """`dict` for templates, without the attributes of the type."""
 
@@ -83,7 +187,7 @@ def _check_name(name) -> None:
 def make_environment(now: str):
     """Returns the environment in which transformers renders chat templates; `now` fixes its clock."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, SharedPrefixes, jinja2.ext.loopcontrols]
     )
 
     def raise_exception(message):
@@ -106,23 +210,34 @@ def make_environment(now: str):
 
 
 class Limits:
-    """The CPU seconds and the characters of one rendering."""
+    """The CPU seconds and the characters of one rendering. All of a conversation may take three times the seconds."""
 
     def __init__(self, seconds: float, characters: int):
         self.seconds, self.characters = seconds, characters
         signal.signal(signal.SIGVTALRM, _raise_too_much_time)
+        self.restart()
+
+    def restart(self):
+        """Begins another conversation."""
+        self.end = _used_seconds() + 3 * self.seconds
 
     @contextlib.contextmanager
     def timed(self):
         """Raises TooMuchTime between two instructions; a long one in C ends the process a little later."""
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        used = usage.ru_utime + usage.ru_stime
+        used = _used_seconds()
+        if used >= self.end:
+            raise TooMuchTime
         _set_limit(resource.RLIMIT_CPU, int(used + 2 * self.seconds) + 1)
-        signal.setitimer(signal.ITIMER_VIRTUAL, self.seconds)
+        signal.setitimer(signal.ITIMER_VIRTUAL, min(self.seconds, self.end - used))
         try:
             yield
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
+def _used_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _raise_too_much_time(*_) -> None:
@@ -153,18 +268,59 @@ def render(template, variables: dict, limits: Limits) -> dict:
     return {"text": text, "spans": blocks.spans}
 
 
-def answer(template, tokens: dict, request: dict, limits: Limits) -> list[dict]:
-    """Returns one result for each requested rendering of a conversation."""
-    results = []
-    for count, with_prompt in request["renders"]:
-        variables = tokens | request["options"] | {
-            "messages": request["messages"][:count],
-            "tools": request["tools"],
-            "documents": None,
-            "add_generation_prompt": with_prompt,
-        }  # fmt: skip
-        results.append(_guard(limits, functools.partial(render, template, variables, limits)))
-    return results
+class Conversation:
+    """The renderings of a request's conversation. `watched`: the template with a watched loop, None without one."""
+
+    def __init__(self, template, watched, tokens: dict, request: dict, limits: Limits):
+        self._template, self._watched, self._limits = template, watched, limits
+        self._messages, self._renders = request["messages"], request["renders"]
+        self._variables = tokens | request["options"] | {"tools": request["tools"], "documents": None}
+
+    def render_all(self) -> list[dict]:
+        """Returns one result for each requested rendering."""
+        return [_guard(self._limits, functools.partial(self._render, *asked)) for asked in self._renders]
+
+    def measure_prefixes(self) -> dict:
+        """Returns the result of all messages, and the length of each requested rendering that is its beginning."""
+        whole = _guard(self._limits, functools.partial(self._render, len(self._messages), False))
+        if "error" in whole:
+            return whole
+        text, lengths = whole["text"], []
+        ends, tails = self._find_ends(text) if len(self._renders) > 2 else ({}, {})
+        for count, with_prompt in self._renders:
+            if count in ends:
+                start, tail = ends[count], tails[with_prompt]
+                lengths.append(start + len(tail) if text.startswith(tail, start) else None)
+                continue
+            result = _guard(self._limits, functools.partial(self._render, count, with_prompt))
+            if result.get("is_late"):
+                return result
+            is_prefix = "error" not in result and text.startswith(result["text"])
+            lengths.append(len(result["text"]) if is_prefix else None)
+        return whole | {"prefixes": lengths}
+
+    def _find_ends(self, text: str) -> tuple[dict[int, int], dict[bool, str]]:
+        """Returns where the renderings of the first messages end in the text, and what follows them.
+
+        Both are empty if the rendering of a watched template differs.
+        """
+        if self._watched:
+            record = Record(self._watched.environment.generation_blocks)
+            self._watched.environment.shared_prefixes.record = record
+            variables = self._choose_variables(Watched(self._messages, record), False)
+            result = _guard(self._limits, functools.partial(render, self._watched, variables, self._limits))
+            prompted = _guard(self._limits, functools.partial(self._render, len(self._messages), True)).get("text", "")
+            end = record.ends.get(len(self._messages))
+            if result.get("text") == text and end is not None and prompted.startswith(text[:end]):
+                return record.ends, {False: text[end:], True: prompted[end:]}
+        return {}, {}
+
+    def _render(self, count: int, with_prompt: bool) -> dict:
+        variables = self._choose_variables(self._messages[:count], with_prompt)
+        return render(self._template, variables, self._limits)
+
+    def _choose_variables(self, messages: "list | Watched", with_prompt: bool) -> dict:
+        return self._variables | {"messages": messages, "add_generation_prompt": with_prompt}
 
 
 def _guard(limits: Limits, act):
@@ -173,13 +329,20 @@ def _guard(limits: Limits, act):
         with limits.timed():
             return act()
     except TooMuchTime:
-        return {"error": f"it takes more than {limits.seconds:g} s"}
+        limit = f"{limits.seconds:g} s, or {3 * limits.seconds:g} s for all prefixes of a conversation"
+        return {"error": f"it takes more than {limit}", "is_late": True}
     except MemoryError:
         return {"error": "it takes too much memory"}
     except RecursionError:
         return {"error": "it calls itself without end"}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error!s:.300}"}
+
+
+def _compile(environment, text: str) -> tuple:
+    """Returns a template, and the same with a watched loop or None."""
+    tree = environment.shared_prefixes.watch_loop(environment.parse(text))
+    return environment.from_string(text), tree and environment.from_string(tree)
 
 
 # Of filters, methods of strings and error handlers. `encodings` has one module for each name that `encode` accepts.
@@ -212,14 +375,19 @@ def main() -> None:
     _set_limit(resource.RLIMIT_AS, MAX_MEMORY)
     for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC):
         _set_limit(kind, 0)
-    results = [_guard(limits, functools.partial(environment.from_string, text)) for text in setup["templates"]]
+    limits.restart()
+    results = [_guard(limits, functools.partial(_compile, environment, text)) for text in setup["templates"]]
     if errors := [result for result in results if isinstance(result, dict)]:
         reply(errors[0])
         return
     reply({})
     for line in requests:
         request = json.loads(line)
-        reply(answer(results[0 if request["tools"] is None else -1], setup["tokens"], request, limits))
+        if request["is_new"]:
+            limits.restart()
+        template, watched = results[0 if request["tools"] is None else -1]
+        conversation = Conversation(template, watched, setup["tokens"], request, limits)
+        reply(conversation.measure_prefixes() if request["measured"] else conversation.render_all())
 
 
 if __name__ == "__main__":

@@ -113,9 +113,9 @@ def make_text(draw: random.Random, longest: int = 12) -> str:
     return draw.choice(("", "", "\n", " ")) + "".join(parts)
 
 
-def make_records(name: str) -> list[dict]:
-    """Returns COUNT conversations that the template of a family accepts."""
-    return [_make_record(name, random.Random(f"{name} {n}")) for n in range(COUNT)]
+def make_records(name: str, count: int = COUNT) -> list[dict]:
+    """Returns conversations that the template of a family accepts."""
+    return [_make_record(name, random.Random(f"{name} {n}")) for n in range(count)]
 
 
 def _make_record(name: str, draw: random.Random) -> dict:

@@ -1,12 +1,17 @@
 """The spans of what assistants write, in templates that do not name them."""
 
+import contextlib
+
 import pytest
 
+from shardformer.data.chat import template_worker
 from shardformer.data.chat.conversations import make_conversation
 from shardformer.data.chat.spans import render_with_spans
 from shardformer.data.chat.template_process import TemplateProcess
 from shardformer.errors import UsageError
+from tests.data.chat import families
 from tests.data.chat.chats import talk, template
+from tests.surroundings import before_call
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -149,3 +154,93 @@ def test_developer_is_a_system_unless_the_template_knows_it():
     for text, shown in ((CALLING, "<system>x</s>"), (CALLING + "{# developer #}", "<developer>x</s>")):
         with TemplateProcess(template(text)) as process:
             assert process.render(conversation).text == shown
+
+
+def insert(text: str) -> str:
+    """Returns the template with text at the start of each turn."""
+    return CHATML.replace("{{ m.role", text + "{{ m.role")
+
+
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+WATCHED = {
+    "chatml": (CHATML, True),
+    "closing": (CLOSING, True),
+    "slices": ("{% if messages[0].role == 'system' %}{% set messages = messages[1:] %}{% endif %}" + CHATML, True),
+    "filtered loop": (CHATML.replace("in messages", "in messages if m.content != 'skipped'"), True),
+    "skipped turns": (insert("{% if loop.index0 == 1 %}{% continue %}{% endif %}"), True),
+    "previous message": (insert("{{ messages[loop.index0 - 1].role if loop.index0 }}"), True),
+    "next message": (insert("{{ (messages[loop.index0 + 1] or {}).role }}"), False),
+    "last message": (insert("{{ loop.last }}"), False),
+    "next of the loop": (insert("{{ (loop.nextitem or {}).role }}"), False),
+    "number": ("{{ messages | length }}" + CHATML, False),
+    "number of the loop": (insert("{{ loop.length }}"), False),
+    "from the end": ("{{ messages[-1].role }}" + CHATML, False),
+    "reversed": ("{% for m in messages[::-1] %}{% set x = m %}{% endfor %}" + CHATML, False),
+    "two loops": ("{% for m in messages %}{{ m.role }}{% endfor %}" + CHATML, False),
+    "prompt in the loop": (insert("{{ add_generation_prompt }}"), False),
+    "state at the end": ("{% set n = namespace(x='') %}" + insert("{% set n.x = m.role %}")
+                         + "{{ n.x }}", False),
+    "messages at the end": (CHATML + "{{ messages[0].role }}", False),
+    "macro at the end": ("{% macro f() %}{{ messages | length }}{% endmacro %}" + CHATML + "{{ f() }}", False),
+    "tail of a break": (insert("{% if loop.index0 == 3 %}{% break %}{% endif %}"), False),
+    "printed": ("{{ messages | string | length }}" + CHATML, False),
+    "compared": ("{{ messages == [] }}" + CHATML, False),
+    "added": ("{% for m in messages + [] %}{{ m.role }}{% endfor %}" + CHATML, False),
+    "method": ("{{ messages.count is defined }}" + CHATML, False),
+    "macro": ("{% macro f(messages) %}" + CHATML + "{% endmacro %}{{ f(messages) }}", False),
+    "condition": ("{% if true %}" + CHATML + "{% endif %}", False),
+}  # fmt: skip
+
+
+class NoLimits:
+    """The worker's limits are those of its process."""
+
+    characters = 1 << 20
+
+    def timed(self):
+        return contextlib.nullcontext()
+
+
+def measure(text: str, conversation, monkeypatch, watched: bool = True) -> tuple[list[int | None], int]:
+    """Returns the lengths of all prefixes, with and without a prompt, and the number of renderings."""
+    environment, calls = template_worker.make_environment(""), []
+    plain, loop = template_worker._compile(environment, text)
+    prefixes = [(n, prompt) for n in range(len(conversation.messages) + 1) for prompt in (False, True)]
+    request = {"messages": conversation.messages, "options": {}, "tools": conversation.tools, "renders": prefixes}
+    rendered = template_worker.Conversation(plain, loop if watched else None, TOKENS, request, NoLimits())
+    with monkeypatch.context() as patch:
+        before_call(patch, template_worker, "render", lambda *_: calls.append(1))
+        return rendered.measure_prefixes()["prefixes"], len(calls)
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_watched_loop_measures_as_each_rendering(name, monkeypatch):
+    text, is_shared = WATCHED[name]
+    conversation = talk("a", "b", "skipped", "d", "e", "f")
+    expected, renderings = measure(text, conversation, monkeypatch, watched=False)
+    lengths, fewer = measure(text, conversation, monkeypatch)
+    assert lengths == expected
+    assert renderings == 15
+    assert (fewer < 9) == is_shared
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in families.TEMPLATES.glob("*.jinja")))
+def test_published_template_measures_as_each_rendering(name, monkeypatch):
+    text = (families.TEMPLATES / f"{name}.jinja").read_text("utf-8")
+    for record in families.make_records(name, 8):
+        conversation = make_conversation(record, "a test")
+        expected, _ = measure(text, conversation, monkeypatch, watched=False)
+        assert measure(text, conversation, monkeypatch)[0] == expected
+
+
+def test_long_conversation_takes_few_renderings(monkeypatch):
+    conversation = talk(*["a"] * 2000)
+    assert measure(CHATML, conversation, monkeypatch)[1] == 3
+    assert learned(CHATML, conversation) == ["a<|im_end|>"] * 1000
+
+
+def test_renderings_of_one_conversation_have_a_limit():
+    with TemplateProcess(template(THINKING), seconds=0.02) as process:
+        with pytest.raises(UsageError, match=r"0\.06 s for all prefixes of a conversation"):
+            render_with_spans(process, talk(*["a"] * 400))
+        assert render_with_spans(process, talk("a", "b"))[1]

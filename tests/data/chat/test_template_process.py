@@ -54,6 +54,11 @@ def test_a_harmful_template_is_rejected(text, message, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_template_of_ten_megabytes_is_rejected():
+    with pytest.raises(UsageError, match="has 10,485,760 characters, more than the 262,144 of any template"):
+        render("x" * (10 << 20))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "message"),
