@@ -7,7 +7,7 @@ import scipy.linalg
 from numpy import ndarray
 
 from shardformer.exact.operations import Operation, rule, working_dtype
-from shardformer.exact.positions import list_windows, pad_windows
+from shardformer.exact.movement import list_windows, pad_windows
 
 
 @rule("dot_general")

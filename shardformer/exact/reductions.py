@@ -7,7 +7,7 @@ from numpy import ndarray
 
 from shardformer.exact.elementwise import order_totally
 from shardformer.exact.operations import Operation, own_axes, rule, share_prefix
-from shardformer.exact.positions import list_windows, pad_windows
+from shardformer.exact.movement import list_windows, pad_windows
 
 
 @rule("sort")

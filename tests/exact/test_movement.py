@@ -11,7 +11,7 @@ from jax import lax
 
 from shardformer import exact
 from shardformer.errors import UsageError
-from shardformer.exact import positions
+from shardformer.exact import movement
 from tests.exact.comparison import Comparison, booleans, case, distinct, find_unnoticed, floats, integers, rules_of
 
 MODES = "clip", "fill", "promise_in_bounds"
@@ -216,16 +216,16 @@ def compared():
 
 
 @pytest.mark.parametrize("where", ["one device", "mesh"])
-def test_positions_are_those_of_xla(compared, where):
+def test_movements_are_those_of_xla(compared, where):
     assert not list(compared.list_differences(where))
 
 
 def test_each_wrong_rule_is_noticed(compared):
-    assert not find_unnoticed(compared, rules_of(positions))
+    assert not find_unnoticed(compared, rules_of(movement))
 
 
 def test_each_rule_has_a_case(compared):
-    assert rules_of(positions) <= compared.operations
+    assert rules_of(movement) <= compared.operations
 
 
 def test_function_of_elements_is_named():
