@@ -149,17 +149,17 @@ class Interpreter:
             for variable, result in zip(equation.outvars, results, strict=True):
                 values[variable], held[variable] = result, _count_bytes(result)
                 self._live += held[variable]
-            self._check_memory()
+            self._check_memory(equation)
             for variable in last_use.get(number, ()):
                 values.pop(variable)
                 self._live -= held.pop(variable, 0)
         self._live -= sum(held.values())  # the caller counts them again
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _check_memory(self) -> None:
+    def _check_memory(self, equation) -> None:
         if self._live > self._memory:
             raise RunError(
-                f"the program's arrays take {format_bytes(self._live)} at {self._find_line()}, and "
+                f"the program's arrays take {format_bytes(self._live)} at {self._find_line(equation)}, and "
                 f"{format_bytes(int(self._memory))} are allowed; raise the limit, or take a smaller model or mesh"
             )
 
@@ -183,9 +183,9 @@ class Interpreter:
             results = self._change(equation, inputs, results, mesh)
         return results
 
-    def _find_line(self) -> str:
-        """Returns the line of the running operation; in a function that JAX itself jits, the line that calls it."""
-        lines = map(find_line, reversed(self._running))
+    def _find_line(self, equation) -> str:
+        """Returns the line of a running operation; in a function that JAX itself jits, the line that calls it."""
+        lines = map(find_line, [equation, *reversed(self._running)])
         return next((line for line in lines if line != "?"), "?")
 
     def apply_rule(self, equation, inputs: list[ndarray], mesh: Mesh) -> list[ndarray]:
@@ -193,7 +193,7 @@ class Interpreter:
         name = equation.primitive.name
         if name not in RULES:
             raise UsageError(
-                f"the exact interpreter has no rule for the operation {name}, which {self._find_line()} uses; "
+                f"the exact interpreter has no rule for the operation {name}, which {self._find_line(equation)} uses; "
                 "please report it, or run the program with devices"
             )
         inputs_avals = tuple(atom.aval for atom in equation.invars)
@@ -202,7 +202,7 @@ class Interpreter:
         try:
             results = RULES[name](operation, *inputs)
         except NotImplementedError as error:
-            line = self._find_line()
+            line = self._find_line(equation)
             raise UsageError(f"the exact interpreter cannot run {name} with {error}; {line} uses it") from None
         results = list(results) if isinstance(results, (tuple, list)) else [results]
         return [self._store(each, aval, equation, mesh) for each, aval in zip(results, outputs, strict=True)]
@@ -226,7 +226,9 @@ class Interpreter:
         name, p = equation.primitive.name, equation.params
         axes = jaxprs.find_axes(equation)
         if missing := [axis for axis in axes if axis not in mesh]:
-            raise UsageError(f"{self._find_line()} names the axis {missing[0]}, which no shard_map around it has")
+            raise UsageError(
+                f"{self._find_line(equation)} names the axis {missing[0]}, which no shard_map around it has"
+            )
         collectives = Collectives(mesh, axes, p.get("axis_index_groups"))
         if name == "axis_index":
             return [collectives.index()]
@@ -244,7 +246,7 @@ class Interpreter:
         for variable in equation.outvars:
             kind = jaxprs.COLLECTIVES[equation.primitive.name]
             pairs = tuple(map(tuple, equation.params.get("perm", ())))
-            sent = Sent(kind, axes, variable.aval.shape, variable.aval.dtype.name, pairs, self._find_line(), 1)
+            sent = Sent(kind, axes, variable.aval.shape, variable.aval.dtype.name, pairs, self._find_line(equation), 1)
             self._sent[sent] = self._sent.get(sent, 0) + 1
 
     # Control flow

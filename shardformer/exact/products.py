@@ -6,8 +6,8 @@ import numpy as np
 import scipy.linalg
 from numpy import ndarray
 
-from shardformer.exact.operations import Operation, rule, working_dtype
 from shardformer.exact.movement import list_windows, pad_windows
+from shardformer.exact.operations import Operation, rule, working_dtype
 
 
 @rule("dot_general")

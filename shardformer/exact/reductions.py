@@ -6,8 +6,8 @@ import numpy as np
 from numpy import ndarray
 
 from shardformer.exact.elementwise import order_totally
-from shardformer.exact.operations import Operation, own_axes, rule, share_prefix
 from shardformer.exact.movement import list_windows, pad_windows
+from shardformer.exact.operations import Operation, own_axes, rule, share_prefix
 
 
 @rule("sort")

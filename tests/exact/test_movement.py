@@ -229,5 +229,5 @@ def test_each_rule_has_a_case(compared):
 
 
 def test_function_of_elements_is_named():
-    with pytest.raises(UsageError, match=r"cannot run scatter with a function of elements; tests/exact/test_positions"):
+    with pytest.raises(UsageError, match=r"cannot run scatter with a function of elements; tests/exact/test_movement"):
         exact.run(lambda x: x.at[1].apply(jnp.sin), np.ones(3))
