@@ -32,7 +32,9 @@ def run_exactly(function, *arguments):
 
 def test_cache_longer_than_the_window_is_masked():
     for window in (1, 3, POSITION + 1):
-        values, _ = run_exactly(attend_to_cache, Q, K, V, CACHE, np.int32([POSITION]), np.int32(POSITION), np.int32(window))
+        values, _ = run_exactly(
+            attend_to_cache, Q, K, V, CACHE, np.int32([POSITION]), np.int32(POSITION), np.int32(window)
+        )
         np.testing.assert_allclose(values, attend_plainly(window), rtol=1e-12)
         assert np.abs(values - attend_plainly(window % 6 + 1)).max() > 1e-2  # another window
 

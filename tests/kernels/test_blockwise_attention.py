@@ -53,7 +53,9 @@ def attend_plainly(q, k, v, bias):
     """With JAX's own mask of all pairs of tokens."""
     distance = np.arange(TOKENS)[:, None] - np.arange(TOKENS)
     seen = (distance >= 0) & (DOCUMENTS[:, None, :, None] == DOCUMENTS[:, None, None, :])
-    logits = jnp.einsum("bhtk,bhsk->bhts", q, k) * np.float32(1 / np.sqrt(WIDTH)) + bias[:, np.maximum(distance, 0)][None]
+    logits = (
+        jnp.einsum("bhtk,bhsk->bhts", q, k) * np.float32(1 / np.sqrt(WIDTH)) + bias[:, np.maximum(distance, 0)][None]
+    )
     keep = jax.random.bernoulli(jax.random.key(3), 1 - RATE, (TOKENS, TOKENS))[None, None]
     weights = jnp.where(keep, jax.nn.softmax(jnp.where(seen, logits, -1e30)), 0) / np.float32(1 - RATE)
     return jnp.einsum("bhts,bhsk->bhtk", weights, v)

@@ -84,7 +84,10 @@ def test_product_and_slices_give_the_same_numbers(dtype):
 
 def test_gradient_of_rotation_equals_the_formula():
     x, weight = sharded.normal(2, 2, 3, 2, 8), sharded.normal(5, 2, 3, 2, 8)
-    positions, frequency = np.arange(3, dtype=np.int32), rotary_frequencies(shared.tiny(d_model=64, heads=8, rotary_dims=6))
+    positions, frequency = (
+        np.arange(3, dtype=np.int32),
+        rotary_frequencies(shared.tiny(d_model=64, heads=8, rotary_dims=6)),
+    )
     turn = make_rotation(6)
 
     def weigh_plainly(x, positions):

@@ -80,7 +80,9 @@ def without_k_bias(gradients):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_bfloat16_gradients_are_those_of_float64(case):
-    asserts.assert_trees_close(without_k_bias(our_gradients(**CASES[case])), without_k_bias(exact_gradients(case)), 1e-2)
+    asserts.assert_trees_close(
+        without_k_bias(our_gradients(**CASES[case])), without_k_bias(exact_gradients(case)), 1e-2
+    )
 
 
 def add_biases_in_bfloat16(broken) -> None:

@@ -188,7 +188,6 @@ def test_compiled_layer_is_that_of_numpy():
     assert asserts.relative(got, apply_in_numpy("adapters")) < 1e-6
 
 
-
 def test_every_parameter_of_a_layer_counts():
     """The twin: the reference changes with each of the parameters."""
     for case in CASES:

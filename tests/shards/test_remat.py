@@ -96,7 +96,10 @@ def test_layer_keeps_what_remat_names(monkeypatch, kept, overrides):
 
 
 @pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize(("remat", "layers"), [("dots", 3), ("full", 3), ("dots", 1)])
+@pytest.mark.parametrize(
+    ("remat", "layers"),
+    [("dots", 3), pytest.param("full", 3, marks=pytest.mark.slow), pytest.param("dots", 1, marks=pytest.mark.slow)],
+)
 def test_only_layers_outside_of_loops_have_barriers(monkeypatch, remat, layers, scan):
     """A barrier for each layer; beside those of the CPU's products."""
     monkeypatch.setattr(linear, "_transposed_product_on_cpu", lambda x, dy: x.T @ dy)
