@@ -17,6 +17,14 @@ from shardformer.kernels.quantized import Int8Matrix
 ROWS, INPUTS, OUTPUTS = 5, 96, 160
 
 
+@pytest.fixture
+def new_programs():
+    """Forgets traces of products with the functions that a test replaced."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
 def draw_rows(dtype=np.float32):
     """Returns rows of several magnitudes; one has an outlier and one is zero."""
     x = np.random.RandomState(0).normal(size=(ROWS, INPUTS)) * np.array([[1, 1e-20, 1e20, 1, 0]]).T
@@ -87,7 +95,7 @@ def test_no_converted_matrix_is_stored():
     assert temporary_bytes(lambda x, w: x @ w.codes.astype(x.dtype)) >= 4 * w.codes.size
 
 
-def test_few_rows_are_multiplied_by_digits(monkeypatch):
+def test_few_rows_are_multiplied_by_digits(monkeypatch, new_programs):
     counted = []
     multiply = digit_products.multiply
     monkeypatch.setattr(digit_products, "multiply", lambda x, *args: counted.append(len(x)) or multiply(x, *args))
