@@ -41,7 +41,7 @@ def multiply(x, codes, transposed=False):
     return exact.run(lambda x, codes: digit_products.multiply(x, codes, transposed), x, codes, floats="stored").outputs
 
 
-def compile_product(x, codes, transposed):
+def compile_product(x, codes, transposed=False):
     return jax.jit(lambda x, codes: digit_products.multiply(x, codes, transposed))(x, codes)
 
 
@@ -63,14 +63,16 @@ def test_digits_have_the_precision_of_the_dtype(dtype, bound, transposed, monkey
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_compiled_digits_have_the_precision_of_float32(transposed):
-    assert largest_difference(draw_rows(), draw_codes(transposed), transposed, compile_product) < 1e-6
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-6), ("bfloat16", 4e-4)])
+def test_compiled_digits_have_the_precision_of_the_dtype(dtype, bound, transposed):
+    assert largest_difference(draw_rows(dtype), draw_codes(transposed), transposed, compile_product) < bound
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_rows_that_are_not_finite_stay_so(value):
+@pytest.mark.parametrize("multiply", [multiply, compile_product])
+def test_rows_that_are_not_finite_stay_so(value, multiply):
     x = draw_rows().at[0, 3].set(value)
-    y = multiply(x, draw_codes(False))
+    y = np.asarray(multiply(x, draw_codes(False)))
     assert not np.isfinite(y[0]).any()
     assert np.isfinite(y[1:]).all()
 
