@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from shardformer import exact
-from shardformer.analysis import verify_exact
+from shardformer.analysis import verify, verify_exact
 
 
 def relative(got, expected) -> float:
@@ -53,4 +53,14 @@ def assert_compiled_is_exact(function, *arguments, most: float = 1e-6) -> None:
 def assert_gradients_equal(got, expected) -> None:
     """Fails with the worst leaf if losses or gradients of two exact runs differ by more than rounding in float64."""
     failed = [row for row in verify_exact.compare(got, expected, "the expected run") if not row.passes]
+    assert not failed, f"{failed[0].name} is off by {failed[0].relative:.2e} of its norm, and {len(failed) - 1} more"
+
+
+def assert_compiled_gradients_equal(trainer, params, batch, key, expected) -> None:
+    """Fails if a compiled program's loss or gradients differ from an exact run's by more than rounding in float32."""
+    params = jax.device_put(params, trainer.model.shardings)
+    losses, gradients = jax.jit(lambda *arguments: trainer.model.loss_and_grad(*arguments))(params, batch, key)
+    got = jax.tree.map(np.asarray, (losses.loss, gradients))
+    rows = verify.compare_loss_and_gradients((expected.loss, expected.gradients), got)
+    failed = [row for row in rows if not row.passes]
     assert not failed, f"{failed[0].name} is off by {failed[0].relative:.2e} of its norm, and {len(failed) - 1} more"

@@ -25,10 +25,14 @@ def test_masks_are_those_of_bernoulli_bit_for_bit(rate):
     assert (np.asarray(part) != whole[15:31, 8:40]).any()
 
 
-def compute_gradients(batch, **overrides):
+def make_trainer(batch, **overrides):
+    """Returns a trainer, and the arguments of its gradients."""
     t = shared.trainer(**overrides)
-    params = verify_exact.draw_parameters(t.config)
-    return verify_exact.compute_gradients(t, params, batch, np.zeros(2, np.uint32))
+    return t, verify_exact.draw_parameters(t.config), batch, np.zeros(2, np.uint32)
+
+
+def compute_gradients(batch, **overrides):
+    return verify_exact.compute_gradients(*make_trainer(batch, **overrides))
 
 
 def documents():
@@ -40,6 +44,14 @@ def test_blocks_equal_plain_attention_on_another_mesh(name, make_batch):
     expected = compute_gradients(make_batch(), mesh="1x1", attention="plain", **CASES[name])
     got = compute_gradients(make_batch(), mesh="2x4", attention="blocks", **CASES[name])
     asserts.assert_gradients_equal(got, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "make_batch"), [("plain", documents), ("dropout, T5", shared.batch)])
+def test_compiled_blocks_equal_plain_attention_on_another_mesh(name, make_batch):
+    expected = compute_gradients(make_batch(), mesh="1x1", attention="plain", **CASES[name])
+    arguments = make_trainer(make_batch(), mesh="2x4", attention="blocks", **CASES[name])
+    asserts.assert_compiled_gradients_equal(*arguments, expected)
 
 
 TOKENS, WIDTH = 37, 8  # tokens that no block divides

@@ -76,7 +76,7 @@ def test_product_and_gradient_equal_the_dequantised_matrix(form, levels, few, mo
     assert np.abs(wrong - x @ dense).max() > 0.1
 
 
-@pytest.mark.parametrize("few", [16, 1])
+@pytest.mark.parametrize("few", [16, pytest.param(1, marks=pytest.mark.slow)])
 def test_compiled_product_and_gradient_are_the_exact_ones(few, monkeypatch):
     monkeypatch.setattr(packed, "FEW_ROWS", few)
     w, x, d = quantize("nf4"), activations(), activations(OUTPUTS)

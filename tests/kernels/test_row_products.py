@@ -78,7 +78,9 @@ def test_product_equals_the_dequantised_matrix(case):
     assert asserts.relative(exact.run(function, x, w).outputs, expected) > 1e-2
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", ["int8", "nf4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("table", "int4"))]
+)
 def test_compiled_product_is_the_exact_one(case):
     make, function = CASES[case]
     w = make()

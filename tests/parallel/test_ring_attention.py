@@ -121,7 +121,7 @@ def test_compiled_split_context_gives_the_numbers_of_one_device(method):
 
 
 @pytest.mark.parametrize("method", [Ring(block=4), Gathered(block=4)])
-def test_window_that_ends_with_a_block_gives_the_numbers_of_one_device(method):
+def test_window_that_ends_with_a_block_gives_the_same_numbers(method):
     assert distance(2, method, "window") < 1e-13
 
 

@@ -19,11 +19,15 @@ BATCH = {name: jax.ShapeDtypeStruct((8, 16), jnp.int32) for name in ("tokens", "
 KEY = jax.ShapeDtypeStruct((2,), jnp.uint32)
 
 
+def make_trainer(**overrides):
+    """Returns a trainer, and the arguments of its gradients."""
+    t = shared.trainer(dropout=0.1, layers=2, **overrides)
+    return t, verify_exact.draw_parameters(t.config), shared.batch(), np.zeros(2, np.uint32)
+
+
 @functools.cache
 def compute_gradients(**overrides):
-    t = shared.trainer(dropout=0.1, layers=2, **overrides)
-    params = verify_exact.draw_parameters(t.config)
-    return verify_exact.compute_gradients(t, params, shared.batch(), np.zeros(2, np.uint32))
+    return verify_exact.compute_gradients(*make_trainer(**overrides))
 
 
 @pytest.mark.parametrize(
@@ -34,6 +38,13 @@ def compute_gradients(**overrides):
 def test_remat_does_not_change_the_numbers(mesh, remat, attention, zero):
     got = compute_gradients(mesh=mesh, remat=remat, attention=attention, zero=zero)
     asserts.assert_gradients_equal(got, compute_gradients(mesh="1x1"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "remat", "attention"), [("2x4", "dots", "plain"), ("8x1", "attention", "blocks")])
+def test_compiled_remat_does_not_change_the_numbers(mesh, remat, attention):
+    arguments = make_trainer(mesh=mesh, remat=remat, attention=attention)
+    asserts.assert_compiled_gradients_equal(*arguments, compute_gradients(mesh="1x1"))
 
 
 def temporary_bytes(remat, **overrides):
@@ -96,7 +107,10 @@ def test_layer_keeps_what_remat_names(monkeypatch, kept, overrides):
 
 
 @pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize(("remat", "layers"), [("dots", 3), ("full", 3), ("dots", 1)])
+@pytest.mark.parametrize(
+    ("remat", "layers"),
+    [("dots", 3), pytest.param("full", 3, marks=pytest.mark.slow), pytest.param("dots", 1, marks=pytest.mark.slow)],
+)
 def test_only_layers_outside_of_loops_have_barriers(monkeypatch, remat, layers, scan):
     """A barrier for each layer; beside those of the CPU's products."""
     monkeypatch.setattr(linear, "_transposed_product_on_cpu", lambda x, dy: x.T @ dy)

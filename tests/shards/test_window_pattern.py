@@ -32,16 +32,16 @@ def attend_plainly(platform, q, k, v, documents, bounds):
     return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(jnp.where(seen, logits, -1e30)), v)
 
 
-def compute_gradients(hardware=CPU, **overrides):
+def make_trainer(hardware=CPU, **overrides):
+    """Returns a trainer, and the arguments of its gradients."""
     config = shared.tiny(**SETTINGS | overrides)
     trainer = Trainer(config, mesh.make(config), resolve(config, hardware))
-    params, batch = verify_exact.draw_parameters(config), verify_exact.draw_batch(trainer)
-    return verify_exact.compute_gradients(trainer, params, batch, np.zeros(2, np.uint32))
+    return trainer, verify_exact.draw_parameters(config), verify_exact.draw_batch(trainer), np.zeros(2, np.uint32)
 
 
 @functools.cache
 def compute_plainly(**overrides):
-    return compute_gradients(attention="plain", **overrides)
+    return verify_exact.compute_gradients(*make_trainer(attention="plain", **overrides))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,14 @@ def test_pattern_by_kernel_equals_plain_attention(overrides, monkeypatch):
     expected = compute_plainly(layers=layers)
     other = compute_plainly(layers=layers, window_pattern="fw")
     monkeypatch.setattr(fused_attention, "attend_by_kernel", attend_plainly)
-    got = compute_gradients(Hardware("tpu"), attention="fused", **overrides)
+    got = verify_exact.compute_gradients(*make_trainer(Hardware("tpu"), attention="fused", **overrides))
     asserts.assert_gradients_equal(got, expected)
     # The twin has the layers in the other order.
     assert asserts.worst_relative(other.gradients, expected.gradients) > 1e-3
+
+
+@pytest.mark.slow
+def test_compiled_pattern_by_kernel_equals_plain_attention(monkeypatch):
+    monkeypatch.setattr(fused_attention, "attend_by_kernel", attend_plainly)
+    arguments = make_trainer(Hardware("tpu"), attention="fused", layers=3, remat="dots")
+    asserts.assert_compiled_gradients_equal(*arguments, compute_plainly(layers=3))
