@@ -61,7 +61,8 @@ def measure_sides(config, params, batch, prefix):
     nats, squares = dense_reference.token_losses(config, params, flat[0], flat[1], None, flat[2])
     nats, squares = nats.reshape(tokens.shape), squares.reshape(tokens.shape)
     slots = batch["pairs"].shape[1]
-    own = [documents == slot if documents is not None else jnp.ones(tokens.shape, bool) for slot in range(slots)]
+    ones = jnp.ones(tokens.shape, jnp.float32)
+    own = [ones if documents is None else jnp.where(documents == slot, ones, 0) for slot in range(slots)]
     logp = jnp.stack([(-nats * scored * here).sum(-1) for here in own], -1)
     return logp, jnp.stack([(scored * here).sum(-1) for here in own], -1), nats, squares
 

@@ -7,6 +7,7 @@ with one device. A configuration that cannot run must be rejected by a UsageErro
 import collections
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from shardformer import exact
@@ -17,7 +18,7 @@ from shardformer.errors import UsageError
 from shardformer.model import lora
 from tests import meshes, shared
 from tests.integration import objective_reference
-from tests.integration.random_keys import draw_keys
+from tests.integration.random_keys import OBJECTIVES, draw_keys
 
 ACCEPTED, DRAWN = 200, 700
 SHORT = (1, 2, 9, 11, 22, 30, 47, 48, 53, 68)  # configurations of different meshes and features
@@ -104,6 +105,25 @@ def test_random_configuration_is_right(seed, teacher):
     assert find_wrong(config) == []
 
 
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_objective_equals_its_formula(objective, teacher):
+    keys = {"group_size": 2, "answer_tokens": 8, "rollout_steps": 2} if objective == "grpo" else {}
+    keys |= (
+        {"teacher": str(teacher), "distill_weight": 0.6, "distill_temperature": 2.0} if objective == "distill" else {}
+    )
+    assert find_wrong(shared.tiny(mesh="2x2", objective=objective, z_loss=0.01, **keys)) == []
+
+
+@pytest.mark.parametrize("keys", [{"documents": "masked"}, {"length_norm": True, "label_smoothing": 0.1}], ids=str)
+def test_options_of_pairs_equal_their_formula(keys):
+    assert find_wrong(shared.tiny(mesh="2x2", objective="dpo", sft_weight=0.4, **keys)) == []
+
+
+def test_wrong_formula_is_noticed(broken):
+    broken(objective_reference, "smooth", lambda margin, share: -0.99 * jnp.log(jax.nn.sigmoid(margin)))
+    assert find_wrong(shared.tiny(mesh="2x2", objective="dpo"))
+
+
 @pytest.mark.slow
 def test_random_configurations_are_right_or_rejected(teacher):
     rejected: collections.Counter[str] = collections.Counter()
@@ -114,7 +134,11 @@ def test_random_configurations_are_right_or_rejected(teacher):
         except UsageError as error:
             rejected[name_rule(str(error))] += 1
             continue
-        if found := find_wrong(config) + (compare_steps(config) if accepted % WITH_STEPS == 0 else []):
+        try:
+            found = find_wrong(config) + (compare_steps(config) if accepted % WITH_STEPS == 0 else [])
+        except Exception as error:
+            found = [repr(error)]
+        if found:
             wrong[seed] = found
         meshes.forget_results()
         accepted += 1
