@@ -45,7 +45,7 @@ def find_differences(config: Config, with_steps: bool = True) -> list[Difference
 def compute_gradients(config: Config, batch: dict | None = None, params: dict | None = None) -> Result:
     """Returns the loss and the gradients on the config's mesh, of a drawn batch unless another is given."""
     trainer = traced.make_trainer(config)
-    params = verify_exact.draw_parameters(config) if params is None else params
+    params = verify_exact.draw_parameters(config) if params is None else params  # floats, which are stored as codes
     batch = verify_exact.draw_batch(trainer) if batch is None else batch
     return verify_exact.compute_gradients(trainer, params, batch, verify_exact.draw_key(config))
 

@@ -18,7 +18,7 @@ from shardformer.parallel import context
 from shardformer.parallel.replicas import Replicated
 from shardformer.parallel.ring_attention import Ring
 from shardformer.shards import Dropout
-from tests import asserts, shared
+from tests import asserts, meshes, shared
 
 STEPS = 20
 LOSS, GRADIENT, TRAINING = 1e-6, 1e-5, 1e-4
@@ -59,9 +59,19 @@ def one_device():
     return results(mesh="1x1", **FEATURES)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), MESHES)
-def test_split_context_trains_as_one_device(name, options):
+def test_split_context_equals_one_device(name, options):
+    meshes.assert_equals_one_device(mesh=name, **FEATURES, **options)
+
+
+@pytest.mark.parametrize(("name", "options"), MESHES)
+def test_evaluation_of_a_split_context_has_the_sums_of_one_device(name, options):
+    meshes.assert_equal_sums(shared.tiny(mesh=name, **FEATURES, **options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "options"), MESHES[:2])  # each of the two algorithms
+def test_compiled_context_trains_as_one_device(name, options):
     (losses, grads, sums), (expected, exact, expected_sums) = results(mesh=name, **FEATURES, **options), one_device()
     assert abs(losses[0] / expected[0] - 1) <= LOSS
     asserts.assert_trees_close(grads, exact, GRADIENT)

@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from tests import asserts, shared
+from shardformer.analysis import verify_exact
+from tests import meshes, shared
 
 WEIGHTS = (np.random.RandomState(0).rand(8, 16) < 0.3).astype(np.float32)
 WEIGHTS[3] = 0  # as a row of padding
@@ -22,14 +23,18 @@ def dense():
     return losses_and_grads(WEIGHTS, mesh="1x1")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("overrides", [{"mesh": "4x2"}, {"mesh": "2x4", "accum": 4}], ids=str)
-def test_one_mean_over_the_whole_batch(dense, overrides):
-    losses, grads = losses_and_grads(WEIGHTS, **overrides)
-    assert losses.loss == pytest.approx(dense[0].loss, rel=1e-6)
-    assert losses.accuracy == pytest.approx(dense[0].accuracy, rel=1e-6)
-    for got, expected in zip(jax.tree.leaves(grads), jax.tree.leaves(dense[1]), strict=True):
-        assert asserts.relative(got, expected) < 1e-5
+@pytest.mark.parametrize(
+    "overrides", [{"mesh": "4x2"}, {"mesh": "2x4", "accum": 4}, {"mesh": "8x1", "zero": 3}], ids=str
+)
+def test_one_mean_over_the_whole_batch(overrides):
+    batch = shared.batch() | {"weights": WEIGHTS}
+    params = verify_exact.draw_parameters(shared.tiny())
+    got, one = (meshes.compute_gradients(shared.tiny(**keys), batch, params) for keys in (overrides, {"mesh": "1x1"}))
+    meshes.assert_exact(verify_exact.compare(got, one, "one device"))
+    assert got.run.outputs[0].accuracy == pytest.approx(float(one.run.outputs[0].accuracy), rel=meshes.EXACT)
+    meshes.assert_exact(
+        verify_exact.compare(got, verify_exact.compute_dense(shared.tiny(), params, batch, None), "dense")
+    )
 
 
 def test_it_is_the_mean_that_an_evaluation_gives(dense):

@@ -1,10 +1,9 @@
 """Documents in one row, masked, give what they give alone; unmasked they do not."""
 
-import jax
 import numpy as np
 import pytest
 
-from tests import asserts, shared
+from tests import meshes, shared
 
 DOCUMENTS = np.repeat([0, 1, 3], [5, 8, 3])  # of 16 tokens
 ROWS = shared.batch()
@@ -13,13 +12,11 @@ APART = [np.flatnonzero(document == DOCUMENTS) for document in np.unique(DOCUMEN
 
 def token_losses(batch, overrides):
     """Nats of each target, by evaluating one target of a row at a time."""
-    trainer = shared.trainer(**overrides)
-    params = shared.initial_state(**overrides).params
     nats = []
     for place in range(16):
         weights = np.zeros((8, 16), np.float32)
         weights[:, place] = 1
-        nats.append(float(trainer.sums(params, batch | {"weights": weights}).nats))
+        nats.append(float(meshes.measure_sums(shared.tiny(**overrides), batch | {"weights": weights}).nats))
     return np.array(nats)
 
 
@@ -33,20 +30,15 @@ def test_packed_documents_are_as_if_apart(positions):
     overrides = {"positions": positions, "mesh": "4x2"}
     masked = ROWS | {"documents": np.tile(DOCUMENTS, (8, 1)).astype(np.int32)}
     expected = np.concatenate([token_losses(apart(ROWS, places), overrides)[: len(places)] for places in APART])
-    assert np.allclose(token_losses(masked, overrides), expected, rtol=1e-5)
+    assert np.allclose(token_losses(masked, overrides), expected, rtol=meshes.EXACT)
     unmasked = token_losses(ROWS, overrides)
-    assert np.allclose(unmasked[:5], expected[:5], rtol=1e-5)
+    assert np.allclose(unmasked[:5], expected[:5], rtol=meshes.EXACT)
     assert not np.allclose(unmasked[5:], expected[5:], rtol=1e-5)
 
 
-@pytest.mark.slow
-def test_the_gradient_is_the_same_on_every_mesh():
-    batch = ROWS | {"documents": np.tile(DOCUMENTS, (8, 1)).astype(np.int32), "weights": np.ones((8, 16), np.float32)}
-    grads = []
-    for overrides in ({"mesh": "1x1", "positions": "learned"}, {"mesh": "2x4", "positions": "learned", "accum": 2}):
-        trainer = shared.trainer(**overrides)
-        params = shared.initial_state(**overrides).params
-        loss_and_grad = jax.jit(trainer.model.loss_and_grad)
-        grads.append(loss_and_grad(params, trainer.to_devices(batch), trainer.dropout_key(0))[1])
-    for got, expected in zip(*map(jax.tree.leaves, grads), strict=True):
-        assert asserts.relative(got, expected) < 1e-5
+@pytest.mark.parametrize("positions", ["learned", "rotary", "t5"])
+@pytest.mark.parametrize(
+    "keys", [{"mesh": "2x4", "accum": 2}, {"mesh": "dp2.cp2.mp2"}, {"mesh": "4x1x2", "accum": 2}], ids=str
+)
+def test_gradients_of_documents_equal_one_device(positions, keys):
+    meshes.assert_equals_one_device(documents="masked", positions=positions, **keys)

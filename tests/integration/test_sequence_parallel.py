@@ -15,10 +15,10 @@ from shardformer.analysis import memory
 from shardformer.analysis.program_collectives import parse_collectives
 from shardformer.kernels.threefry import keep_mask
 from shardformer.layout import mesh, resolve
-from shardformer.model import Decoder, Measures, Model
+from shardformer.model import Decoder, Model
 from shardformer.parallel import collectives
 from shardformer.shards import Dropout, dropout, transformer
-from tests import sharded, shared
+from tests import meshes, sharded, shared
 
 KEY = jax.random.key_data(jax.random.key(3))
 ONES = np.ones((8, 16, 32), np.float32)
@@ -43,33 +43,30 @@ def model(name="2x4", **overrides):
     return Model.on(config, mesh.make(config))
 
 
-def loss(m, **overrides):
-    params = shared.initial_state(mesh=m.config.parallel.mesh, **overrides).params
-    key = shared.trainer(mesh=m.config.parallel.mesh, **overrides).dropout_key(0)
-    return float(jax.jit(m.evaluate)(params, shared.batch(), key)[1].loss)
+def loss(**overrides) -> float:
+    return float(meshes.compute_gradients(shared.tiny(mesh="2x4", **overrides)).loss)
 
 
-@pytest.mark.slow
 def test_masks_by_local_position_are_seen(broken):
-    expected = loss(shared.trainer(mesh="2x4", dropout=0.2).model, dropout=0.2)
-    assert abs(loss(model(dropout=0.2), dropout=0.2) / expected - 1) < 1e-6
+    expected = loss(dropout=0.2)
+    assert loss(dropout=0.2, sequence_parallel=True) == pytest.approx(expected, rel=meshes.EXACT)
 
     def local(keys, rate, row_T, column_S, columns):
         return keep_mask(keys, rate, jnp.arange(len(row_T)), column_S, columns)
 
     broken(dropout, "keep_mask", local)
-    assert abs(loss(model(dropout=0.2), dropout=0.2) / expected - 1) > 1e-4
+    assert abs(loss(dropout=0.2, sequence_parallel=True) / expected - 1) > 1e-4
 
 
 def test_tokens_in_another_order_are_seen(broken):
     """The twin of a scatter whose parts land on the wrong shards."""
-    expected = loss(shared.trainer(mesh="2x4").model)
+    expected = loss()
     broken(
         collectives, "reduce",
         lambda x, split=False: lax.psum_scatter(x[:, ::-1], "mp", scatter_dimension=1, tiled=True)
         if split else lax.psum(x, "mp"),
     )  # fmt: skip
-    assert abs(loss(model()) / expected - 1) > 1e-4
+    assert abs(loss(sequence_parallel=True) / expected - 1) > 1e-4
 
 
 def sizes_sent_in_loops(m):
@@ -114,7 +111,4 @@ def test_decoding_and_scoring_take_any_number_of_tokens():
 
 
 def test_an_evaluation_is_that_of_whole_activations():
-    params = shared.initial_state(mesh="2x4").params
-    batch = shared.batch() | {"weights": np.ones((8, 16), np.float32)}
-    ours, plain = (jax.jit(Measures(m).sums)(params, batch) for m in (model(), shared.trainer(mesh="2x4").model))
-    np.testing.assert_allclose(ours, plain, rtol=1e-6)
+    meshes.assert_equal_sums(shared.tiny(mesh="2x4", sequence_parallel=True))

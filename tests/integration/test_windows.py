@@ -1,13 +1,12 @@
 """Windows in some layers, on every kind of mesh, against one device's dense model."""
 
-import functools
-
 import jax
 import numpy as np
 import pytest
 
 from shardformer.analysis import dense_reference as reference
-from tests import asserts, shared
+from shardformer.analysis import verify_exact
+from tests import asserts, meshes, shared
 
 WINDOWED = {
     "layers": 4, "window": 5, "window_pattern": "wwf", "window_rotary_theta": 50.0, "rotary_scaling": "linear:4",
@@ -29,28 +28,24 @@ CASES = (
 KEY = np.array([0, 7], np.uint32)  # of dropout
 
 
-def documents():
-    return shared.batch() | {"documents": np.tile(np.arange(16, dtype=np.int32) // 11, (8, 1))}
-
-
-@functools.cache
-def dense():
-    """Returns the loss and the gradients of one device's model with dropout."""
-    config = shared.tiny(mesh="1x1", dropout=0.1, **WINDOWED)
-    compute = jax.jit(functools.partial(reference.losses_and_gradients, config))
-    (nats, _), grads = compute(shared.drawn(config, 0), documents(), KEY)
-    return float(nats), shared.on_host(grads)
+@pytest.mark.parametrize(("mesh", "options"), CASES)
+def test_windows_equal_the_dense_model(mesh, options):
+    """With dropout and masked documents."""
+    meshes.assert_equals_one_device(mesh=mesh, dropout=0.1, documents="masked", **WINDOWED | options)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "options"), CASES)
-def test_windows_equal_the_dense_model(mesh, options):
+def test_compiled_windows_equal_the_dense_model():
+    (mesh, options), batch = (
+        CASES[0],
+        shared.batch() | {"documents": np.tile(np.arange(16, dtype=np.int32) // 11, (8, 1))},
+    )
     t = shared.trainer(mesh=mesh, dropout=0.1, **WINDOWED | options)
-    params = jax.device_put(shared.drawn(t.config, 0), t.model.shardings)
-    losses, grads = jax.jit(t.model.loss_and_grad)(params, documents(), KEY)
-    loss, expected = dense()
-    assert abs(float(losses.loss) / loss - 1) < 1e-6
-    asserts.assert_trees_close(shared.on_host(grads), expected, 1e-5)
+    params = shared.drawn(t.config, 0)
+    losses, grads = jax.jit(t.model.loss_and_grad)(jax.device_put(params, t.model.shardings), batch, KEY)
+    expected = verify_exact.compute_dense(t.config, params, batch, KEY)
+    assert abs(float(losses.loss) / float(expected.loss) - 1) < 1e-6
+    asserts.assert_trees_close(shared.on_host(grads), expected.gradients, 1e-5)
 
 
 @pytest.mark.parametrize("changes", OTHER_MODELS, ids=str)

@@ -102,7 +102,7 @@ def unpack(codes):
 
 def spread(scales, codes):
     """Returns the scale of each value."""
-    return np.repeat(scales.astype(np.float32), 2 * codes.shape[-2] // scales.shape[-2], axis=-2)
+    return np.repeat(scales.astype(np.float64), 2 * codes.shape[-2] // scales.shape[-2], axis=-2)
 
 
 def dequantize_nf4(codes, scales, blocks):

@@ -1,0 +1,99 @@
+"""The objectives once more: plain formulas of the log-probabilities that the dense reference gives."""
+
+import jax
+import jax.numpy as jnp
+
+from shardformer.analysis import dense_reference
+
+
+def compute_objective(config, params, batch, teacher=None):
+    """Returns the minimised loss; `teacher` is the configuration of the parameters `batch["teacher"]`."""
+    if config.preferences.objective == "distill":
+        return distill(config, teacher, params, batch)
+    return (
+        learn_rewards(config, params, batch)
+        if config.preferences.objective == "grpo"
+        else compare(config, params, batch)
+    )
+
+
+def mean(values, weights):
+    return (values * weights).sum() / weights.sum()
+
+
+def compare(config, params, batch):
+    """Returns the loss of pairs [B, 2, T]."""
+    keys = config.preferences
+    logp, tokens, nats, squares = measure_sides(config, params, batch, "")
+    score = logp - batch.get("references", jnp.zeros_like(logp))
+    margin = score[:, 0] - score[:, 1]
+    mean_logp = logp / jnp.maximum(tokens, 1)
+    mean_score = score / jnp.maximum(tokens, 1)
+    if keys.objective == "dpo":
+        margin = keys.beta * (mean_score[:, 0] - mean_score[:, 1] if keys.length_norm else margin)
+        loss = smooth(margin, keys.label_smoothing)
+    elif keys.objective == "simpo":
+        loss = smooth(keys.beta * (mean_logp[:, 0] - mean_logp[:, 1]) - keys.reward_gap, keys.label_smoothing)
+    elif keys.objective == "ipo":
+        loss = (mean_score[:, 0] - mean_score[:, 1] - 0.5 / keys.beta) ** 2
+    elif keys.objective == "orpo":
+        odds = mean_logp - jnp.log(1 - jnp.exp(jnp.where(tokens > 0, mean_logp, -1)))
+        loss = keys.beta * jnp.log(1 + jnp.exp(odds[:, 1] - odds[:, 0]))
+    else:
+        other, _, _, _ = measure_sides(config, params, batch, "kl_")
+        kl = jnp.maximum(mean(other[..., 0] - batch["kl_references"], batch["kl_pairs"]), 0)
+        kl = jax.lax.stop_gradient(kl)
+        gain = jax.nn.sigmoid(keys.beta * (score[:, 0] - kl)) + jax.nn.sigmoid(keys.beta * (kl - score[:, 1]))
+        loss = 1 - gain / 2
+    total = mean(loss, batch["pairs"]) + config.training.z_loss * mean(squares, batch["scored"])
+    return total + keys.sft * mean(nats[:, 0], batch["sft"]) if "sft" in batch else total
+
+
+def smooth(margin, share):
+    return -(1 - share) * jnp.log(jax.nn.sigmoid(margin)) - share * jnp.log(jax.nn.sigmoid(-margin))
+
+
+def measure_sides(config, params, batch, prefix):
+    """Returns the sums of log-probabilities and of tokens [B, 2, K], and nats and log-partitions squared [B, 2, T]."""
+    tokens, targets, scored = (batch[f"{prefix}{name}"] for name in ("tokens", "targets", "scored"))
+    documents = batch.get("documents")
+    flat = [x if x is None else x.reshape(-1, x.shape[-1]) for x in (tokens, targets, documents)]
+    nats, squares = dense_reference.token_losses(config, params, flat[0], flat[1], None, flat[2])
+    nats, squares = nats.reshape(tokens.shape), squares.reshape(tokens.shape)
+    slots = batch["pairs"].shape[1]
+    ones = jnp.ones(tokens.shape, jnp.float32)
+    own = [ones if documents is None else jnp.where(documents == slot, ones, 0) for slot in range(slots)]
+    logp = jnp.stack([(-nats * scored * here).sum(-1) for here in own], -1)
+    return logp, jnp.stack([(scored * here).sum(-1) for here in own], -1), nats, squares
+
+
+def learn_rewards(config, params, batch):
+    """Returns GRPO's loss of answers [B, T]."""
+    keys, weights, advantages = config.preferences, batch["weights"], batch["advantages"]
+    nats, squares = dense_reference.token_losses(config, params, batch["tokens"], batch["targets"])
+    ratio = jnp.exp(-nats - batch["sampled"])
+    low, high = 1 - keys.clip_ratio, 1 + keys.clip_ratio
+    gain = jnp.minimum(ratio * advantages, jnp.clip(ratio, low, high) * advantages)
+    loss = -gain
+    if keys.beta:
+        behind = batch["references"] + nats
+        loss = loss + keys.beta * ratio * (jnp.exp(behind) - behind - 1)
+    return mean(loss, weights) + config.training.z_loss * mean(squares, weights)
+
+
+def distill(config, teacher, params, batch):
+    """Returns the weighted divergence and loss of the tokens [B, T]."""
+    keys, weights = config.preferences, batch.get("weights", jnp.ones(batch["tokens"].shape))
+    documents = batch.get("documents")
+
+    def predict(config, params):
+        return dense_reference.logits(config, params, batch["tokens"], None, documents) / keys.distill_temperature
+
+    p, q = jax.nn.log_softmax(predict(teacher, batch["teacher"])), jax.nn.log_softmax(predict(config, params))
+    if keys.divergence == "reverse":
+        p, q = q, p
+    kl = (jnp.exp(p) * (p - q)).sum(-1)
+    nats, squares = dense_reference.token_losses(config, params, batch["tokens"], batch["targets"], None, documents)
+    share = keys.distill_weight
+    total = share * keys.distill_temperature**2 * mean(kl, weights) + (1 - share) * mean(nats, weights)
+    return total + config.training.z_loss * mean(squares, weights)
