@@ -33,7 +33,14 @@ def test_run_that_is_stuck_goes_back_further(monkeypatch, went_back_at, before):
         return 10, TrainState(jnp.int32(10), {}, {}, guard=guard)
 
     monkeypatch.setattr(rollback, "_restore_earlier", restore_earlier)
-    record = {"applied": 3, "in_row": 5, "skipped": 12, "rollbacks": 1, "went_back_at": went_back_at, "went_back_to": 20}
+    record = {
+        "applied": 3,
+        "in_row": 5,
+        "skipped": 12,
+        "rollbacks": 1,
+        "went_back_at": went_back_at,
+        "went_back_to": 20,
+    }
     state = rollback._restore_as(SimpleNamespace(), None, 40, record, lambda text: None)
     assert asked == [before]
     assert int(state.step) == 40
