@@ -308,11 +308,14 @@ class Interpreter:
         return joined
 
     def choose_platform(self, equation, inputs: list[ndarray], mesh: Mesh) -> list[ndarray]:
-        """Returns the number of the branch for a CPU."""
+        """Returns the number of the branch of no platform, whose mathematics is plain; else of that for a CPU.
+
+        A CPU's products with codes split activations into digits, with the sums of float32.
+        """
         platforms = equation.params["platforms"]
         named = [i for i, names in enumerate(platforms) if names is not None and "cpu" in names]
         default = [i for i, names in enumerate(platforms) if names is None]
-        return [_add_mesh_axes(np.asarray([*named, *default][0], np.int32), mesh)]
+        return [_add_mesh_axes(np.asarray([*default, *named][0], np.int32), mesh)]
 
     def run_batched(self, equation, inputs: list[ndarray], mesh: Mesh) -> list[ndarray]:
         """Runs a function with a rule of its own for vmap, which plays no role here."""

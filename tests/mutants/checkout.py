@@ -16,7 +16,10 @@ from typing import NamedTuple
 
 from tests.mutants.table import ROOT, Mutant, find_tests
 
-COPIED = ("shardformer", "tests", "scripts", ".github", ".ci", "pyproject.toml", "README.md")
+COPIED = (
+    "shardformer", "tests", "scripts", ".github", ".ci", "pyproject.toml", "setup.py", "README.md",
+    "checkpoints/README.md", "data/README.md",
+)  # fmt: skip
 OWN = ("shardformer", "tests")  # packages that each run imports anew
 LIBRARIES = ("pytest", "numpy", "scipy.special", "jax", "jax.numpy", "jax.experimental.pallas", "haiku", "optax")
 SHORT = "not slow and not multiprocess and not legacy"  # without --short, which runs few cases of some tests
@@ -60,6 +63,7 @@ class Checkout:
             if source.is_dir():
                 shutil.copytree(source, folder / name, symlinks=True, ignore=ignored)
             elif source.exists():
+                (folder / name).parent.mkdir(exist_ok=True)
                 shutil.copy2(source, folder / name)
 
     def try_out(self, mutant: Mutant) -> Outcome:
