@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from shardformer import exact
+from shardformer.exact.lockstep import Collectives
 
 SHAPE, NAMES = (2, 4), ("a", "b")
 X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
@@ -54,3 +55,8 @@ def compare(function, in_spec, out_spec):
 def test_collective_is_that_of_devices(case):
     got, expected = compare(*CASES[case])
     np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_index_counts_the_last_axis_fastest():
+    """JAX traces an index over two axes as two, so that no program above has it."""
+    assert Collectives({"a": 2, "b": 4}, ("b", "a")).index().tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
