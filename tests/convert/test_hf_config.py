@@ -295,3 +295,11 @@ def test_missing_keys_have_the_defaults_of_transformers(kind, tmp_path):
     _, config = hf_settings.read_config(write(tmp_path / "src", {"model_type": kind}))
     expected = PUBLISHED_DEFAULTS[kind]
     assert {name: config.get(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(("step", "dense", "sparse"), [(2, [], [1, 3]), (1, [0], [1, 2, 3]), (3, [], [2])])
+def test_layers_with_experts_are_those_of_transformers(step, dense, sparse, tmp_path):
+    """Every `decoder_sparse_step`-th layer, the first not among them, except those of `mlp_only_layers`."""
+    theirs = {"model_type": "qwen2_moe", "num_hidden_layers": 4, "decoder_sparse_step": step, "mlp_only_layers": dense}
+    _, config = hf_settings.read_config(write(tmp_path / "src", theirs))
+    assert [i for i, has_experts in enumerate(config.sparse_layers) if has_experts] == sparse
