@@ -9,6 +9,7 @@ import pytest
 
 from shardformer.analysis import dense_reference as reference
 from shardformer.errors import UsageError
+from shardformer.inference import generator as generator_module
 from shardformer.inference.generator import Generator
 from shardformer.inference.sampling import Sampling
 from shardformer.layout import mesh
