@@ -281,3 +281,25 @@ def test_a_tokenizer_that_is_no_file_is_rejected(make, tmp_path, capsys):
     assert main(["convert", str(source), str(tmp_path / "run")]) == USAGE
     assert f"tokenizer={source / 'tokenizer.json'}" in capsys.readouterr().err
     assert main(["convert", str(source), str(tmp_path / "run"), "tokenizer=ids"]) == 0
+
+
+PUBLISHED_DEFAULTS = {  # of transformers' configuration classes
+    "gpt2": {"norm_eps": 1e-5, "activation": "gelu", "d_model": 768, "layers": 12, "heads": 12, "tied": True},
+    "llama": {"norm_eps": 1e-6, "activation": "swiglu", "d_model": 4096, "d_ff": 11008, "tied": False},
+    "gpt_neox": {"norm_eps": 1e-5, "activation": "gelu_exact", "d_model": 6144, "rotary_dims": 24},
+}
+
+
+@pytest.mark.parametrize("kind", PUBLISHED_DEFAULTS)
+def test_missing_keys_have_the_defaults_of_transformers(kind, tmp_path):
+    _, config = hf_settings.read_config(write(tmp_path / "src", {"model_type": kind}))
+    expected = PUBLISHED_DEFAULTS[kind]
+    assert {name: config.get(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(("step", "dense", "sparse"), [(2, [], [1, 3]), (1, [0], [1, 2, 3]), (3, [], [2])])
+def test_layers_with_experts_are_those_of_transformers(step, dense, sparse, tmp_path):
+    """Every `decoder_sparse_step`-th layer, the first not among them, except those of `mlp_only_layers`."""
+    theirs = {"model_type": "qwen2_moe", "num_hidden_layers": 4, "decoder_sparse_step": step, "mlp_only_layers": dense}
+    _, config = hf_settings.read_config(write(tmp_path / "src", theirs))
+    assert [i for i, has_experts in enumerate(config.sparse_layers) if has_experts] == sparse

@@ -214,3 +214,7 @@ def test_a_pipe_is_no_vocabulary(tmp_path):
     os.mkfifo(tmp_path / "vocabulary.json")
     with pytest.raises(RunError, match="It is a pipe or a device"):
         load_vocabulary(tmp_path)
+
+
+def test_characters_have_the_bytes_of_utf8():
+    assert Characters.from_text("😀€éa").byte_lengths().tolist() == [1, 2, 3, 4]

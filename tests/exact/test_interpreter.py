@@ -15,6 +15,7 @@ from shardformer.errors import RunError, UsageError
 from shardformer.exact import interpreter
 from shardformer.exact.operations import RULES
 from tests.exact.comparison import describe_difference, vary
+from tests.sharded import compile_on_mesh
 
 AXES = "dp", "mp"
 

@@ -9,6 +9,7 @@ import pytest
 
 from shardformer.analysis import dense_reference as reference
 from shardformer.errors import UsageError
+from shardformer.inference import generator as generator_module
 from shardformer.inference.generator import Generator
 from shardformer.inference.sampling import Sampling
 from shardformer.layout import mesh
@@ -293,3 +294,10 @@ def test_a_stream_computes_only_the_rows_that_are_taken(monkeypatch):
     rows = own.stream(parameters(), [[1]], Sampling(tokens=2, samples=50_000), batch=4)
     assert [next(rows) for _ in range(4)]
     assert len(passes) == 1
+
+
+def test_draws_do_not_depend_on_the_size_of_chunks(monkeypatch):
+    expected = draw("1x1")
+    monkeypatch.setattr(generator_module, "CHUNK", 2)
+    sampling = Sampling(tokens=12, samples=3, temperature=5.0, top_p=0.9)
+    np.testing.assert_array_equal(Generator(model("1x1")).generate(parameters("1x1"), prompt(3), sampling), expected)

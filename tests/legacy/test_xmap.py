@@ -12,6 +12,7 @@ from jax import lax
 
 from shardformer.analysis import program_collectives
 from shardformer.legacy import Mesh, ResourceEnv, SerialLoop, mesh, serial_loop, thread_resources, xmap
+from shardformer.legacy.named_products import pgather, xeinsum
 
 
 def devices(*shape):
@@ -308,3 +309,15 @@ def test_resources_of_an_unknown_axis_are_reported_once():
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             call()
+
+
+def test_named_axis_of_one_operand_is_summed():
+    x, y = np.arange(6.0).reshape(3, 2), np.arange(4.0)
+    product = xmap(lambda x, y: xeinsum("i{a},j->ij", x, y), [["a", ...], [...]], [...])(x, y)
+    np.testing.assert_array_equal(product, np.einsum("ai,j->ij", x, y))
+
+
+def test_gather_over_two_names_counts_the_last_fastest():
+    x, index = np.arange(12.0).reshape(3, 2, 2), np.array([5, 0, 1, 4])
+    found = xmap(lambda x: pgather(x, index, ("a", "b")), ["a", "b", ...], [...])(x)
+    np.testing.assert_array_equal(found, x.reshape(6, 2)[index])

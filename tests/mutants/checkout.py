@@ -6,7 +6,6 @@ these imports would double the time. The package and its tests are imported anew
 
 import importlib
 import os
-import re
 import shutil
 import signal
 import sys
@@ -17,13 +16,15 @@ from typing import NamedTuple
 
 from tests.mutants.table import ROOT, Mutant, find_tests
 
-COPIED = ("shardformer", "tests", "scripts", ".github", ".ci", "pyproject.toml", "README.md")
+COPIED = (
+    "shardformer", "tests", "scripts", ".github", ".ci", "pyproject.toml", "setup.py", "README.md",
+    "checkpoints/README.md", "data/README.md",
+)  # fmt: skip
 OWN = ("shardformer", "tests")  # packages that each run imports anew
 LIBRARIES = ("pytest", "numpy", "scipy.special", "jax", "jax.numpy", "jax.experimental.pallas", "haiku", "optax")
 SHORT = "not slow and not multiprocess and not legacy"  # without --short, which runs few cases of some tests
 PASSED = "no test fails"
 FAILED, INTERRUPTED = 1, 2  # exit statuses of pytest, for tests and for files that fail
-FAILURE = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", re.MULTILINE)  # a case's name may have spaces
 
 
 class Outcome(NamedTuple):
@@ -33,6 +34,20 @@ class Outcome(NamedTuple):
     killer: str  # the first test that failed; empty: none
     problem: str  # why there is none
     seconds: float
+
+
+class Failures:
+    """A plugin of pytest that writes the names of failed tests, and of files that cannot be imported, to a file."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def pytest_runtest_logreport(self, report) -> None:
+        if report.failed:
+            with self._path.open("a") as file:
+                file.write(f"{report.nodeid}\n")
+
+    pytest_collectreport = pytest_runtest_logreport
 
 
 class Checkout:
@@ -48,6 +63,7 @@ class Checkout:
             if source.is_dir():
                 shutil.copytree(source, folder / name, symlinks=True, ignore=ignored)
             elif source.exists():
+                (folder / name).parent.mkdir(exist_ok=True)
                 shutil.copy2(source, folder / name)
 
     def try_out(self, mutant: Mutant) -> Outcome:
@@ -73,21 +89,23 @@ class Checkout:
 
     def _run(self, words: Iterable[str], limit: float) -> tuple[list[str], str]:
         """Runs pytest; returns the tests that failed, and why there are none."""
-        output, marks = self._folder / "pytest.txt", ["-m", SHORT] if self._is_short else []
+        output, failures = self._folder / "pytest.txt", self._folder / "failures.txt"
+        failures.write_text("")
+        marks = ["-m", SHORT] if self._is_short else []
         sys.stdout.flush()
         child = os.fork()
         if not child:
-            self._be_pytest(["-q", "-rfE", "-p", "no:cacheprovider", *marks, *words], output)
+            self._be_pytest(["-q", "-p", "no:cacheprovider", *marks, *words], output, Failures(failures))
         status = _wait(child, limit)
         if status is None:
             return [], f"no failure within {limit:.0f} s"
-        text = output.read_text(errors="replace")
-        found = FAILURE.findall(text)
+        found = failures.read_text().splitlines()
         if status in (FAILED, INTERRUPTED) and found:
             return found, ""
-        return [], PASSED if status == 0 else f"pytest ended with status {status}: {text[-300:]}"
+        said = output.read_text(errors="replace")[-300:]
+        return [], PASSED if status == 0 else f"pytest ended with status {status}: {said}"
 
-    def _be_pytest(self, words: list[str], output: Path) -> None:
+    def _be_pytest(self, words: list[str], output: Path, failures: Failures) -> None:
         """Turns this process, a fork, into pytest in the copy; it does not return."""
         status = -1
         try:
@@ -100,7 +118,7 @@ class Checkout:
             for name in [name for name in sys.modules if name.partition(".")[0] in OWN]:
                 del sys.modules[name]
             sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  # pytest's own capture may hold the old one
-            status = int(importlib.import_module("pytest").main(words))
+            status = int(importlib.import_module("pytest").main(words, [failures]))
             sys.stdout.flush()
         finally:
             os._exit(status)

@@ -82,3 +82,10 @@ def test_no_step_is_applied_after_the_limit(window):
 def test_oldest_values_leave_the_window(window):
     low = window / 10
     assert take_steps([*window, *low, (1.5, 0.15)])[0] == [True] * 18 + [False]
+
+
+def test_values_that_hardly_vary_have_a_bound_above_them():
+    """The deviation is at least a hundredth of the median: 4 of them are 4%."""
+    equal = [(1.0, 1.0)] * 9
+    assert take_steps([*equal, (1.03, 1.0), (1.0, 1.03)])[0][-2:] == [True, True]
+    assert not take_steps([*equal, (1.05, 1.0)])[0][-1]
