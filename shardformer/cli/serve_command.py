@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 
 from shardformer import checkpoint
-from shardformer.cli.arguments import parse_run_and_options, say
+from shardformer.cli.arguments import parse_run_and_options, run_folder, say
 from shardformer.cli.sample_command import WeightsOptions, check_batch, load_model, make_model
 from shardformer.cli.served_runs import ServedRun, check_other, open_served
 from shardformer.cli.text_options import TextOptions, choose_chat_vocabulary, open_codec
@@ -46,6 +46,11 @@ class ServeOptions(TextOptions, WeightsOptions):
     port: int = key(8000, "port to listen on; 0 takes a free one")
     api_key: str = key("", "key that requests must send, as Authorization: Bearer KEY; a server on another address "
                            "than this machine's own needs one")  # fmt: skip
+    allowed_hosts: str = key(
+        "",
+        "further names as NAME,... that requests may give as their Host, such as that of a proxy; without a key, "
+        "others are rejected, as a web page could give its own name this machine's address",
+    )
     batch: int = key(16, "rows that are computed together; with the same batch, `generate` gives the same bits")
     queue: int = key(256, "continuations that may wait for a row; more are rejected with status 429")
     timeout: float = key(600.0, "seconds of one request, after which it ends with status 504")
@@ -74,6 +79,8 @@ class ServeOptions(TextOptions, WeightsOptions):
             raise UsageError(f"reload=auto serves the newest checkpoint, but step={self.step} names one; leave one out")
         if self.host not in LOOPBACK and not self.api_key:
             raise UsageError(f"host={self.host} admits other machines and needs a key; give api_key=KEY")
+        if wrong := [name for name in self.allowed_hosts.split(",") if "/" in name]:
+            raise UsageError(f"allowed_hosts={wrong[0]} is no name of a machine; give it without http:// and a path")
 
 
 def serve(arguments: list[str]) -> None:
@@ -116,7 +123,7 @@ def build_service(run: Run, options: ServeOptions, scratch: Path = Path()) -> tu
     from shardformer.inference.serve.server_metrics import ServerMetrics
     from shardformer.inference.serve.service import Service
 
-    others = [_open_other(run, word, scratch) for word in filter(None, options.models.split(","))]
+    others = [(name, _open_other(run, name, folder, scratch)) for name, folder in _name_others(run, options).items()]
     codec, step = open_codec(run, options), options.step
     chat = _open_chat(run, codec, options)
     if options.reload == "auto":
@@ -130,8 +137,17 @@ def build_service(run: Run, options: ServeOptions, scratch: Path = Path()) -> tu
     list(engine.run([Job(0, [codec.prefix], 0, weights=first.served.weights)]))  # compiles
     served = [first, *(first.add(name, other, _choose_model(first, other, options)) for name, other in others)]
     limits = Limits(seconds=options.timeout)
-    service = Service(thread, [one.served for one in served], codec, chat, options.api_key, limits)
+    models = [one.served for one in served]
+    service = Service(thread, models, codec, chat, options.api_key, limits, _choose_hosts(options))
     return service, served
+
+
+def _choose_hosts(options: ServeOptions) -> frozenset[str] | None:
+    """Returns the names that requests may give as their Host; None for any, as a web page does not know the key."""
+    from shardformer.inference.serve.screen import read_name
+
+    named = [read_name(name) for name in options.allowed_hosts.split(",") if name]
+    return None if options.api_key and not named else frozenset([*LOOPBACK, options.host.lower(), *named])
 
 
 def _find_newest(run: Run) -> int:
@@ -151,12 +167,23 @@ def _open_chat(run: Run, codec: TextCodec, options: ServeOptions) -> ChatCodec |
     return ChatCodec(choose_chat_vocabulary(run, options), format, sorted(codec.ends)) if format else None
 
 
-def _open_other(run: Run, word: str, scratch: Path) -> tuple[str, Run]:
-    """Returns the name and the run of one entry of models=; raises UsageError for another architecture."""
-    name, _, folder = word.rpartition("=")
+def _name_others(run: Run, options: ServeOptions) -> dict[str, str]:
+    """Returns the folders of models= by their names; raises UsageError if two models have the same name."""
+    first, folders = options.name or run.out.name, dict[str, str]()
+    for word in filter(None, options.models.split(",")):
+        name, _, folder = word.rpartition("=")
+        name = name or run_folder(folder).name
+        if name in (first, *folders):
+            raise UsageError(f"models={word}: another model has the name {name}; give one of them another: NAME=RUN")
+        folders[name] = folder
+    return folders
+
+
+def _open_other(run: Run, name: str, folder: str, scratch: Path) -> Run:
+    """Returns the run of one entry of models=; raises UsageError for another architecture."""
     other = open_served(folder, scratch, name, run)
     check_other(folder, other, run)
-    return name or other.out.name, other
+    return other
 
 
 def _choose_model(first: ServedRun, other: Run, options: ServeOptions) -> Model:

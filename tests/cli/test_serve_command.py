@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ pytest.importorskip("uvicorn")
 from shardformer.__main__ import main
 from shardformer.cli import serve_command, served_runs
 from shardformer.cli.serve_command import ServeOptions, build_service
+from shardformer.errors import UsageError
 from shardformer.inference.sampling import Sampling
 from shardformer.inference.serve.jobs import Job
 from shardformer.training.run_folder import Run
@@ -130,7 +132,7 @@ def test_folder_of_another_format_is_explained(run, adapted, capsys):
     assert main(["serve", str(published)]) == USAGE
     assert "serve their base, with models=NAME=" in capsys.readouterr().err
     assert main(["serve", str(run), f"models={adapted[1]}"]) == USAGE
-    assert "differs from" in capsys.readouterr().err
+    assert re.search(r"has .*seq=24, .*, and .* has .*seq=16, .*; serve it by itself", capsys.readouterr().err)
 
 
 def test_command_answers_with_the_text_of_generate(run, tmp_path, capsys, monkeypatch):
@@ -183,11 +185,35 @@ def test_command_answers_with_the_text_of_generate(run, tmp_path, capsys, monkey
         (["timeout=0"], "timeout above 0"),
         (["models=other=nowhere"], "not a run"),
         (["batch=0"], "batch must be at least 1"),
+        (["models=a=x,a=y"], "models=a=y: another model has the name a; give one of them another"),
+        (["models=x/run"], "another model has the name run"),
+        (["name=b", "models=x/b/"], "another model has the name b"),
+        (["allowed_hosts=box,http://box"], "allowed_hosts=http://box is no name of a machine"),
     ],
 )
 def test_wrong_key_is_rejected(run, words, message, capsys):
     assert main(["serve", str(run), *words]) == USAGE
     assert message in capsys.readouterr().err
+
+
+def test_differing_keys_of_another_run_are_named(run):
+    opened = Run.open(run)
+    other = SimpleNamespace(config=opened.config.replace(layers=3, dtype="bfloat16"), vocabulary=opened.vocabulary)
+    message = f"models=X has layers=3, dtype=bfloat16, and {run} has layers=2, dtype=float32; serve it by itself"
+    with pytest.raises(UsageError) as caught:
+        served_runs.check_other("X", other, opened)
+    assert str(caught.value) == message
+    other.config = opened.config.replace(lora_rank=2, lr=0.5)
+    served_runs.check_other("X", other, opened)
+
+
+def test_only_a_key_admits_any_host():
+    chosen = serve_command._choose_hosts(ServeOptions())
+    assert chosen == {"127.0.0.1", "localhost", "::1"}
+    assert serve_command._choose_hosts(ServeOptions(allowed_hosts="Box:80,[::2]")) == chosen | {"box", "::2"}
+    assert serve_command._choose_hosts(ServeOptions(host="0.0.0.0", api_key="k")) is None
+    named = serve_command._choose_hosts(ServeOptions(host="10.0.0.1", api_key="k", allowed_hosts="box"))
+    assert named == chosen | {"10.0.0.1", "box"}
 
 
 def test_port_in_use_is_rejected(run, capsys):
