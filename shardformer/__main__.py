@@ -7,15 +7,14 @@ import os
 import platform
 import re
 import resource
-import signal
 import sys
 from collections.abc import Callable
-from typing import NoReturn
 
 import shardformer
 from shardformer import jax_releases
 from shardformer.cli import help
 from shardformer.cli.commands import COMMANDS, load
+from shardformer.cli.interrupts import leave, leaving_at_once
 from shardformer.config.parsing import shorten, suggest_closest
 from shardformer.devices.host import restart_with_huge_pages
 from shardformer.errors import RunError, UsageError
@@ -53,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
         if error.errno == errno.ENAMETOOLONG:
             status, message = 2, f"error: {shorten(error.filename)} is too long for a name"
     except KeyboardInterrupt:
-        _leave()
+        leave()
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
@@ -155,22 +154,8 @@ def _print_any_character() -> None:
 
 def _load(command: str) -> Callable[[list[str]], int | None]:
     """Imports a command's function. Ctrl-C ends the process meanwhile, as JAX's callbacks would swallow it."""
-    before = signal.signal(signal.SIGINT, _leave)
-    try:
+    with leaving_at_once():
         return load(COMMANDS[command].function)
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _leave(*_: object) -> NoReturn:
-    """Ends the process at once; an orderly exit could crash threads of XLA that still compile."""
-    # A RuntimeError means that the signal interrupted another call of the same stream.
-    with contextlib.suppress(OSError, RuntimeError):
-        print("shardformer: interrupted", file=sys.stderr)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, RuntimeError):
-            stream.flush()
-    os._exit(1)
 
 
 def _known_arguments(arguments: list[str]) -> list[str]:

@@ -6,18 +6,22 @@ import dataclasses
 import importlib.util
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
 import tempfile
 import threading
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 
 from shardformer import checkpoint
-from shardformer.cli.arguments import parse_run_and_options, say
+from shardformer.cli.arguments import parse_run_and_options, run_folder, say
+from shardformer.cli.interrupts import leaving_at_once
 from shardformer.cli.sample_command import WeightsOptions, check_batch, load_model, make_model
 from shardformer.cli.served_runs import ServedRun, check_other, open_served
 from shardformer.cli.text_options import TextOptions, choose_chat_vocabulary, open_codec
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
     from shardformer.inference.serve.service import Service
 
 STOP_SECONDS = 5  # of requests that run when the server stops
+STOPPING = (signal.SIGINT, signal.SIGTERM)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -46,6 +51,11 @@ class ServeOptions(TextOptions, WeightsOptions):
     port: int = key(8000, "port to listen on; 0 takes a free one")
     api_key: str = key("", "key that requests must send, as Authorization: Bearer KEY; a server on another address "
                            "than this machine's own needs one")  # fmt: skip
+    allowed_hosts: str = key(
+        "",
+        "further names as NAME,... that requests may give as their Host, such as that of a proxy; without a key, "
+        "others are rejected, as a web page could give its own name this machine's address",
+    )
     batch: int = key(16, "rows that are computed together; with the same batch, `generate` gives the same bits")
     queue: int = key(256, "continuations that may wait for a row; more are rejected with status 429")
     timeout: float = key(600.0, "seconds of one request, after which it ends with status 504")
@@ -74,10 +84,13 @@ class ServeOptions(TextOptions, WeightsOptions):
             raise UsageError(f"reload=auto serves the newest checkpoint, but step={self.step} names one; leave one out")
         if self.host not in LOOPBACK and not self.api_key:
             raise UsageError(f"host={self.host} admits other machines and needs a key; give api_key=KEY")
+        if wrong := [name for name in self.allowed_hosts.split(",") if "/" in name]:
+            raise UsageError(f"allowed_hosts={wrong[0]} is no name of a machine; give it without http:// and a path")
 
 
 def serve(arguments: list[str]) -> None:
     """Serves a run, or a folder of Hugging Face, until Ctrl-C or SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     folder, options = parse_run_and_options(arguments, ServeOptions)
     if missing := [name for name in ("starlette", "uvicorn") if not importlib.util.find_spec(name)]:
         raise UsageError(f"serve needs the package {missing[0]}; install it: pip install 'shardformer[serve]'")
@@ -101,14 +114,16 @@ def _open_service(folder: str, options: ServeOptions) -> tuple["Service", list["
         run = open_served(folder, Path(scratch))
         if options.reload == "auto" and Path(scratch) in Path(str(run.out)).parents:
             raise UsageError(f"reload=auto is for a run in training, and {folder} is none; leave it out")
-        return build_service(run, options, Path(scratch))
+        others = _open_others(run, options, Path(scratch))
+        # A conversion ends with its own process; from here on JAX may swallow the exception of a signal.
+        with leaving_at_once(STOPPING, lambda: shutil.rmtree(scratch, ignore_errors=True)):
+            return build_service(run, options, others)
 
 
-def build_service(run: Run, options: ServeOptions, scratch: Path = Path()) -> tuple["Service", list["ServedRun"]]:
-    """Returns the service of a run, whose engine has compiled, and the runs that it serves.
-
-    scratch: a folder for the runs that models= of other formats are converted to.
-    """
+def build_service(
+    run: Run, options: ServeOptions, others: Mapping[str, Run] = MappingProxyType({})
+) -> tuple["Service", list["ServedRun"]]:
+    """Returns the service of a run, whose engine has compiled, and the runs that it serves, others by their names."""
     from shardformer.inference.serve.engine import Engine
     from shardformer.inference.serve.engine_thread import EngineThread
     from shardformer.inference.serve.jobs import Job
@@ -116,7 +131,6 @@ def build_service(run: Run, options: ServeOptions, scratch: Path = Path()) -> tu
     from shardformer.inference.serve.server_metrics import ServerMetrics
     from shardformer.inference.serve.service import Service
 
-    others = [_open_other(run, word, scratch) for word in filter(None, options.models.split(","))]
     codec, step = open_codec(run, options), options.step
     chat = _open_chat(run, codec, options)
     if options.reload == "auto":
@@ -128,10 +142,19 @@ def build_service(run: Run, options: ServeOptions, scratch: Path = Path()) -> tu
     first = ServedRun.load(run, options.name or run.out.name, thread, model, params, step, options.ema)
     del params
     list(engine.run([Job(0, [codec.prefix], 0, weights=first.served.weights)]))  # compiles
-    served = [first, *(first.add(name, other, _choose_model(first, other, options)) for name, other in others)]
+    served = [first, *(first.add(name, other, _choose_model(first, other, options)) for name, other in others.items())]
     limits = Limits(seconds=options.timeout)
-    service = Service(thread, [one.served for one in served], codec, chat, options.api_key, limits)
+    models = [one.served for one in served]
+    service = Service(thread, models, codec, chat, options.api_key, limits, _choose_hosts(options))
     return service, served
+
+
+def _choose_hosts(options: ServeOptions) -> frozenset[str] | None:
+    """Returns the names that requests may give as their Host; None for any, as a web page does not know the key."""
+    from shardformer.inference.serve.screen import read_name
+
+    named = [read_name(name) for name in options.allowed_hosts.split(",") if name]
+    return None if options.api_key and not named else frozenset([*LOOPBACK, options.host.lower(), *named])
 
 
 def _find_newest(run: Run) -> int:
@@ -151,12 +174,20 @@ def _open_chat(run: Run, codec: TextCodec, options: ServeOptions) -> ChatCodec |
     return ChatCodec(choose_chat_vocabulary(run, options), format, sorted(codec.ends)) if format else None
 
 
-def _open_other(run: Run, word: str, scratch: Path) -> tuple[str, Run]:
-    """Returns the name and the run of one entry of models=; raises UsageError for another architecture."""
-    name, _, folder = word.rpartition("=")
-    other = open_served(folder, scratch, name, run)
-    check_other(folder, other, run)
-    return name or other.out.name, other
+def _open_others(run: Run, options: ServeOptions, scratch: Path) -> dict[str, Run]:
+    """Returns the runs of models= by their names; raises UsageError for an equal name or another architecture.
+
+    scratch: a folder for the runs that folders of other formats are converted to.
+    """
+    first, others = options.name or run.out.name, dict[str, Run]()
+    for word in filter(None, options.models.split(",")):
+        name, _, folder = word.rpartition("=")
+        name = name or run_folder(folder).name
+        if name in (first, *others):
+            raise UsageError(f"models={word}: another model has the name {name}; give one of them another: NAME=RUN")
+        others[name] = open_served(folder, scratch, name, run)
+        check_other(folder, others[name], run)
+    return others
 
 
 def _choose_model(first: ServedRun, other: Run, options: ServeOptions) -> Model:
@@ -207,6 +238,5 @@ def _run_server(app: Any, service: "Service", listener: socket.socket) -> None:
             await super().shutdown(sockets)
 
     config = make_config(app, service.limits, timeout_graceful_shutdown=STOP_SECONDS + 1)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal that ended it once more
         Server(config).run(sockets=[listener])

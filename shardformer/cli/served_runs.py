@@ -11,6 +11,9 @@ import numpy as np
 from shardformer import checkpoint, storage
 from shardformer.cli.arguments import run_folder, say
 from shardformer.cli.base_model import convert_in_process
+from shardformer.config import key_names
+from shardformer.config.expert_keys import ExpertKeys
+from shardformer.config.model_keys import ModelKeys
 from shardformer.convert import hf_settings, peft
 from shardformer.errors import RunError, UsageError
 from shardformer.inference.serve.engine_thread import EngineThread
@@ -40,11 +43,10 @@ def open_served(word: str, scratch: Path, name: str = "", base: Run | None = Non
 
 def check_other(word: str, other: Run, run: Run) -> None:
     """Raises UsageError unless both runs fit into one engine; adapters and the form of the weights may differ."""
-    for group in ("model", "experts"):
-        if getattr(run.config, group) != getattr(other.config, group):
-            raise UsageError(f"models={word} differs from {run.out} in keys of its {group}; serve it by itself")
-    if (mine := run.config.parallel.dtype) != (others := other.config.parallel.dtype):
-        raise UsageError(f"models={word} has dtype={others} and {run.out} dtype={mine}; serve it by itself")
+    names = (*key_names(ModelKeys, ExpertKeys), "dtype")
+    if differing := [name for name in names if run.config.get(name) != other.config.get(name)]:
+        mine, others = (", ".join(f"{name}={one.config.shown(name)}" for name in differing) for one in (run, other))
+        raise UsageError(f"models={word} has {others}, and {run.out} has {mine}; serve it by itself")
     if other.vocabulary != run.vocabulary:
         raise UsageError(f"models={word} has another vocabulary than {run.out}; serve it by itself")
 

@@ -1,11 +1,15 @@
 """`serve` on the command line: what it starts, what it prints, and newer checkpoints of a run in training."""
 
+import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -17,12 +21,14 @@ pytest.importorskip("uvicorn")
 from shardformer.__main__ import main
 from shardformer.cli import serve_command, served_runs
 from shardformer.cli.serve_command import ServeOptions, build_service
+from shardformer.errors import UsageError
 from shardformer.inference.sampling import Sampling
 from shardformer.inference.serve.jobs import Job
 from shardformer.training.run_folder import Run
 from tests import runs
 from tests.convert.hf_models import FOLDER as HF_FOLDERS
 from tests.inference.serve.http_server import send, wait_for
+from tests.surroundings import before_call, note_exits
 
 USAGE = 2
 WORDS = ("tiny", "mesh=1x1", "save_every=2", "keep=9")
@@ -73,9 +79,8 @@ def test_damaged_newest_checkpoint_is_passed_over(run, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_equal_arrays_of_two_runs_are_stored_once(run):
-    opened = Run.open(run)
     options = ServeOptions(batch=2, mesh="1x1", models=f"twin={run}")
-    service, (first, twin) = build_service(opened, options)
+    service, (first, twin) = serve_command._open_service(str(run), options)
     assert list(service.models) == ["run", "twin"]
     pairs = zip(*(jax.tree.leaves(one.served.weights.unstacked) for one in (first, twin)), strict=True)
     assert all(mine is other for mine, other in pairs)
@@ -130,7 +135,7 @@ def test_folder_of_another_format_is_explained(run, adapted, capsys):
     assert main(["serve", str(published)]) == USAGE
     assert "serve their base, with models=NAME=" in capsys.readouterr().err
     assert main(["serve", str(run), f"models={adapted[1]}"]) == USAGE
-    assert "differs from" in capsys.readouterr().err
+    assert re.search(r"has .*seq=24, .*, and .* has .*seq=16, .*; serve it by itself", capsys.readouterr().err)
 
 
 def test_command_answers_with_the_text_of_generate(run, tmp_path, capsys, monkeypatch):
@@ -183,11 +188,35 @@ def test_command_answers_with_the_text_of_generate(run, tmp_path, capsys, monkey
         (["timeout=0"], "timeout above 0"),
         (["models=other=nowhere"], "not a run"),
         (["batch=0"], "batch must be at least 1"),
+        (["models=a={run},a=y"], "models=a=y: another model has the name a; give one of them another"),
+        (["models=x/run"], "another model has the name run"),
+        (["name=b", "models=x/b/"], "another model has the name b"),
+        (["allowed_hosts=box,http://box"], "allowed_hosts=http://box is no name of a machine"),
     ],
 )
 def test_wrong_key_is_rejected(run, words, message, capsys):
-    assert main(["serve", str(run), *words]) == USAGE
+    assert main(["serve", str(run), *(word.format(run=run) for word in words)]) == USAGE
     assert message in capsys.readouterr().err
+
+
+def test_differing_keys_of_another_run_are_named(run):
+    opened = Run.open(run)
+    other = SimpleNamespace(config=opened.config.replace(layers=3, dtype="bfloat16"), vocabulary=opened.vocabulary)
+    message = f"models=X has layers=3, dtype=bfloat16, and {run} has layers=2, dtype=float32; serve it by itself"
+    with pytest.raises(UsageError) as caught:
+        served_runs.check_other("X", other, opened)
+    assert str(caught.value) == message
+    other.config = opened.config.replace(lora_rank=2, lr=0.5)
+    served_runs.check_other("X", other, opened)
+
+
+def test_only_a_key_admits_any_host():
+    chosen = serve_command._choose_hosts(ServeOptions())
+    assert chosen == {"127.0.0.1", "localhost", "::1"}
+    assert serve_command._choose_hosts(ServeOptions(allowed_hosts="Box:80,[::2]")) == chosen | {"box", "::2"}
+    assert serve_command._choose_hosts(ServeOptions(host="0.0.0.0", api_key="k")) is None
+    named = serve_command._choose_hosts(ServeOptions(host="10.0.0.1", api_key="k", allowed_hosts="box"))
+    assert named == chosen | {"10.0.0.1", "box"}
 
 
 def test_port_in_use_is_rejected(run, capsys):
@@ -196,7 +225,30 @@ def test_port_in_use_is_rejected(run, capsys):
     assert "cannot be listened on" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("number", serve_command.STOPPING)
+def test_signal_that_jax_swallows_ends_the_start(run, number, monkeypatch, tmp_path, capsys):
+    def interrupt(*_):
+        assert os.listdir(tmp_path)
+        with contextlib.suppress(KeyboardInterrupt):  # as where a callback of the garbage collector runs
+            signal.raise_signal(number)
+
+    def end(status):
+        raise SystemExit(f"status {status}, left {os.listdir(tmp_path)}")
+
+    def go_on(*_):
+        raise AssertionError("the start went on")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before_call(monkeypatch, serve_command, "load_model", interrupt)
+    before_call(monkeypatch, serve_command, "_announce", go_on)
+    note_exits(monkeypatch, end)
+    with pytest.raises(SystemExit, match=r"status 1, left \[\]"):
+        main(["serve", str(run), "port=0", "mesh=1x1"])
+    assert capsys.readouterr().err == "shardformer: interrupted\n"
+
+
 SERVER = """
+import signal
 import socket
 from types import SimpleNamespace
 from shardformer.cli import serve_command
@@ -208,6 +260,7 @@ async def app(scope, receive, send):
     print("ready", flush=True)
     await receive()
 
+signal.signal(signal.SIGTERM, signal.default_int_handler)
 service = SimpleNamespace(exchanges=[], end_all=None, limits=Limits())
 serve_command._run_server(app, service, socket.create_server(("localhost", 0)))
 print("ended")

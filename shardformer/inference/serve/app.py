@@ -8,12 +8,14 @@ from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from shardformer.inference.serve.json_responses import JsonResponse, answer_error, encode_json
 from shardformer.inference.serve.request_fields import ApiError
+from shardformer.inference.serve.screen import Screen
 from shardformer.inference.serve.service import Exchange, Service
 
 PAGE = Path(__file__).with_name("page.html")
@@ -48,7 +50,8 @@ def make_app(service: Service) -> Starlette:
         got = f"{request.method} {request.url.path:.80} is not answered"
         return answer_error(ApiError(error.status_code, f"{got}; there are {', '.join(paths)}", code="not_found"))
 
-    return Starlette(routes=routes, exception_handlers={404: explain, 405: explain})
+    middleware = [Middleware(Screen, service)]
+    return Starlette(routes=routes, middleware=middleware, exception_handlers={404: explain, 405: explain})
 
 
 def _guard(service: Service, handler: Handler, is_open: bool = False) -> Callable[[Request], Awaitable[Response]]:

@@ -54,10 +54,12 @@ class Service:
         chat: ChatCodec | None = None,
         api_key: str = "",
         limits: Limits | None = None,
+        hosts: frozenset[str] | None = None,
     ):
+        """hosts: the names and addresses that a request may give as its Host; None for any."""
         self.thread, self.metrics, self.codec, self.chat = thread, thread.metrics, codec, chat
         self.models = {model.name: model for model in models}
-        self.api_key, self.limits = api_key, limits or Limits()
+        self.api_key, self.limits, self.hosts = api_key, limits or Limits(), hosts
         self.bodies = Bodies(self.limits)
         self._short, self._long = asyncio.Semaphore(SHORT_ENCODERS), asyncio.Semaphore(1)
         self._processes: list[TemplateProcess] = []  # idle ones: a start takes as long as the prefill of a small model
