@@ -103,7 +103,8 @@ def check_value(field: dataclasses.Field, value) -> None:
     if value is None and is_optional(field.type):
         return
     if known := choices(kind):
-        closest = suggest_closest(str(value), map(str, known))
+        as_text = next((f"; give {each!r} without quotes" for each in known if str(each) == value), "")
+        closest = as_text or suggest_closest(str(value), map(str, known))
         listed = ", ".join(map(str, known))
         require(value in known, f"{name} is one of {listed}; got {shorten(value)}{closest}")
         return

@@ -12,11 +12,27 @@ from shardformer.config.old_files import REMOVED
 from shardformer.errors import UsageError
 
 MAX_FACTOR = 1e6  # for lr_rules: a factor times a rate and an update must stay in the range of float32
+CLOSE = 0.7  # of difflib: ipo for ppo (0.67) and step for system (0.6) would be guesses
 PICTURES = (".png", ".svg", ".pdf", ".jpg")  # formats that every matplotlib draws
 T = TypeVar("T")
 
 # Names of Megatron-LM, nanoGPT and transformers for keys of this package.
 AXIS_NAMES = ("dp", "tp", "mp", "pp", "cp", "tensor_model_parallel_size", "pipeline_model_parallel_size")
+# Their names for what a key of this package says in another form: (our key, advice, names).
+_OTHER_FORMS = (
+    ("mesh", "give the mesh, data x tensor parallel: mesh=4x2, or its axes by name: mesh=dp2.pp2.cp2.mp2", AXIS_NAMES),
+    (
+        "steps",
+        "a run is as long as its steps=, each of batch x seq tokens",
+        ("epochs", "num_epochs", "max_epochs", "num_train_epochs"),
+    ),
+    ("documents", "rows are packed already; documents=masked or padded lays them out otherwise", ("packing",)),
+    (
+        "tracker",
+        "TensorBoard's events are always written; name any other tracker: tracker=module:function",
+        ("report_to", "wandb", "use_wandb", "wandb_log", "wandb_project"),
+    ),
+)
 _OTHER_NAMES = """
 layers: num_layers n_layer n_layers num_hidden_layers
 d_model: hidden_size n_embd dim
@@ -25,8 +41,8 @@ kv_heads: num_query_groups num_key_value_heads n_kv_heads
 d_ff: ffn_hidden_size intermediate_size
 seq: seq_length seq_len block_size max_position_embeddings context_length
 vocab: vocab_size
-batch: batch_size global_batch_size
-accum: gradient_accumulation_steps grad_accum
+batch: batch_size global_batch_size per_device_train_batch_size train_batch_size
+accum: gradient_accumulation_steps grad_accum gradient_accumulation
 steps: train_iters max_steps max_iters
 lr: learning_rate
 lr_min: min_lr
@@ -80,19 +96,19 @@ def parse_overrides(arguments: list[str], options: type) -> dict:
     parsed: dict[str, object] = {}
     for word in arguments:
         key, equals, text = word.partition("=")
+        plain = key.lstrip("-").replace("-", "_")
         if not equals:
-            meant = key.lstrip("-").replace("-", "_")
-            meant = OTHER_NAMES.get(meant, meant)
+            meant = OTHER_NAMES.get(plain, plain)
             fix = f"; write {meant}=..." if meant in fields else ""
             raise UsageError(f"expected key=value, got {shorten(word)}{fix}")
         if key in REMOVED:
             raise UsageError(f"{key} was removed: {REMOVED[key].now}")
         if key not in fields:
             keys = f"; the keys are {', '.join(fields)}" if len(fields) < 20 else "; see COMMAND --help"
-            fix = _translate(key, fields) or suggest_closest(key, fields) or keys
+            fix = _translate(plain, fields) or suggest_closest(plain, fields) or keys
             raise UsageError(f"unknown key {shorten(key)}{fix}")
         if key in parsed:
-            raise UsageError(f"{key} is given twice: {parsed[key]!r} and {text!r}")
+            raise UsageError(f"{key} is given twice: {shorten(parsed[key])} and {shorten(text)}")
         parsed[key] = parse_value(fields[key], text)
     return parsed
 
@@ -204,11 +220,11 @@ def parse_lr_rules(text: str) -> tuple[LrRule, ...]:
         except ValueError:
             factor = math.nan
         if not (pattern and 0 <= factor < math.inf):
-            raise UsageError(f"lr_rules takes PATTERN=FACTORx or PATTERN=frozen, such as bias=10x; got {word!r}")
+            raise UsageError(f"lr_rules takes PATTERN=FACTORx or PATTERN=frozen, such as bias=10x; got {shorten(word)}")
         if factor > MAX_FACTOR:
             raise UsageError(f"lr_rules takes factors up to {MAX_FACTOR:g}x, got {shorten(word)}")
         if pattern in (rule.pattern for rule in rules):
-            raise UsageError(f"lr_rules has two rules for {pattern!r}, of which the first would win; leave one")
+            raise UsageError(f"lr_rules has two rules for {shorten(pattern)}, of which the first would win; leave one")
         rules.append(LrRule(pattern, factor))
     return tuple(rules)
 
@@ -278,13 +294,14 @@ def shorten(value, most: int = 80) -> str:
 
 def _translate(name: str, known) -> str:
     """Returns '; did you mean ...?' for a name that other trainers give a known key, else an empty text."""
-    if name in AXIS_NAMES and "mesh" in known:
-        return "; give the mesh, data x tensor parallel: mesh=4x2, or its axes by name: mesh=dp2.pp2.cp2.mp2"
+    for key, advice, names in _OTHER_FORMS:
+        if key in known and name in names:
+            return f"; {advice}"
     ours = OTHER_NAMES.get(name, "")
     return f"; did you mean {ours!r}?" if ours in known else ""
 
 
 def suggest_closest(word: str, known) -> str:
     """Returns '; did you mean ...?' if a known word is close, else an empty text."""
-    matches = difflib.get_close_matches(word, known, n=1)
+    matches = difflib.get_close_matches(word, known, n=1, cutoff=CLOSE)
     return f"; did you mean {matches[0]!r}?" if matches else ""

@@ -57,14 +57,14 @@ def check_rules(parameters, config: Config) -> None:
         if rule in used:
             continue
         if any(matches(rule.pattern, name) for name in names):
-            raise UsageError(f"lr_rules: earlier rules match every parameter of {rule}; move it before them")
+            raise UsageError(f"lr_rules: earlier rules match every parameter of {rule!s:.80}; move it before them")
         nearest = ", ".join(closest(rule.pattern, names))
         raise UsageError(
-            f"lr_rules: {rule} matches no parameter; a pattern is one or more whole parts of a name, such as "
+            f"lr_rules: {rule!s:.80} matches no parameter; a pattern is one or more whole parts of a name, such as "
             f"embed, layers/up or *_bias, and the closest names are {nearest}"
         )
     if not any(rule.factor for rule in used):
-        raise UsageError(f"lr_rules={config.optimizer.lr_rules} freezes every parameter; leave some to train")
+        raise UsageError(f"lr_rules={config.optimizer.lr_rules:.80} freezes every parameter; leave some to train")
 
 
 def first_match(name: str, rules: tuple[LrRule, ...]) -> LrRule:

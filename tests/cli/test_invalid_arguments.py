@@ -45,6 +45,17 @@ LBFGS = ("optimizer=lbfgs", "clip=0", "weight_decay=0")
         ("unknown preset 'layers=2'", ["train", "layers=2"]),
         ("unknown key 'layer'; did you mean 'layers'?", ["train", "tiny", "layer=2"]),
         ("expected key=value, got '--layers'", ["train", "tiny", "--layers", "2"]),
+        ("unknown key 'epochs'; a run is as long as its steps=", ["train", "tiny", "epochs=3"]),
+        ("unknown key 'num_train_epochs'; a run is as long as its steps=", ["train", "tiny", "num_train_epochs=3"]),
+        ("unknown key 'packing'; rows are packed already; documents=masked", ["train", "tiny", "packing=true"]),
+        ("unknown key 'report_to'; TensorBoard's events are always", ["train", "tiny", "report_to=wandb"]),
+        ("unknown key '--batch_size'; did you mean 'batch'?", ["train", "tiny", "--batch_size=8"]),
+        ("simpo; got 'ppo'\n", ["train", "tiny", "objective=ppo"]),
+        ("unknown key 'system'; the keys are step, ema, ", ["serve", "run", "system=x"]),
+        (
+            f"frozen, such as bias=10x; got '{'a' * 79}... (100,002 characters)",
+            ["train", "tiny", f"lr_rules={'a' * 100_000}"],
+        ),
         ("layers takes a whole number, got 'two'", ["train", "tiny", "layers=two"]),
         ("lr is given twice", ["train", "tiny", "lr=1", "lr=2"]),
         (

@@ -222,6 +222,7 @@ def test_malformed_mesh(text):
           for name in ("experts", "dense_first", "shared_width", "balance_loss", "router_z_loss", "balance_rate")),
         ({"experts_per_token": 0}, "experts_per_token must be at least 1, got 0"),
         ({"expert_width": 0}, "expert_width must be at least 1, or auto, got 0"),
+        ({"zero": "3"}, "zero is one of 0, 1, 3; got '3'; give 3 without quotes"),
         ({"experts": 10**9}, "experts must be below 100001, got 1000000000"),
         ({"experts": 2, "experts_per_token": 3}, "experts_per_token=3 must be at most experts=2"),
         ({"experts": 4, "bias": "none", "expert_pattern": "ex"},
