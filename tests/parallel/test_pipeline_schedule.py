@@ -95,7 +95,7 @@ def test_compiled_gradients_of_stages_equal_a_plain_loop():
 
 @pytest.mark.parametrize(("pp", "rounds"), [(2, 2), (2, 3), (4, 2), (4, 6), (8, 3)])
 def test_each_stage_receives_the_parts_of_its_rounds(pp, rounds):
-    part = np.arange(pp * rounds)
+    part = np.arange(pp * rounds, dtype=np.int32)
 
     def every_round(own):
         return jnp.concatenate([pipeline.distribute(own, rounds)(turn) for turn in range(rounds)])
