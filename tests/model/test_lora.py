@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from shardformer.__main__ import main
-from shardformer.analysis import verify
+from shardformer.analysis import verify, verify_exact
 from shardformer.convert import runs as whole
 from shardformer.layout import mesh
 from shardformer.model import Model, lora
 from shardformer.training.run_folder import Run
-from tests import runs, shared
+from tests import meshes, runs, shared
 
 SETTINGS = {"mesh": "4x2", "steps": 6, "eval_every": 3, "save_every": 3, "log_every": 1, "eval_batches": 1}
 
@@ -155,25 +155,37 @@ def test_new_adapters_have_the_scale_of_their_inputs():
 EVERY = {"lora_rank": 2, "lora_targets": "q,o:3,down:1", "lora_dropout": 0.4}
 
 
-@pytest.mark.slow
-def test_dropout_of_adapters_is_that_of_the_reference():
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"mesh": "2x4"},
+        {"mesh": "4x2", "zero": 3, "accum": 2, "rslora": True},
+        {"mesh": "dp2.cp2.mp2", "sequence_parallel": True},
+        {"mesh": "2x2x2", "accum": 2},
+    ],
+    ids=str,
+)
+def test_adapters_with_dropout_equal_one_device(keys):
     """Each mesh draws the masks of one device; no adapter is zero, and no other dropout hides a difference."""
+    meshes.assert_equals_one_device(**EVERY | keys)
+
+
+def test_other_dropout_of_adapters_is_noticed():
+    config = shared.tiny(mesh="2x4", **EVERY)
+    rows = verify_exact.compare(
+        meshes.compute_gradients(config), meshes.compute_dense(config.replace(lora_dropout=0.41)), "dense"
+    )
+    assert not all(row.passes for row in rows)
+
+
+@pytest.mark.slow
+def test_compiled_dropout_of_adapters_is_that_of_the_reference():
     trainer, batch = shared.trainer(mesh="2x4", **EVERY), shared.batch()
-    params = shared.drawn(trainer.config, 0)
-    layers = params["transformer/layers"]
-    random = np.random.RandomState(0)
-    drawn = {name: random.normal(0, 0.1, leaf.shape).astype(np.float32) for name, leaf in layers.items()}
-    changed = {name: drawn[name] if name.endswith("lora_out") else leaf for name, leaf in layers.items()}
-    params = params | {"transformer/layers": changed}
+    params = verify_exact.draw_parameters(trainer.config)
     key = np.asarray(trainer.dropout_key(3))
     nats, gradients, _ = verify.loss_and_gradients(trainer.model, params, batch, key)
-
-    def compare(**changes):
-        expected = verify.reference_loss_and_gradients(trainer.config.replace(**changes), params, batch, key)
-        return verify.compare_loss_and_gradients(expected, (nats, gradients))
-
-    assert all(row.passes for row in compare())
-    assert not all(row.passes for row in compare(lora_dropout=0.41))
+    expected = verify.reference_loss_and_gradients(trainer.config, params, batch, key)
+    assert all(row.passes for row in verify.compare_loss_and_gradients(expected, (nats, gradients)))
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from shardformer import checkpoint
 from shardformer.config.names import MATRICES
 from shardformer.errors import UsageError
 from shardformer.model import master_weights
-from tests import asserts, shared
+from tests import asserts, meshes, shared
 
 STEPS = 3
 BOTH = {"dtype": "bfloat16", "layers": 1}
@@ -50,6 +50,17 @@ def run(forget=False, steps=STEPS, **overrides):
             stored = master_weights.select_masters(state.params, t.config)
             state = state._replace(masters=jax.tree.map(lambda p: p.astype(jnp.float32), stored))
     return t, state
+
+
+@pytest.mark.parametrize("overrides", [case for case, _ in CASES], ids=str)
+def test_masters_are_exactly_those_of_one_device(overrides):
+    config = shared.tiny(**BOTH | ROUNDED | overrides)
+    meshes.assert_exact(meshes.find_differences(config))
+    state, _ = meshes.run_steps(config)
+    kept = state.masters["transformer/layers"]
+    assert set(kept) == set(MATRICES) & set(state.params["transformer/layers"])
+    for name, leaf in kept.items():  # nothing is rounded in float64
+        np.testing.assert_array_equal(state.params["transformer/layers"][name], leaf)
 
 
 @pytest.mark.slow
