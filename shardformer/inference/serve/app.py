@@ -89,10 +89,12 @@ def _check_key(service: Service, request: Request) -> None:
         )
 
 
-def _check_content_type(request: Request) -> None:
+async def _start(service: Service, request: Request, chat: bool) -> Exchange:
     # A page of another site can send any other type without asking first, a browser would let it use this server.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(400, "the content type is not application/json; send the header Content-Type: application/json")
+    async with service.bodies.receive(request) as content:
+        return await service.start(content, chat)
 
 
 async def _complete(service: Service, request: Request) -> Response:
@@ -104,9 +106,7 @@ async def _chat(service: Service, request: Request) -> Response:
 
 
 async def _answer(service: Service, request: Request, chat: bool) -> Response:
-    _check_content_type(request)
-    async with service.bodies.receive(request) as content:
-        exchange = await service.start(content, chat)
+    exchange = await _start(service, request, chat)
     if exchange.answer.fields.stream:
         return EventResponse(service, exchange)
     answering = asyncio.ensure_future(_collect(exchange))
