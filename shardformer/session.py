@@ -27,6 +27,7 @@ from shardformer.checkpoint import Lock
 from shardformer.config import Config, check_given, check_zero
 from shardformer.data import Characters, Corpus, Data, TokenIds, Vocabulary
 from shardformer.data.corpus import choose_row_layout
+from shardformer.data.own_batches import OWN
 from shardformer.data.prepare import Progress
 from shardformer.devices import early_compilation, processes, programs
 from shardformer.devices.early_compilation import EarlyCompilation
@@ -309,7 +310,15 @@ def _open_what_start_names(config: Config) -> list[str]:
 
 
 def _check_fingerprint(run: Run, stored: Config) -> None:
-    """Rejects stored data that no fingerprint shows to be the run's: a stranger's run could name any local file."""
+    """Rejects data that cannot be opened again, or that no fingerprint shows to be the run's.
+
+    A stranger's run could name any local file.
+    """
+    if run.fingerprint.startswith(OWN):
+        raise UsageError(
+            f"{run.out} was trained on batches that a program supplied, {run.fingerprint}; supply them again: "
+            "Session.resume(FOLDER, OwnBatches(...))"
+        )
     if stored.data.source and not run.fingerprint:
         raise UsageError(f"{run.out} names data={stored.data.source}, but has no fingerprint of it; give data= again")
 

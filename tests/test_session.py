@@ -79,6 +79,12 @@ def test_sink_receives_the_logged_rows(tmp_path):
     assert sink.closed
 
 
+def test_resume_asks_for_own_batches_again(tmp_path):
+    create(tmp_path, own_batches(name="mine")).run.write_documents()
+    with pytest.raises(UsageError, match=r"run was trained on batches that a program supplied, own:mine; supply them"):
+        Session.resume(tmp_path / "run")
+
+
 @pytest.mark.slow
 def test_own_evaluation_replaces_the_validation(tmp_path):
     losses = iter([3.0, 1.0, 2.0])

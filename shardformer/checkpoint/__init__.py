@@ -1,6 +1,6 @@
 """Checkpoints: `OUT/step_00000040/` contains arrays, `tree.pkl`, `manifest.json` and documents, or does not exist."""
 
-from shardformer.checkpoint.documents import read_config, read_document
+from shardformer.checkpoint.documents import describe_no_run, read_config, read_document
 from shardformer.checkpoint.folders import list_steps, newest_step_folder, prune, set_aside, step_folder
 from shardformer.checkpoint.restoring import StoredLeaf, keep_as_read, restore, verify
 from shardformer.checkpoint.saver import Saver, save, save_snapshot
@@ -10,6 +10,7 @@ from shardformer.checkpoint.stores import lock_folder
 
 __all__ = ["Damaged", "FolderLost", "Lock", "Saver", "Snapshot", "StoredLeaf", "keep_as_read", "list_steps"]
 __all__ += [
+    "describe_no_run",
     "lock_folder",
     "newest_step_folder",
     "prune",

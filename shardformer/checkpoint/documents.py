@@ -78,13 +78,19 @@ def _check(path: Location, content: bytes, stored: Manifest) -> None:
         raise Damaged(f"{path} is damaged: it has {got}, and {MANIFEST} expects {expected}")
 
 
+def describe_no_run(folder: Path | BucketPath) -> str:
+    """Returns why a folder without config.json is no run."""
+    reason = "it has no config.json" if folder.exists() else "the folder does not exist"
+    return f"{folder} is not a run: {reason}"
+
+
 def read_config(folder: Path | BucketPath) -> Config:
     """Returns the configuration of a run; rejects folders that hold another project's config.json."""
     path = location(folder) / "config.json"
     try:
         text = read_small(path)
     except (FileNotFoundError, NotADirectoryError):
-        raise UsageError(f"{folder} is not a run: it has no config.json") from None
+        raise UsageError(describe_no_run(location(folder))) from None
     if kind := "a Hugging Face folder" if is_hugging_face(text) else "GPT-J's shards" if b'"n_heads"' in text else "":
         raise UsageError(f"{folder} is {kind}; make a run of it first: convert {folder} RUN")
     return parse_config(text, path)

@@ -54,6 +54,11 @@ def parse_base(arguments: list[str]) -> Config:
     options, rest = parsing.parse_known_options(arguments[arguments[0] in presets.PRESETS :], BaseOptions)
     overrides = parse_keys(rest)
     preset = preset.replace(base=overrides["base"], out=overrides.get("out") or preset.run.out)
+    if not storage.location(preset.training.base).exists():
+        raise UsageError(
+            f"base={preset.training.base} does not exist; give the folder of a run, or the one into which a model of "
+            "Hugging Face was downloaded: hf download NAME --local-dir FOLDER"
+        )
     if hf_settings.is_hf_folder(storage.location(preset.training.base)):
         target = storage.local_folder(storage.location(f"{preset.run.out}.base"))
         _check_before_converting(preset, target, overrides, options)

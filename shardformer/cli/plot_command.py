@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from shardformer import storage
+from shardformer import checkpoint, storage
 from shardformer.cli.arguments import run_folder, say, split_paths
 from shardformer.config import parsing
 from shardformer.config.keys import key
@@ -39,5 +39,5 @@ def plot(arguments: list[str]) -> None:
 
 def _records(run: Path | BucketPath) -> Path:
     if not (run / "config.json").is_file():
-        raise UsageError(f"{run} is not a run: it has no config.json")
+        raise UsageError(checkpoint.describe_no_run(run))
     return storage.read_records(run)

@@ -202,9 +202,12 @@ def _listen(options: ServeOptions) -> socket.socket:
     try:
         return socket.create_server((options.host, options.port), family=family, backlog=2048)
     except OSError as error:
+        number = error.errno or 0
+        is_address = number > 0  # errors of the resolver are negative
+        reason = os.strerror(number) if is_address else "no address has this name"
+        fix = "another port=" if is_address else "an address of this machine: host=127.0.0.1"
         raise UsageError(
-            f"host={options.host} port={options.port} cannot be listened on ({os.strerror(error.errno or 0)}); give "
-            "another port="
+            f"host={options.host} port={options.port} cannot be listened on ({reason}); give {fix}"
         ) from None
 
 

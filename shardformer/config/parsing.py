@@ -301,7 +301,7 @@ def _translate(name: str, known) -> str:
     return f"; did you mean {ours!r}?" if ours in known else ""
 
 
-def suggest_closest(word: str, known) -> str:
+def suggest_closest(word: str, known, cutoff: float = CLOSE) -> str:
     """Returns '; did you mean ...?' if a known word is close, else an empty text."""
-    matches = difflib.get_close_matches(word, known, n=1, cutoff=CLOSE)
+    matches = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
     return f"; did you mean {matches[0]!r}?" if matches else ""

@@ -104,6 +104,7 @@ def _choose_converter(source: Path | BucketPath, arguments: list[str]):
     if isinstance(source, Path) and hf_settings.is_hf_folder(source):
         return hf.hf_to_run
     if (source / "config.json").is_file():
+        _check_one_target(arguments)
         if merge.asks_to_merge(arguments):
             return run_to_merged_run
         if stored_weights.asks_to_store(arguments):
@@ -119,6 +120,16 @@ def _choose_converter(source: Path | BucketPath, arguments: list[str]):
         f"(shard_0/0.npz) or Grok-1's checkpoint (ckpt-0/tensor00000_000)"
         f"{f'; did you mean {inside}?' if inside else ''}"
     )
+
+
+def _check_one_target(arguments: list[str]) -> None:
+    """Rejects another format together with a key that writes another run."""
+    names = {word.partition("=")[0]: word for word in arguments}
+    for name in ("merge_lora", "weights"):
+        if name in names and "format" in names:
+            raise UsageError(
+                f"{names[name]} writes another run, and {names['format']} is not one; leave one of them out"
+            )
 
 
 def gptj_to_run(source: Path, target: Path, arguments: list[str], say: Callable[[str], None]) -> str:

@@ -19,7 +19,7 @@ from shardformer.data import text_files
 from shardformer.data.chat.letters import remove_guards
 from shardformer.data.text_files import Breaks, cut_text
 from shardformer.data.tokenizer_growth import MAX_GROWTH, bound_growth
-from shardformer.data.tokenizer_pieces import find_breaks, remove_prefix
+from shardformer.data.tokenizer_pieces import find_breaks, list_unknown, remove_prefix
 from shardformer.data.vocabulary import FILE, Vocabulary
 from shardformer.errors import RunError, UsageError
 from shardformer.files import read_text
@@ -55,6 +55,11 @@ class HfTokenizer(Vocabulary):
         self._size = max(self._ids.values(), default=-1) + 1
         if not self._size:
             raise ValueError("its vocabulary is empty")
+        if unknown := list_unknown(self._document.get("post_processor"), self._size):
+            raise UsageError(
+                f"tokenizer={name}: its post_processor puts {unknown[0]!r:.80} around a text, a token that its "
+                "vocabulary lacks; add the token, or remove it from the post_processor"
+            )
         self.end_of_text = next((self._ids[end] for end in (END_OF_TEXT, *OTHER_ENDS) if end in self._ids), None)
         self.template = self._find_template()
 

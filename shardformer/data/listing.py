@@ -33,6 +33,10 @@ def list_files(name: str, path: Path, out: Path | None, say: Say, expected: str)
         return _list_folder(name, path, out, say, expected)
     if path.is_file():
         return [path]
+    if path.exists():
+        raise UsageError(
+            f"data={name} is a device or a pipe, which cannot be read twice; write the text into a file and give that"
+        )
     files = sorted({file.resolve(): file for file in _expand(str(path)) if file.is_file()}.values())
     if not files:
         raise UsageError(f"data={name} does not exist; {expected}")

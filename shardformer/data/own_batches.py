@@ -10,6 +10,7 @@ from shardformer.data.batches import EVERY_ROW, Batch, Rows
 from shardformer.data.vocabulary import TokenIds, Vocabulary
 from shardformer.errors import UsageError
 
+OWN = "own:"  # the beginning of their fingerprints
 IGNORED = -100  # a target without a loss, as in PyTorch and Hugging Face
 NAMES = ("tokens", "targets", "weights", "documents")  # of the arrays of a batch
 
@@ -42,7 +43,7 @@ class OwnBatches:
 
     @property
     def fingerprint(self) -> str:
-        return f"own:{self.name}"
+        return f"{OWN}{self.name}"
 
     @property
     def held_out(self) -> tuple[str, ...]:

@@ -355,7 +355,12 @@ def read_rows(
 
 def _parse(line: bytes, location: str):
     try:
-        return json.loads(line)
+        text = line.decode("utf-8-sig", "surrogatepass")
+    except UnicodeDecodeError as error:  # json would guess UTF-16, whose lines cannot be split at a byte
+        cause = "is not UTF-8"
+        raise RowError(location, f"{cause}: {error.reason}; convert it, for example with iconv", cause) from None
+    try:
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RowError(location, f"is not JSON: {error}", "is not JSON") from None
 
@@ -390,15 +395,8 @@ def _read_records(
 
 def _make_piece(field: str, record, location: str) -> tuple[Piece]:
     """Returns the text of a record behind its prompt; `location` is its name in errors."""
-    if isinstance(record, dict) and field not in record and {"prompt", "completion"} <= record.keys():
-        prompt, text = record["prompt"], record["completion"]
-        for name, value in (("prompt", prompt), ("completion", text)):
-            if not isinstance(value, str):
-                kind = type(value).__name__
-                raise RowError(location, f"has a {name} of {kind}; expected text", f"a {name} of {kind}")
-    else:
-        prompt, text = "", record.get(field) if isinstance(record, dict) else None
-    if not isinstance(text, str):
+    names = {field} if isinstance(record, dict) and field in record else {"prompt", "completion"}
+    if not isinstance(record, dict) or not names <= record.keys():
         has = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         raise RowError(
             location,
@@ -406,4 +404,8 @@ def _make_piece(field: str, record, location: str) -> tuple[Piece]:
             "prompt and completion",
             f"has no text under {field!r}",
         )
-    return (Piece(text, prompt=prompt),)
+    for name in sorted(names, reverse=True):
+        if not isinstance(record[name], str):
+            kind = type(record[name]).__name__
+            raise RowError(location, f"has a {name} of {kind}; expected text", f"a {name} of {kind}")
+    return (Piece(record[field]) if field in names else Piece(record["completion"], prompt=record["prompt"]),)

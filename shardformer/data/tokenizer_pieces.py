@@ -28,6 +28,19 @@ CROSSING = {
 }
 
 
+def list_unknown(post_processor: dict | None, size: int) -> list[str]:
+    """Returns the tokens that a post-processor puts around a text without an id below `size`; Rust panics on some."""
+    if not post_processor:
+        return []
+    if post_processor["type"] == "Sequence":
+        return [token for each in post_processor["processors"] for token in list_unknown(each, size)]
+    if post_processor["type"] != "TemplateProcessing":
+        return []
+    known = post_processor["special_tokens"]
+    put = [piece["SpecialToken"]["id"] for piece in post_processor["single"] if "SpecialToken" in piece]
+    return [token for token in put if token not in known or max(known[token]["ids"], default=0) >= size]
+
+
 def find_breaks(first: "Tokenizer", continuation: "Tokenizer") -> Breaks:
     """Returns the patterns at which a text may be cut; `continuation` encodes all pieces but the first."""
     lines = [kind for kind in (LINE, LINE_BEFORE_WORD) if _is_safe(kind, first, continuation)]

@@ -152,7 +152,7 @@ def parse_slice(text: str) -> Slice:
     name, _, shape = text.lower().partition(":")
     if name not in CHIPS:
         raise UsageError(f"chip takes NAME:SHAPE with a name of {', '.join(CHIPS)}; got {shorten(text)}"
-                         f"{suggest_closest(name, CHIPS)}")  # fmt: skip
+                         f"{suggest_closest(name, CHIPS, cutoff=0.6)}")  # fmt: skip
     chip, sizes = CHIPS[name], shape.split("x")
     dimensions = chip.dimensions or 1
     valid = all(size.isascii() and size.isdecimal() and 0 < len(size) < 6 and int(size) > 0 for size in sizes)

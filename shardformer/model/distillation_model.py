@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from shardformer import storage
-from shardformer.checkpoint import read_config
+from shardformer import checkpoint, storage
 from shardformer.config import ARCHITECTURE, Config, is_hugging_face
 from shardformer.errors import UsageError
 from shardformer.kernels import vocabulary_loss
@@ -125,13 +124,13 @@ def read_teacher(config: Config) -> Config:
     name = config.preferences.teacher
     location = storage.location(name)
     if not (location / "config.json").exists():
-        raise UsageError(f"teacher={name} is not a run: it has no config.json")
+        raise UsageError(f"teacher={checkpoint.describe_no_run(location)}")
     if is_hugging_face((location / "config.json").read_bytes()):
         raise UsageError(
             f"teacher={name} is in Hugging Face's format, which only `train` converts; convert it first: "
             f"convert {name} TEACHER"
         )
-    teacher = read_config(storage.reading_folder(location))
+    teacher = checkpoint.read_config(storage.reading_folder(location))
     check_teacher(config, teacher, name)
     architecture = {key: teacher.get(key) for key in ARCHITECTURE}
     plain = {"objective": "lm", "teacher": "", "lora_rank": 0, "dropout": 0.0, "divergence": "forward",

@@ -99,8 +99,7 @@ class Run:
         if "out" in overrides and not storage.is_same(overrides["out"], folder):
             raise UsageError(f"out cannot change on resume: copy {folder} and resume the copy")
         if not (folder / "config.json").exists():
-            reason = "it has no config.json" if folder.exists() else "the folder does not exist"
-            raise UsageError(f"{folder} is not a run: {reason}")
+            raise UsageError(checkpoint.describe_no_run(folder))
         stored = storage.read_records(folder)
         settings = config.override_on_resume(checkpoint.read_config(stored), overrides | {"out": str(folder)})
         return Run(settings, *data.load_vocabulary(stored), data.load_special_tokens(stored))

@@ -112,9 +112,9 @@ def test_a_run_is_a_base_without_naming_its_shape(tmp_path, text):
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        ("nowhere is not a run", ["base=nowhere", "data=x"]),
+        ("base=nowhere does not exist; give the folder of a run", ["base=nowhere", "data=x"]),
         ("name a preset", []),
-        ("nowhere is not a run", ["tiny", "base=nowhere", "data=x"]),
+        ("base=nowhere does not exist; give the folder of a run", ["tiny", "base=nowhere", "data=x"]),
     ],
 )
 def test_bases_that_are_not_there(message, words, capsys):

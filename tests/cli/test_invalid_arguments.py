@@ -76,12 +76,15 @@ LBFGS = ("optimizer=lbfgs", "clip=0", "weight_decay=0")
         ("data=nowhere.txt does not exist; data takes auto", ["train", "tiny", "data=nowhere.txt"]),
         ("eval_prompts=nope cannot be read: No such file", ["train", "tiny", "data=nowhere.txt", "eval_prompts=nope"]),
         ("data=~no_such_user/x does not exist", ["train", "tiny", "data=~no_such_user/x"]),
+        ("data=/dev/zero is a device or a pipe, which", ["data", "prepare", "/dev/zero", "out=new", "tokenizer=bytes"]),
         ("data=. is a folder without text files", ["train", "tiny", "data=."]),
         ("train --resume takes the folder of a run", ["train", "--resume"]),
         ("train --resume takes the folder of a run", ["train", "--resume", "steps=9"]),
         ("train --resume takes the folder of a run", ["train", "--resume="]),
         ("nowhere is not a run: the folder does not exist", ["train", "--resume", "nowhere"]),
         (". is not a run: it has no config.json", ["sample", "."]),
+        ("base=gpt2 does not exist; give the folder of a run, or the one into", ["train", "base=gpt2", "data=x"]),
+        ("nowhere is not a run: the folder does not exist", ["plot", "nowhere"]),
         ("name the folder of a run first", ["sample"]),
         ("name the folder of a run first", ["sample", "prompt=ROMEO:"]),
         ("name the folder of a run first", ["eval"]),
@@ -171,6 +174,7 @@ def test_out_that_cannot_be_made_is_rejected(refused, text, tmp_path):
         ("validation does nothing without data", ["eval", "run", "validation=0.1"]),
         ("run has no checkpoint of step 9", ["eval", "run", "step=9"]),
         ("run/config.json is not a run", ["sample", "run/config.json"]),
+        ("format=hf is not one; leave one of them out", ["convert", "run", "new", "format=hf", "weights=nf4"]),
     ],
 )  # fmt: skip
 def test_what_a_run_refuses(refused, run, message, words):

@@ -187,6 +187,7 @@ def test_command_answers_with_the_text_of_generate(run, tmp_path, capsys, monkey
         (["reload=always"], "reload"),
         (["timeout=0"], "timeout above 0"),
         (["models=other=nowhere"], "not a run"),
+        (["host=no.such.invalid", "api_key=k"], "; give an address of this machine: host=127.0.0.1"),
         (["batch=0"], "batch must be at least 1"),
         (["models=a={run},a=y"], "models=a=y: another model has the name a; give one of them another"),
         (["models=x/run"], "another model has the name run"),

@@ -63,10 +63,17 @@ def test_records_of_texts_follow_the_same_rule(tmp_path, tokenizer):
     path.write_text("\n".join([*lines, '{"text": 3}', "{", '{"body": "x"}']))
     options = {"chat_template": "auto", "tokenizer": tokenizer, "vocab": 0}
     with pytest.raises(
-        UsageError, match=r"(?s)3 rows cannot be.* 2 rows; .* has no text under 'text'.* 1 row; .* is not JSON"
+        UsageError, match=r"(?s)3 rows cannot be.* 1 row; .* has a text of int; expected text.* 1 row; .* is not JSON"
     ):
         load(path, **options)
     load(path, bad_rows="skip", **options)
+
+
+def test_records_in_utf16_are_named(tmp_path):
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": f"some words {n} " * 9}) + "\n" for n in range(40)), "utf-16")
+    with pytest.raises(UsageError, match=r"text.jsonl, line 1, is not UTF-8: invalid start byte; convert it, for"):
+        load(path, chat_template="auto")
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
@@ -101,7 +108,7 @@ def test_faults_of_all_sources_come_at_once(tmp_path, tokenizer):
     a, b, held = paths
     options = {"chat_template": "auto", "tokenizer": tokenizer, "vocab": 0, "validation": str(held)}
     with pytest.raises(
-        UsageError, match=r"(?s)3 rows cannot be learned.* 2 rows; .* has no text.* 1 row; .* is not JSON"
+        UsageError, match=r"(?s)3 rows cannot be learned.* 1 row; .* has no text.* 1 row; .* is not JSON"
     ):
         load(f"{a},{b}", **options)
 

@@ -31,6 +31,17 @@ def load(data, tokenizer, **options):
     return load_corpus(settings, print)
 
 
+@pytest.mark.parametrize("known", [{}, {"<ghost>": {"id": "<ghost>", "ids": [77], "tokens": ["<ghost>"]}}])
+def test_post_processor_with_an_unknown_token_is_named(tmp_path, tokenizer, known, capfd):
+    document = json.loads(tokenizer.read_text())
+    document["post_processor"]["single"][0]["SpecialToken"]["id"] = "<ghost>"
+    document["post_processor"]["special_tokens"] = known
+    tokenizer.write_text(json.dumps(document))
+    with pytest.raises(UsageError, match="its post_processor puts '<ghost>' around a text, a token that its"):
+        load(write_documents(tmp_path / "d.jsonl"), tokenizer)
+    assert "panic" not in capfd.readouterr().err
+
+
 def write_documents(path, count=60, **fields):
     rows = [{"text": f"document {chr(97 + i % 26)}{chr(97 + i // 26)}"} | fields for i in range(count)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
