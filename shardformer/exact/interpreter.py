@@ -66,7 +66,8 @@ def run(
 
     Arguments:
         function: any function that JAX can trace. Its shard_maps may be on a `Mesh` or an `AbstractMesh`.
-        arguments: trees of arrays. Floats become float64.
+        arguments: trees of arrays. Floats become float64. Give every array as an argument: what the function computes
+            of other arrays, JAX computes while it traces, in float32.
         shapes: the arguments' shapes and stored dtypes, where the arrays have others: results of another run.
         floats: "float64", or "stored" to round each result to the dtype that the program stores.
         memory: the bytes that live arrays may take.
@@ -89,11 +90,10 @@ def run_jaxpr(closed, leaves: Sequence, **options) -> Run:
 
 
 def _describe(leaf) -> jax.ShapeDtypeStruct:
-    """Returns the shape and the dtype for which an argument is traced; float64 arguments stand for float32 ones."""
+    """Returns the shape and the dtype for which an argument is traced: that of the program, such as float32."""
     dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-    if dtype == np.float64 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-        dtype = np.dtype(np.float32)
-    return jax.ShapeDtypeStruct(np.shape(leaf), dtype)
+    is_key = jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    return jax.ShapeDtypeStruct(np.shape(leaf), dtype if is_key else jax.dtypes.canonicalize_dtype(dtype))
 
 
 def widen(value, dtype) -> ndarray:
