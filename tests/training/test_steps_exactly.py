@@ -23,6 +23,8 @@ CASES = {
     "sequence_parallel": {"positions": "learned", "dropout": 0.3, "sequence_parallel": True},
     "documents": {"positions": "learned", "documents": "masked", "mesh": "2x1"},
     "llama": LLAMA | {"rotary_scaling": "llama3:2,1,4,8", "zero": 3},
+    "grouped_queries": LLAMA | {"mesh": "2x1"},
+    "blocks": LLAMA | {"mesh": "2x1", "attention": "blocks", "window": 5, "attention_cap": 2.0},
     "windows": LLAMA | {"window": 5, "window_pattern": "wf", "window_rotary_theta": 100.0, "loss_chunk": 7},
     "gemma": LLAMA | {
         "norm": "rmsnorm_plus_one", "embed_scale": None, "attention_cap": 2.0, "logits_cap": 3.0, "qk_norm": "all",
