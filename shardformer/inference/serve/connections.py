@@ -19,7 +19,7 @@ LOG_SECONDS = 60.0  # between two lines about too many connections
 
 
 class Connections:
-    """The open connections that wait for a request or for the rest of one, the oldest first."""
+    """The open connections that wait for a request, the rest of one, or a client that does not read; oldest first."""
 
     def __init__(self, limits: Limits):
         self.limits, self.waiting = limits, dict[Connection, None]()
@@ -33,8 +33,8 @@ class Connections:
         if time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + LOG_SECONDS
             print(
-                f"more than {self.limits.connections} connections are open; those that wait longest for a request are "
-                "closed", file=sys.stderr, flush=True,
+                f"more than {self.limits.connections} connections are open; those that wait longest for their clients "
+                "are closed", file=sys.stderr, flush=True,
             )  # fmt: skip
 
 
@@ -59,6 +59,15 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._await_request()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._among.waiting[self] = None  # for its client, which does not read
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self._awaited:
+            self._among.waiting.pop(self, None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

@@ -52,15 +52,22 @@ def make_service() -> Service:
 @contextlib.contextmanager
 def running(service: Service):
     """Serves on a free port; yields it."""
+    service.thread.start()
+    with running_app(make_app(service), service.limits) as port:
+        yield port
+    service.close()
+
+
+@contextlib.contextmanager
+def running_app(app, limits: Limits):
+    """Serves an ASGI application on a free port; yields it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        service.thread.start()
-        server = uvicorn.Server(make_config(make_app(service), service.limits, timeout_graceful_shutdown=1))
+        server = uvicorn.Server(make_config(app, limits, timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         yield listener.getsockname()[1]
         server.should_exit = True
         thread.join(10)
-        service.close()
 
 
 def send(port: int, path: str, body=None, headers=None) -> tuple[int, bytes]:

@@ -10,8 +10,9 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from shardformer.inference.serve import connections
+from shardformer.inference.serve.limits import Limits
 from tests.inference.serve.conftest import DRAWN
-from tests.inference.serve.http_server import ask, send, slow_down, wait_for
+from tests.inference.serve.http_server import ask, running_app, send, slow_down, wait_for
 from tests.inference.serve.test_bodies import HEAD, is_open
 
 
@@ -84,6 +85,24 @@ def test_running_requests_are_not_closed_for_others(service, port, monkeypatch):
         wait_for(lambda: service.thread.engine.running)
         assert is_closed(connect(stack, port))
         assert b" 200 " in client.recv(100)
+
+
+async def send_much(scope, receive, send) -> None:
+    """Is an application whose answer no buffer of the system holds."""
+    if scope["type"] != "http":
+        raise NotImplementedError  # no lifespan
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    with contextlib.suppress(OSError):
+        for _ in range(200):
+            await send({"type": "http.response.body", "body": bytes(1_000_000), "more_body": True})
+
+
+def test_client_that_does_not_read_is_closed_for_others():
+    request = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+    with running_app(send_much, Limits(connections=1)) as own_port, contextlib.ExitStack() as stack:
+        connect(stack, own_port, request)
+        time.sleep(0.5)  # until the buffers are full
+        assert connect(stack, own_port, request).recv(12) == b"HTTP/1.1 200"
 
 
 def test_upgrade_is_answered_without_advice(port, caplog):
