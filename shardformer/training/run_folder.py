@@ -140,8 +140,13 @@ class Run:
         start = checkpoint.newest_step_folder(self.out)
         settings = self.config.replace(data="", out="").to_json()
         scored = [self.config.start.eval_tasks, self.config.start.eval_prompts]
-        same = json.dumps([settings, scored, self.fingerprint, start and start.name])
-        processes.check_same_on_all_processes("the text, the configuration or the newest checkpoint", same)
+        for what, value in {
+            "the configuration": settings,
+            "eval_tasks or eval_prompts": json.dumps(scored),
+            f"the content of data={self.config.data.source}": self.fingerprint,
+            f"the newest checkpoint in {self.out}": start.name if start else "",
+        }.items():
+            processes.check_same_on_all_processes(what, value)
 
     def check_corpus(self, corpus: Data) -> None:
         """Raises if this is not the corpus that the run was trained on."""

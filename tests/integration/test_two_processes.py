@@ -328,9 +328,13 @@ def test_stop_during_an_evaluation_stops_all_processes(tmp_path, text):
 @pytest.mark.slow
 def test_processes_that_start_differently_are_told(tmp_path, text):
     words = ("train", "tiny", "mesh=2x1", "steps=6", f"data={text}", f"out={tmp_path}/run")
-    for status, _, error in processes(words, (*words, "lr=1e-2")):
-        assert status == 1
-        assert "the configuration or the newest checkpoint differs between the 2 processes" in error
+    (tmp_path / "other.txt").write_text(text.read_text() + "more")
+    changes = {"lr=1e-2": "the configuration", f"data={tmp_path}/other.txt": "the content of data="}
+    for change, what in changes.items():
+        for status, _, error in processes(words, [*(word for word in words if word[:4] != change[:4]), change]):
+            assert status == 1
+            assert what in error
+            assert "differs between the 2 processes" in error
     assert not (tmp_path / "run").exists()
 
 
