@@ -396,7 +396,7 @@ def _read_records(
 def _make_piece(field: str, record, location: str) -> tuple[Piece]:
     """Returns the text of a record behind its prompt; `location` is its name in errors."""
     names = {field} if isinstance(record, dict) and field in record else {"prompt", "completion"}
-    if not isinstance(record, dict) or not names <= record.keys():
+    if not isinstance(record, dict) or any(record.get(name) is None for name in names):
         has = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         raise RowError(
             location,

@@ -266,7 +266,7 @@ def test_a_source_that_changes_under_the_cache(tmp_path, monkeypatch):
         ("a.jsonl", b'{"text": "a"}\nnot json\n', r"a\.jsonl, line 2, is not JSON"),
         ("a.jsonl", b'{"body": "a"}\n', r"has no text under 'text' \(it has: body\); name the field: text=NAME"),
         ("a.jsonl", b'["a"]\n', r"line 1, has no text under 'text' \(it has: list\)"),
-        ("a.jsonl", b'{"text": 7}\n', r"line 1, has no text under 'text'"),
+        ("a.jsonl", b'{"text": 7}\n', r"line 1, has a text of int; expected text"),
         ("a.jsonl", b"[" * 100_000 + b"\n", r"line 1, is not JSON"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99)[:-20], r"jsonl\.gz is truncated or not packed by gzip"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99)[:10] + b"\xff" * 90, r"not packed by gzip"),
