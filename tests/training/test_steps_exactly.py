@@ -49,7 +49,7 @@ CASES = {
     "adapters": ADAPTERS | {"lora_dropout": 0.3, "block": "sequential"},
     "int8": ADAPTERS | {"weights": "int8"},
     "int4": ADAPTERS | {"weights": "int4", "d_ff": 132},  # three groups on two shards
-    "nf4": ADAPTERS | {"weights": "nf4", "zero": 3},
+    "nf4": ADAPTERS | {"weights": "nf4", "zero": 3, "d_ff": 512, "layers": 1},  # 256 scales of a shard share a scale
 }  # fmt: skip
 
 
