@@ -185,3 +185,8 @@ def test_booleans_and_integers_that_differ_are_found():
     assert lockstep.find_differing(x, 1, P(), MESH) == {"a": 1.0}
     extremes = np.array([[[0]], [[255]]], np.uint8)
     assert lockstep.find_differing(extremes, 1, P(), MESH) == {"a": 255.0}
+
+
+def test_index_counts_the_last_axis_fastest():
+    """JAX traces an index over two axes as two, so that no program above has it."""
+    assert lockstep.Collectives({"a": 2, "b": 4}, ("b", "a")).index().tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
