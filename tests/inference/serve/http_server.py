@@ -1,19 +1,15 @@
 """A server of a small model in a thread of this process, and requests to it."""
 
 import contextlib
-import functools
 import http.client
 import json
 import socket
 import threading
 import time
 
-import tokenizers
 import uvicorn
-from tokenizers import decoders, models, pre_tokenizers
 
 from shardformer.data.chat.chat_format import make_builtin
-from shardformer.data.hf_tokenizer import HfTokenizer
 from shardformer.inference.chat_codec import ChatCodec
 from shardformer.inference.serve.app import make_app
 from shardformer.inference.serve.connections import make_config
@@ -23,6 +19,7 @@ from shardformer.inference.serve.limits import Limits
 from shardformer.inference.serve.server_metrics import ServerMetrics
 from shardformer.inference.serve.service import Served, Service
 from shardformer.inference.text_codec import TextCodec
+from tests.data.chat.chatml_bytes import make_vocabulary
 from tests.inference import test_generator
 from tests.surroundings import before_call
 
@@ -30,23 +27,12 @@ SIZES = {"seq": 96, "vocab": 260}
 SLOTS, QUEUE = 4, 8
 
 
-@functools.cache
-def vocabulary() -> HfTokenizer:
-    """Returns single bytes, so that most characters beyond ASCII are two or more tokens, and ChatML's markers."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(models.BPE({letter: n for n, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    return HfTokenizer("TEST", tokenizer.to_str())
-
-
 def make_service() -> Service:
-    engine = Engine(test_generator.model(**SIZES), SLOTS, len(vocabulary()))
+    engine = Engine(test_generator.model(**SIZES), SLOTS, len(make_vocabulary()))
     weights = engine.load(test_generator.parameters(**SIZES), "step 7")
     thread = EngineThread(engine, ServerMetrics(), QUEUE)
-    chat = ChatCodec(vocabulary(), make_builtin("chatml"))
-    return Service(thread, [Served("small", weights)], TextCodec(vocabulary()), chat, limits=Limits(seconds=60))
+    chat = ChatCodec(make_vocabulary(), make_builtin("chatml"))
+    return Service(thread, [Served("small", weights)], TextCodec(make_vocabulary()), chat, limits=Limits(seconds=60))
 
 
 @contextlib.contextmanager

@@ -12,8 +12,9 @@ pytest.importorskip("transformers", reason="lm-eval's client reads its tokenizer
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
+from tests.data.chat.chatml_bytes import make_vocabulary
 from tests.inference import test_generator
-from tests.inference.serve.http_server import SIZES, make_service, running, vocabulary
+from tests.inference.serve.http_server import SIZES, make_service, running
 
 QUESTIONS = [
     {"question": "where did the cat sit?", "answers": ["on the mat", "there", "a"], "right": 0},
@@ -39,7 +40,7 @@ def folder(tmp_path_factory):
     for name, words in TASKS.items():
         (folder / f"{name}.yaml").write_text(f"task: {name}\n{COMMON.format(data=data)}{words}")
     (folder / "tokenizer").mkdir()
-    (folder / "tokenizer" / "tokenizer.json").write_text(vocabulary().text)
+    (folder / "tokenizer" / "tokenizer.json").write_text(make_vocabulary().text)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
     (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
