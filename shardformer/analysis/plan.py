@@ -186,7 +186,8 @@ def sweep(config: Config, chips: Slice) -> list[Plan]:
     return sorted(plans, key=lambda plan: (not plan.fits, plan.times.seconds if plan.fits else plan.bytes, plan.bytes))
 
 
-def format_estimate(plan: Plan) -> str:
+def format_needs(plan: Plan) -> str:
+    """Formats the model, the mesh, and the bytes on one device."""
     config, chip = plan.config, plan.chips.chip
     parameters = specs.count_parameters(Model.abstract_parameters(config))
     return "\n".join([
@@ -197,12 +198,12 @@ def format_estimate(plan: Plan) -> str:
         "memory each",
         "",
         format_table(list(_byte_rows(plan)), ["on one device", "bytes", "from"]),
-        "",
-        format_collectives(config, plan.sent),
-        "",
-        _format_times(plan),
-        "",
     ])  # fmt: skip
+
+
+def format_speed(plan: Plan) -> str:
+    """Formats what a step sends, and the least time that it can take."""
+    return f"\n{format_collectives(plan.config, plan.sent)}\n\n{_format_times(plan)}\n"
 
 
 def format_compiled(plan: Plan) -> str:
@@ -281,7 +282,8 @@ def _format_times(plan: Plan) -> str:
     rows.append(["step", _milliseconds(times.seconds)])
     return (
         format_table(rows, ["at best", "ms a step"])
-        + f"\n{times.binding} binds: at most {plan.tokens_per_second:,.0f} tokens/s, {plan.utilization:.0%} MFU\n"
+        + f"\n{times.binding} binds: at most {plan.tokens_per_second:,.0f} tokens/s, {plan.utilization:.0%} MFU.\n"
+        "This is a bound at the chip's peak rates, not a forecast.\n"
         f"chip constants: {plan.chips.chip.source}{_describe_link(plan)}"
     )
 

@@ -88,10 +88,19 @@ def _choose_settings(settings: Config, bought: Slice, options: PlanOptions, give
 
 
 def _plan_one(settings: Config, bought: Slice, options: PlanOptions) -> None:
-    """Prints the estimate first, then the compiled plan, which takes longer."""
+    """Prints the bytes and the verdict, and of a plan that fits its speed; the compiled plan takes longer.
+
+    What does not fit has no speed and no cost.
+    """
     compiler = plan.choose_compiler(bought, options.compiler)
     result = plan.estimate(settings, bought)
-    say(plan.format_estimate(result))
+    say(plan.format_needs(result))
+    if result.fits or compiler != "libtpu":
+        say(plan.format_verdict(result))
+    if result.fits:
+        say(plan.format_speed(result))
+    elif compiler != "libtpu":
+        return
     if compiler == "none":
         say("nothing was compiled: bytes are estimated, collectives are those of the traced step")
     else:
@@ -101,12 +110,15 @@ def _plan_one(settings: Config, bought: Slice, options: PlanOptions) -> None:
             "compiler=none skips it"
         )
         result = plan.compile_plan(result, compiler)
+        if compiler == "libtpu":
+            say(plan.format_verdict(result))
+        if not result.fits:
+            return
         say(plan.format_compiled(result))
     if bought.is_tpu and compiler != "libtpu" and not compiling.has_libtpu():
         say("to plan with the TPU's compiler: pip install libtpu")
     if options.tokens:
         say(best_settings.format_budget(result, options.tokens, options.price))
-    say(plan.format_verdict(result))
 
 
 def _sweep(settings: Config, bought: Slice, picture: str) -> None:

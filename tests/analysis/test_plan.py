@@ -168,10 +168,10 @@ def test_lines_of_a_sweep_fit_100_columns():
 def test_temporaries_in_fast_memory_are_named():
     small = plan.estimate(shared.tiny(mesh="1x1"), chips.parse_slice("v5e:1x1"))
     assert small.temporaries == 0 < memory.estimate_temporaries(resolve(small.config))
-    assert re.search(r"activations, temporaries  in fast memory +estimated", plan.format_estimate(small))
+    assert re.search(r"activations, temporaries  in fast memory +estimated", plan.format_needs(small))
     assert "in fast memory" in plan.format_sweep([small])
     slow = plan.estimate(small.config, chips.parse_slice("h100:1"))
-    assert "in fast memory" not in plan.format_estimate(slow) + plan.format_sweep([slow])
+    assert "in fast memory" not in plan.format_needs(slow) + plan.format_sweep([slow])
 
 
 @pytest.mark.parametrize(("chip", "dtype", "has_kernel"), [("v5e", "float32", True), ("h100", "float32", False),

@@ -269,3 +269,19 @@ def test_failure_of_one_process_ends_all(command, fails, trained, text, monkeypa
     assert ended == [
         "process 0 of 2: [Errno 28] No space left on device; start all of them again (to train: train --resume)"
     ]
+
+
+def test_plan_that_does_not_fit_prints_no_speed_and_no_cost(capsys):
+    words = ["gptj_6b", "chip=v5e:2x4", "mesh=1x8", "zero=0", "compiler=none", "tokens=1e9", "price=1"]
+    assert main(["plan", *words]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1].startswith("does not fit: ")
+    assert "chip=v5e:4x4" in out.splitlines()[-1]
+    for word in ("tokens/s", "MFU", "days", "cost"):
+        assert word not in out
+
+
+def test_plan_prints_its_verdict_before_its_speed(capsys):
+    assert main(["plan", "tiny", "chip=v5e:2x4", "mesh=8x1", "compiler=none", "tokens=1e9"]) == 0
+    out = capsys.readouterr().out
+    assert out.index("fits, as estimated") < out.index("tokens/s") < out.index("days")
