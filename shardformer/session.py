@@ -31,7 +31,7 @@ from shardformer.data.own_batches import OWN
 from shardformer.data.prepare import Progress
 from shardformer.devices import early_compilation, processes, programs
 from shardformer.devices.early_compilation import EarlyCompilation
-from shardformer.errors import UsageError
+from shardformer.errors import RunError, UsageError
 from shardformer.files import replacing
 from shardformer.inference.lm_eval_answers import check_installed
 from shardformer.inference.prompts import read_prompts
@@ -41,7 +41,7 @@ from shardformer.logs.observers import Observer
 from shardformer.model import Model, lora
 from shardformer.storage import BucketPath
 from shardformer.training import loop
-from shardformer.training.checkpoint_progress import Best
+from shardformer.training.checkpoint_progress import Best, read_progress
 from shardformer.training.evaluation import Evaluation, Evaluator
 from shardformer.training.monitor import Monitor
 from shardformer.training.run_folder import Run, check_links
@@ -101,7 +101,9 @@ class Session:
         run = Run.open(folder, changes)
         previous = checkpoint.read_config(run.stored)
         check_given(run.config, {key: value for key, value in changes.items() if value != previous.get(key)})
-        _check_steps(run, max(checkpoint.list_steps(run.out), default=0))
+        if newest := checkpoint.newest_step_folder(run.out):
+            with contextlib.suppress(RunError):  # damaged: an earlier checkpoint may serve
+                _check_steps(run, read_progress(newest).step)
         prompts = _open_what_start_names(run.config)
         if corpus is None:
             if "data" not in changes:

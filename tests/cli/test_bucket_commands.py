@@ -99,8 +99,8 @@ def test_foreign_base_is_converted_from_a_copy(monkeypatch):
     ("words", "message"),
     [
         (["train", "tiny", "data=gs://bucket/gone"], "gs://bucket/gone does not exist"),
-        (["train", "tiny", "data=builtin", "base=gs://bucket/gone"], "gs://bucket/gone is not a run"),
-        (["train", "base=gs://bucket/gone", "data=builtin"], "gs://bucket/gone is not a run"),
+        (["train", "tiny", "data=builtin", "base=gs://bucket/gone"], "base=gs://bucket/gone does not exist"),
+        (["train", "base=gs://bucket/gone", "data=builtin"], "base=gs://bucket/gone does not exist"),
         (["train", "tiny", "data=builtin", "out=ftp://bucket/run"], "is not a supported location"),
         (["convert", "gs://bucket/gone", "here"], "gs://bucket/gone does not exist"),
         (["convert", RUN, "gs://bucket/new"], "in a bucket, where only runs are written; give a folder on a disk"),

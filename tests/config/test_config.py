@@ -55,9 +55,11 @@ def test_damaged_config_is_named(tmp_path, content):
 
 def test_folder_without_config_is_rejected(tmp_path):
     (tmp_path / "file").touch()
-    for path in (tmp_path, tmp_path / "nowhere", tmp_path / "file"):
-        with pytest.raises(UsageError, match=r"is not a run: it has no config\.json"):
-            checkpoint.read_config(path)
+    no_config = r"is not a run: it has no config\.json"
+    reasons = {"": no_config, "nowhere": "is not a run: the folder does not exist", "file": no_config}
+    for name, reason in reasons.items():
+        with pytest.raises(UsageError, match=reason):
+            checkpoint.read_config(tmp_path / name)
 
 
 @pytest.mark.parametrize("key", config.FIXED_ON_RESUME)

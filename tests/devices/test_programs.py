@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from shardformer import storage
-from shardformer.analysis import shard_runs
 from shardformer.analysis.program_collectives import parse_collectives
 from shardformer.data import load_corpus
 from shardformer.devices import programs
@@ -140,11 +139,7 @@ def call_model(config):
     Trainer(config, jax.sharding.Mesh(devices, ("dp", "mp")))  # a mesh of the user's own
 
 
-def call_user_function(config):
-    shard_runs.make_mesh(dict(zip(("dp", "mp"), config.parallel.mesh_shape, strict=True)))
-
-
-@pytest.mark.parametrize("call", [call_mesh, call_model, call_user_function])
+@pytest.mark.parametrize("call", [call_mesh, call_model])
 def test_chosen_cache_is_off_for_unsafe_programs_from_python(no_cache_yet, capsys, call):
     jax.config.update("jax_compilation_cache_dir", f"{no_cache_yet}/jax")
     call(shared.tiny(mesh="1x1"))

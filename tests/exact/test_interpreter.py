@@ -82,7 +82,7 @@ BODIES = {
     "gradient of cond": lambda x, n: jax.grad(lambda x: choose(x, n).sum())(x),
     "vmap of a psum": lambda x, n: jax.vmap(lambda row: lax.psum(row, AXES))(x),
     "jvp": lambda x, n: jax.jvp(jnp.tanh, (x,), (x,)),
-    "platform": lambda x, n: lax.platform_dependent(x, cpu=lambda x: x + 1, default=lambda x: x - 1),
+    "platform": lambda x, n: lax.platform_dependent(x, tpu=lambda x: x + 1, default=lambda x: x - 1),
 }  # fmt: skip
 
 
