@@ -91,6 +91,8 @@ def draw_keys(seed: int, teacher: str) -> dict:
         keys.pop("pipeline_rounds", None)
     if sizes.cp == 1:
         keys.pop("context_parallel", None)
+    if keys.get("positions", "rotary") != "rotary":  # commands reject it
+        keys.pop("rotary_scaling", None)
     return keys
 
 

@@ -74,7 +74,7 @@ def test_merged_adapters_are_a_plain_run_with_the_same_loss(tmp_path, adapted, c
     ("changes", "message"),
     [
         ({"lora_rank": 2, "d_model": 64}, "d_model=64 contradicts base="),
-        ({"lora_rank": 2, "base": "nowhere"}, "nowhere is not a run"),
+        ({"lora_rank": 2, "base": "nowhere"}, "base=nowhere does not exist"),
     ],
 )
 def test_a_base_that_does_not_fit_is_refused(tmp_path, text, base, capsys, changes, message):
