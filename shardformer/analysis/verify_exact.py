@@ -32,7 +32,7 @@ SPREAD = 0.3  # of parameters: so that softmaxes, norms and activations are far 
 
 
 class Result(NamedTuple):
-    """What a program computed for a batch."""
+    """The loss and the gradients of a batch, and the run that computed them."""
 
     loss: np.ndarray
     gradients: Any

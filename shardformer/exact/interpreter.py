@@ -51,7 +51,7 @@ class Disagreement(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What a program computed, sent, and what differed between devices that should agree."""
+    """The outputs of a program, the tensors it sent, and the outputs in which devices differ that should agree."""
 
     outputs: Any
     wire: list[Sent]
