@@ -104,7 +104,7 @@ def test_one_device_sends_nothing():
 
 
 def test_a_sum_over_one_device_would_be_seen():
-    summed = sharded.on_mesh(lambda x: lax.psum(x, "mp"), (8, 1), P("dp", "mp"), P("dp"))
+    summed = sharded.compile_on_mesh(lambda x: lax.psum(x, "mp"), (8, 1), P("dp", "mp"), P("dp"))
     found = wire.find_lowered(summed.lower(np.ones((8, 8))).as_text(), {"dp": 8, "mp": 1})
     assert found == {("all_reduce", "", False): 1}
 
