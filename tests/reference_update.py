@@ -1,6 +1,7 @@
-"""Plain optimizers on unsharded arrays by name, in numpy; they share nothing with the package.
+"""Plain optimizers on unsharded arrays by name, in NumPy and float64; they share nothing with the package.
 
-Parameters are {full name: array}. L-BFGS is that of optax, whose line search is long.
+Parameters are {full name: array}. Gradients are those of the dense reference. L-BFGS is that of optax, whose line search
+is long.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from shardformer import exact
 from shardformer.analysis import dense_reference as reference
 
 MATRICES = ("q", "k", "v", "o", "up", "down")
@@ -61,18 +63,13 @@ def objective(config, learned, others, batch):
     return reference.loss(config, nested, batch["tokens"], batch["targets"])[1]
 
 
-@functools.cache
-def _gradient(config):
-    return jax.jit(jax.grad(functools.partial(objective, config)))
-
-
 def _steps(config, recipe, parameters, learned, batches):
-    gradient = _gradient(config.replace(optimizer="adamw", lr_rules="", ema=0.0))  # recipes share what is compiled
+    gradient = jax.grad(functools.partial(objective, config))
     moments = {name: (np.zeros(leaf.shape), np.zeros(leaf.shape)) for name, leaf in learned.items()}
     for step, batch in enumerate(batches):
         candidates = {name: leaf for name, leaf in (parameters | learned).items() if not recipe.lora or _is_lora(name)}
-        grads = gradient(candidates, parameters, batch)
-        grads = {name: np.asarray(grads[name], np.float64) for name in learned}
+        grads = exact.run(gradient, candidates, parameters, batch).outputs
+        grads = {name: grads[name] for name in learned}
         norm = math.sqrt(sum(np.square(g).sum() for g in grads.values()))
         rate, moved = _rate(config, step), {}
         for name, p in learned.items():
@@ -81,7 +78,7 @@ def _steps(config, recipe, parameters, learned, batches):
             update, *moments[name] = direction(config, g, *moments[name], step + 1)
             if kind in (*MATRICES, "tokens", "w") or _is_lora(kind):
                 update = update + config.optimizer.weight_decay * p
-            moved[name] = np.float32(p - rate * recipe.factor(name) * update)
+            moved[name] = p - rate * recipe.factor(name) * update
         learned = moved
         yield learned
 
@@ -121,12 +118,10 @@ def _orthogonal(x):
 
 
 def _lbfgs_steps(config, recipe, parameters, learned, batches):
-    parameters = jax.tree.map(jnp.asarray, parameters)  # to be looked up by traced tokens
     search = optax.scale_by_zoom_linesearch(20, initial_guess_strategy="one")
     optimizer = optax.lbfgs(memory_size=10, linesearch=search)
 
-    @jax.jit
-    def step(learned, state, batch):
+    def step(learned, state, parameters, batch):
         def value_fn(learned):
             return objective(config, learned, parameters, batch)
 
@@ -138,5 +133,5 @@ def _lbfgs_steps(config, recipe, parameters, learned, batches):
 
     state = optimizer.init(learned)
     for batch in batches:
-        learned, state = step(learned, state, batch)
-        yield {name: np.asarray(leaf) for name, leaf in learned.items()}
+        learned, state = exact.run(step, learned, state, parameters, batch).outputs
+        yield learned

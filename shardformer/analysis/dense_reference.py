@@ -336,7 +336,9 @@ def _attention(c, params, p, h, masks=None, documents=None):
     k, v = (jnp.repeat(a, H // a.shape[2], axis=2) for a in (k, v))
     if c.model.positions == "rotary":
         q, k = _rotate(c, q), _rotate(c, k)
-    logits = jnp.einsum("bthk,bshk->bhts", q, k) * (c.model.attention_scale or K**-0.5)
+    if c.model.attention_scale:
+        q = q * (c.model.attention_scale * K**0.5)  # so that a constant in float32 is rounded as in the model
+    logits = jnp.einsum("bthk,bshk->bhts", q, k) * K**-0.5
     if c.model.positions == "t5":
         logits = logits + _t5_bias(c, params["transformer/relative_bias"]["table"], T)[None]
     if c.model.positions == "alibi":

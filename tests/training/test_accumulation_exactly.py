@@ -17,7 +17,7 @@ def test_steps_are_those_of_the_full_batch(mode):
     config = shared.tiny(**SIZES | {"accum": 4, "accum_mode": mode, "ema": 0.5, "clip": 0.1})
     trainer, single = traced.make_trainer(config), traced.make_trainer(verify_exact.on_one_device(config))
     params, batch = verify_exact.draw_parameters(config), verify_exact.draw_batch(trainer)
-    steps = verify_exact.run_steps(trainer, params, batch, 2), verify_exact.run_steps(single, params, batch, 2)
+    steps = verify_exact.run_steps(trainer, params, [batch] * 2), verify_exact.run_steps(single, params, [batch] * 2)
     rows = verify_exact.compare_states(*steps)
     assert [f"{row.name}: {row.relative:.1e}" for row in rows if not row.passes] == []
 
