@@ -1,7 +1,7 @@
 """Plain optimizers on unsharded arrays by name, in NumPy and float64; they share nothing with the package.
 
-Parameters are {full name: array}. Gradients are those of the dense reference. L-BFGS is that of optax, whose line search
-is long.
+Parameters are {full name: array}. Gradients are those of the dense reference. L-BFGS is that of optax, whose line
+search is long.
 """
 
 import dataclasses

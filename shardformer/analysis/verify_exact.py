@@ -27,8 +27,8 @@ BOUND = 1e-10
 STEPS = 3
 PARTS = ("gradients on the mesh", "gradients on one device", "gradients of the dense reference",
          f"{STEPS} steps on the mesh", f"{STEPS} steps on one device")  # fmt: skip
-# Gradients are compared relative to their RMS, but at least to this share of the RMS of all: what is 0 by mathematics, as
-# k's bias without rotary, is noise of 1e-15. So only errors below BOUND * LEAST_RMS of all gradients' RMS are not seen.
+# Gradients are compared relative to their RMS, but at least to this share of the RMS of all: what is 0 by mathematics,
+# as k's bias without rotary, is noise of 1e-15. So errors below BOUND * LEAST_RMS of all gradients' RMS are not seen.
 LEAST_RMS = 1e-2
 SPREAD = 0.3  # of parameters: so that softmaxes, norms and activations are far from linear
 
