@@ -16,6 +16,7 @@ from jax import lax, tree_util
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from shardformer import collectives
 from shardformer.config import Config
 from shardformer.config.names import Stream
 from shardformer.devices import programs
@@ -26,7 +27,6 @@ from shardformer.layout.choose_attention import NoKernel
 from shardformer.layout.float_weights import FloatWeights
 from shardformer.layout.mesh import resolve_on
 from shardformer.model.lora import TrainableAdapters
-from shardformer.parallel import collectives
 from shardformer.parallel.layer_exchange import apply_to_full_matrices
 from shardformer.parallel.microbatch import run_in_sequence
 from shardformer.parallel.replicas import map_named

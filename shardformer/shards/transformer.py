@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from shardformer import collectives
 from shardformer.config.names import PP, PREFIX, is_factor_of_product, is_stacked
 from shardformer.kernels.attention import Attention, AttentionOptions, Cache, Plain
 from shardformer.kernels.vocabulary_loss import TokenLoss
 from shardformer.layout import Layout
 from shardformer.layout.choose_attention import Rows
 from shardformer.layout.choose_layers import Loop
-from shardformer.parallel import collectives, pipeline
+from shardformer.parallel import pipeline
 from shardformer.shards import layer_groups
 from shardformer.shards.dropout import Dropout
 from shardformer.shards.embedding import EmbeddingShard

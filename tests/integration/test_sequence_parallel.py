@@ -10,13 +10,12 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from shardformer import inference
+from shardformer import collectives, inference
 from shardformer.analysis import memory
 from shardformer.analysis.program_collectives import parse_collectives
 from shardformer.kernels.threefry import keep_mask
 from shardformer.layout import mesh, resolve
 from shardformer.model import Decoder, Model
-from shardformer.parallel import collectives
 from shardformer.shards import Dropout, dropout, transformer
 from tests import meshes, sharded, shared
 
