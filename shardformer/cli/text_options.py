@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Literal
 
 from shardformer.config.keys import check_value, key
-from shardformer.convert.hf import TOKENIZER_FOLDER
 from shardformer.data import Vocabulary
 from shardformer.data.chat.chat_format import read_format
+from shardformer.data.stored_vocabulary import TOKENIZER_FOLDER
 from shardformer.errors import UsageError
 from shardformer.inference.chat_codec import ChatCodec
 from shardformer.inference.text_codec import TextCodec

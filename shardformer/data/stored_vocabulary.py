@@ -9,6 +9,7 @@ from shardformer.data.vocabulary import FILE, Bytes, Characters, TokenIds, Vocab
 from shardformer.errors import RunError, UsageError
 from shardformer.files import read_text
 
+TOKENIZER_FOLDER = "tokenizer"  # the folder of a run with the tokenizer files of Hugging Face that it came with
 OLD_CUTS = (
     " (or the run is of an earlier version, which cut .txt.gz files and texts of tokenizers that put a space in front "
     "inside words, and the cache with its tokens is gone)"
