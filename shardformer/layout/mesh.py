@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardformer.config import Config
 from shardformer.config.names import AXES, DP, MP
@@ -289,3 +289,9 @@ def _cpu_devices(config: Config) -> int:
         return -(-config.parallel.devices // (membership.processes if membership else 1))
     cores = min(os.cpu_count() or 1, 8)
     return next(count for count in range(cores, 0, -1) if config.training.batch % count == 0)
+
+
+def make_abstract(config: Config) -> AbstractMesh:
+    """Returns the config's mesh without devices, for tracing."""
+    names = AXES[: len(config.parallel.mesh_shape)]
+    return AbstractMesh(config.parallel.mesh_shape, names, axis_types=(AxisType.Auto,) * len(names))
