@@ -28,7 +28,7 @@ from shardformer.config import Config, check_given, check_zero
 from shardformer.data import Characters, Corpus, Data, TokenIds, Vocabulary
 from shardformer.data.corpus import choose_row_layout
 from shardformer.data.own_batches import OWN
-from shardformer.data.prepare import Progress
+from shardformer.data.source import Progress
 from shardformer.devices import early_compilation, processes, programs
 from shardformer.devices.early_compilation import EarlyCompilation
 from shardformer.errors import RunError, UsageError
@@ -108,9 +108,7 @@ class Session:
         if corpus is None:
             if "data" not in changes:
                 _check_fingerprint(run, previous)
-            corpus = data.load_corpus(
-                run.config, say, run.vocabulary, progress, started_with=run.fingerprint, resumes=True
-            )
+            corpus = data.load_corpus(run.config, say, run.vocabulary, progress, resumes=True)
         run.check_corpus(corpus)
         run = run.with_corpus(corpus)
         _check_text_field(run.config, previous)
@@ -136,9 +134,7 @@ class Session:
             _check_fingerprint(source, config)
         _check_steps(run, config.training.base_step)
         prompts = _open_what_start_names(config)
-        corpus = data.load_corpus(
-            config, say, source.vocabulary, progress, started_with=source.fingerprint, resumes=True
-        )
+        corpus = data.load_corpus(config, say, source.vocabulary, progress, resumes=True)
         source.check_corpus(corpus)
         return Session(run.with_corpus(corpus), corpus, previous, say=say, prompts=prompts)
 

@@ -12,6 +12,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -148,6 +149,8 @@ def _find_files(index: Path | BucketPath, lines: list[str], say: Callable[[str],
 class RecordSplit:
     """The records from `start` to `end`."""
 
+    is_chat: ClassVar[bool] = False
+    is_pairs: ClassVar[bool] = False
     records: Records
     start: int
     end: int
@@ -165,6 +168,9 @@ class RecordSplit:
 
     def make_windows(self, layout: RowLayout) -> "RecordWindows":
         return RecordWindows(self, layout)
+
+    def describe(self, name: str, layout: RowLayout) -> list[str]:
+        return []
 
 
 class RecordWindows(Windows):
