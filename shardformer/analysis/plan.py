@@ -15,10 +15,9 @@ from shardformer.analysis.roofline import Roofline
 from shardformer.analysis.wire_time import Timeline
 from shardformer.config import Config
 from shardformer.devices import chips as chip_table
-from shardformer.devices.chips import Slice
+from shardformer.devices.chips import Slice, describe_chip
 from shardformer.errors import UsageError
 from shardformer.layout import Layout, choices, mesh, specs, torus
-from shardformer.layout.mesh import describe_chip
 from shardformer.model import Model, flops, lora
 from shardformer.tables import format_bytes, format_table
 

@@ -8,9 +8,8 @@ from shardformer.analysis import liveness, traced
 from shardformer.analysis.memory import list_offloaded, predict_bytes, shard_bytes
 from shardformer.config import Config
 from shardformer.config.names import EXPERT_MATRICES, MATRICES, SHARED_MATRICES, is_stacked
-from shardformer.devices.chips import find_chip
+from shardformer.devices.chips import describe_hardware, find_chip
 from shardformer.layout import Layout, resolve, torus
-from shardformer.layout.mesh import describe_hardware
 from shardformer.training.trainer import Trainer
 
 

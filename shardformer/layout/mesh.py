@@ -15,9 +15,8 @@ from shardformer.config import Config
 from shardformer.config.names import AXES, DP, MP
 from shardformer.config.parsing import parse_mesh
 from shardformer.devices import gpu, processes, programs
-from shardformer.devices.chips import Chip, find_chip
+from shardformer.devices.chips import CPU, describe_hardware
 from shardformer.errors import UsageError
-from shardformer.kernels.fused_attention import CPU, Hardware
 from shardformer.layout import choices, torus
 from shardformer.layout.choices import Layout
 from shardformer.tables import format_bytes, format_count
@@ -226,17 +225,6 @@ def resolve_on(config: Config, mesh: Mesh | AbstractMesh) -> Layout:
     """Returns the layout for this mesh's devices, or for CPUs if it is abstract: no kernel can be traced there."""
     hardware = CPU if isinstance(mesh, AbstractMesh) else describe_hardware(mesh.devices.flat[0])
     return choices.resolve(config, hardware, torus.factor_dp(mesh))
-
-
-def describe_hardware(device: jax.Device) -> Hardware:
-    """Returns the properties of a device, with the rates of its chip if the table has it."""
-    hardware, chip = Hardware.of_device(device), find_chip(device.device_kind)
-    return describe_chip(device.platform, chip)._replace(capability=hardware.capability) if chip else hardware
-
-
-def describe_chip(platform: str, chip: Chip) -> Hardware:
-    """Returns the properties of a device of this chip."""
-    return Hardware(platform, chip.capability, chip.flops, chip.axis_wire, chip.exchanging)
 
 
 def arrange(config: Config, devices: list, follow_wires: bool = True) -> Mesh:

@@ -23,7 +23,7 @@ from shardformer.devices import programs
 from shardformer.errors import UsageError
 from shardformer.kernels.threefry import THREEFRY
 from shardformer.layout import Layout, resolve, specs
-from shardformer.layout.choose_attention import NoKernel
+from shardformer.layout.attention_limits import NoKernel
 from shardformer.layout.float_weights import FloatWeights
 from shardformer.layout.mesh import resolve_on
 from shardformer.model.lora import TrainableAdapters

@@ -15,9 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer import exact
 from shardformer.analysis import temporaries
+from shardformer.devices.chips import Hardware
 from shardformer.errors import UsageError
 from shardformer.kernels.attention import ATTENDED
-from shardformer.kernels.fused_attention import EVERYTHING, Hardware, Range, attend_by_kernel
+from shardformer.kernels.fused_attention import EVERYTHING, Range, attend_by_kernel
 from shardformer.layout import mesh, resolve
 from shardformer.model import Model
 from tests import asserts, sharded, shared
