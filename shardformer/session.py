@@ -15,26 +15,23 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import PartitionSpec as P
 
 from shardformer import checkpoint, data, jax_releases, start_messages, storage
-from shardformer.analysis import parameter_tables
 from shardformer.analysis.memory import predict_unless_small
 from shardformer.checkpoint import Lock
 from shardformer.config import Config, check_given, check_zero
 from shardformer.data import Characters, Corpus, Data, TokenIds, Vocabulary
 from shardformer.data.corpus import choose_row_layout
 from shardformer.data.own_batches import OWN
-from shardformer.data.prepare import Progress
+from shardformer.data.source import Progress
 from shardformer.devices import early_compilation, processes, programs
 from shardformer.devices.early_compilation import EarlyCompilation
 from shardformer.errors import RunError, UsageError
 from shardformer.files import replacing
-from shardformer.inference.lm_eval_answers import check_installed
-from shardformer.inference.prompts import read_prompts
 from shardformer.layout import mesh
 from shardformer.logs import command_start, goodput, observers
 from shardformer.logs.observers import Observer
@@ -43,10 +40,12 @@ from shardformer.storage import BucketPath
 from shardformer.training import loop
 from shardformer.training.checkpoint_progress import Best, read_progress
 from shardformer.training.evaluation import Evaluation, Evaluator
-from shardformer.training.monitor import Monitor
 from shardformer.training.run_folder import Run, check_links
 from shardformer.training.stop_signal import StopSignal
 from shardformer.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from shardformer.training.monitor import Monitor
 
 Say = Callable[[str], None]
 
@@ -108,9 +107,7 @@ class Session:
         if corpus is None:
             if "data" not in changes:
                 _check_fingerprint(run, previous)
-            corpus = data.load_corpus(
-                run.config, say, run.vocabulary, progress, started_with=run.fingerprint, resumes=True
-            )
+            corpus = data.load_corpus(run.config, say, run.vocabulary, progress, resumes=True)
         run.check_corpus(corpus)
         run = run.with_corpus(corpus)
         _check_text_field(run.config, previous)
@@ -136,9 +133,7 @@ class Session:
             _check_fingerprint(source, config)
         _check_steps(run, config.training.base_step)
         prompts = _open_what_start_names(config)
-        corpus = data.load_corpus(
-            config, say, source.vocabulary, progress, started_with=source.fingerprint, resumes=True
-        )
+        corpus = data.load_corpus(config, say, source.vocabulary, progress, resumes=True)
         source.check_corpus(corpus)
         return Session(run.with_corpus(corpus), corpus, previous, say=say, prompts=prompts)
 
@@ -229,6 +224,8 @@ class Session:
         for line in self.corpus.describe_chat(choose_row_layout(run.config)):
             self.say(line)
         if run.config.optimizer.lr_rules:
+            from shardformer.analysis import parameter_tables  # not imported without rules
+
             self.say(parameter_tables.format_rules(lora.select_trainable(trainer.model.shapes, run.config), run.config))
 
     def _say_step(self, run: Run, trainer: Trainer, step: int) -> None:
@@ -303,12 +300,18 @@ def _open_what_start_names(config: Config) -> list[str]:
     """
     observers.check_trackers(config)
     if config.start.eval_tasks:
+        from shardformer.inference.lm_eval_answers import check_installed  # not imported without tasks
+
         check_installed("eval_tasks")
     if config.preferences.learns_rewards:
         from shardformer.training.rewards import check_reward  # not imported without rewards
 
         check_reward(config)
-    return read_prompts(config.start.eval_prompts, key="eval_prompts") if config.start.eval_prompts else []
+    if not config.start.eval_prompts:
+        return []
+    from shardformer.inference.prompts import read_prompts  # not imported without prompts
+
+    return read_prompts(config.start.eval_prompts, key="eval_prompts")
 
 
 def _check_fingerprint(run: Run, stored: Config) -> None:
@@ -342,7 +345,7 @@ def _has_known_batches(config: Config, corpus: Data) -> bool:
     return plain and own and not choose_row_layout(config).weighs_targets
 
 
-def _make_monitor(run: Run, prompts: list[str], first_step: int, stop: StopSignal, say: Say) -> Monitor | None:
+def _make_monitor(run: Run, prompts: list[str], first_step: int, stop: StopSignal, say: Say) -> "Monitor | None":
     """Returns the scores and generated texts of the run while it trains; None if it has none."""
     c = run.config
     for record, name, given in (
@@ -353,6 +356,8 @@ def _make_monitor(run: Run, prompts: list[str], first_step: int, stop: StopSigna
             say(f"{record}.jsonl is not continued: {name} is never stored in a run; give {name}= again")
     if not (c.start.eval_tasks or prompts):
         return None
+    from shardformer.training.monitor import Monitor  # not imported without scores or texts
+
     return Monitor(run, prompts, first_step, stop.is_requested)
 
 

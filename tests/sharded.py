@@ -8,9 +8,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from shardformer import exact
+from shardformer import collectives, exact
 from shardformer.layout import specs
-from shardformer.parallel import collectives
 
 WHOLE = P()
 

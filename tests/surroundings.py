@@ -13,7 +13,7 @@ from obstore.store import MemoryStore
 
 from shardformer.checkpoint import checksums, stores
 from shardformer.checkpoint.bucket_store import BucketStore
-from shardformer.data import packed_files, text_files
+from shardformer.data import packed_files, text_cuts
 from shardformer.devices import processes, rendezvous
 from shardformer.kernels import linear
 from shardformer.storage import bucket, local_copy, requests
@@ -127,7 +127,7 @@ def change_copies(monkeypatch, **sizes) -> None:
 
 def change_text_limits(monkeypatch, **limits) -> None:
     """Changes the sizes in which texts are read."""
-    monkeypatch.setattr(text_files, "LIMITS", text_files.LIMITS._replace(**limits))
+    monkeypatch.setattr(text_cuts, "LIMITS", text_cuts.LIMITS._replace(**limits))
 
 
 def change_expansion(monkeypatch, **limits) -> None:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from shardformer.analysis import memory, traced, verify
+from shardformer.analysis import memory, temporaries, traced, verify
 from shardformer.analysis.memory import DeviceBytes
 from shardformer.config import Config
 from shardformer.config.names import HOST
@@ -48,7 +48,7 @@ def measure(config: Config) -> Measured:
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peak = max((counts.get("peak_bytes_in_use", 0) for counts in stats), default=0) or None
     return Measured(
-        config, memory.predict_bytes(config), memory.estimate_temporaries(trainer.model.layout),
+        config, memory.predict_bytes(config), temporaries.estimate_temporaries(trainer.model.layout),
         planned.argument_size_in_bytes, planned.temp_size_in_bytes, live, peak, whole_on_one_device(state),
     )  # fmt: skip
 

@@ -1,6 +1,5 @@
 """Predicts the bytes that one device has while it trains, from shapes and specs; touches no device."""
 
-import dataclasses
 import functools
 import math
 from typing import NamedTuple
@@ -10,12 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from shardformer.analysis import liveness, traced
 from shardformer.config import Config
-from shardformer.config.names import AXES, EXPERT_MATRICES, HOST, LAYERS, MATRICES, SHARED_MATRICES, is_stacked
-from shardformer.devices.chips import find_chip
-from shardformer.layout import Layout, resolve, torus
-from shardformer.layout.mesh import describe_hardware, device_memory
+from shardformer.config.names import AXES, EXPERT_MATRICES, HOST, LAYERS, MATRICES
+from shardformer.layout import Layout
+from shardformer.layout.mesh import device_memory, make_abstract
 from shardformer.model import lora
 from shardformer.tables import format_bytes, format_table
 from shardformer.training.trainer import Trainer
@@ -40,100 +37,46 @@ class DeviceBytes(NamedTuple):
         return [(kind, count) for kind, count in self._asdict().items() if count and kind != "host"]
 
 
+def make_trainer(config: Config, layout: Layout | None = None) -> Trainer:
+    """Returns a trainer on a mesh without devices: it has shapes and traces, and its compiled functions cannot run."""
+    return Trainer(config, make_abstract(config), layout)  # type: ignore[arg-type]
+
+
 @functools.lru_cache
 def predict_bytes(config: Config) -> DeviceBytes:
     """Returns the exact bytes of a training state's live arrays on each device of the config's mesh."""
-    trainer = traced.make_trainer(config)
+    trainer = make_trainer(config)
     if config.stored.quantized and not config.lora.lora_rank:  # has neither gradients nor an optimizer
-        return DeviceBytes(_sum(jax.tree.map(lambda p: _shard_bytes(p, p.sharding), trainer.model.abstract)), 0, 0, 0)
+        return DeviceBytes(_sum(jax.tree.map(lambda p: shard_bytes(p, p.sharding), trainer.model.abstract)), 0, 0, 0)
     state, model = trainer.abstract, trainer.model
     grad_shardings = jax.tree.map(model.sharding, model.grad_specs)
-    gradients = jax.tree.map(_shard_bytes, lora.select_trainable(model.shapes, config), grad_shardings)
-    stored = [jax.tree.map(lambda leaf: _shard_bytes(leaf, leaf.sharding), tree) for tree in state]
+    gradients = jax.tree.map(shard_bytes, lora.select_trainable(model.shapes, config), grad_shardings)
+    stored = [jax.tree.map(lambda leaf: shard_bytes(leaf, leaf.sharding), tree) for tree in state]
     _, parameters, optimizer, average, masters, *_ = map(_sum, stored)
-    host = sum(_shard_bytes(leaf, leaf.sharding) for _, leaf in _list_offloaded(state))
-    parameters += sum(_shard_bytes(leaf, leaf.sharding) for leaf in jax.tree.leaves(model.constant_shapes()))
+    host = sum(shard_bytes(leaf, leaf.sharding) for _, leaf in list_offloaded(state))
+    parameters += sum(shard_bytes(leaf, leaf.sharding) for leaf in jax.tree.leaves(model.constant_shapes()))
     return DeviceBytes(parameters, _sum(gradients), optimizer + masters - host, average, host)
 
 
-def estimate_temporaries(layout: Layout) -> int:
-    """Estimates the bytes besides `predict_bytes` while a step runs, mostly activations; see liveness.py.
-
-    XLA widens bfloat16 to float32 on a CPU. The attention kernel of a TPU pads heads.
-    """
-    config, platform = layout.config, layout.hardware.platform
-    cpu, gradients = platform == "cpu", predict_bytes(config).gradients
-    head_size = config.model.head_size if platform == "tpu" and layout.attention.uses_kernel else 0
-    trainer, bodies = traced.trace(_widen(layout) if cpu else layout)
-    at_worst = max(liveness.peak_bytes(body, cpu, head_size) for body in bodies)
-    besides = max(at_worst - gradients, gradients)  # the optimizer's updates are as large as the gradients
-    if config.optimizer.offload != "none":
-        # A TPU copies the state of the others before the backward pass, and back during the loop over layers.
-        of_layer, of_others = _measure_streams(trainer)
-        besides = max(at_worst - gradients, 2 * of_layer) + of_others
-    return besides + (0 if cpu else _cast_bytes(trainer))
-
-
-def _list_offloaded(state) -> list[tuple]:
+def list_offloaded(state) -> list[tuple]:
     """Returns (path, leaf) of the arrays of a training state in the host's memory."""
     leaves = jax.tree.leaves_with_path((state.optimizer, state.masters))
     return [(path, leaf) for path, leaf in leaves if leaf.sharding.memory_kind == HOST]
 
 
-def _measure_streams(trainer: Trainer) -> tuple[int, int]:
-    """Returns the bytes of the offloaded state of one layer, and of all parameters outside of the layers."""
-    of_layer, of_others = 0, 0
-    for path, leaf in _list_offloaded(trainer.abstract):
-        count = _shard_bytes(leaf, leaf.sharding)
-        if is_stacked(path[-2].key):
-            of_layer += count // leaf.shape[0]
-        else:
-            of_others += count
-    return of_layer, of_others
-
-
-def _widen(layout: Layout) -> Layout:
-    config = layout.config.replace(dtype="float32", param_dtype="float32")
-    widened = resolve(config, layout.hardware, layout.torus)
-    return dataclasses.replace(widened, attention=layout.attention, loss_chunk=layout.loss_chunk)
-
-
-def _cast_bytes(trainer: Trainer) -> int:
-    """Returns the bytes of cast matrices: XLA casts the stacked matrices of all layers before the loop over them.
-
-    With zero=3 these are a device's parts, which each layer then gathers.
-    """
-    config = trainer.config
-    if config.optimizer.param_dtype == config.parallel.dtype or config.parallel.zero == 1:
-        return 0  # zero=1 gathers all layers before the loop, in the matmul dtype
-    layers = trainer.abstract.params["transformer/layers"]
-    names = [name for name in (*MATRICES, *EXPERT_MATRICES, *SHARED_MATRICES) if name in layers]
-    return sum(_shard_bytes(layers[name], layers[name].sharding) // 2 for name in names)
-
-
-def predict_needed(config: Config) -> int:
-    """Returns the bytes that each device of this program needs to train: exact state, and estimated temporaries."""
-    predicted, devices = predict_bytes(config), jax.devices()
-    stored = predicted.total
-    if devices[0].platform == "cpu":  # whose one memory is the host's
-        return stored + predicted.host + estimate_temporaries(resolve(config))
-    chip = find_chip(devices[0].device_kind)
-    fast_memory = int(chip.fast_memory) if chip else 0  # XLA fills it first
-    hardware = describe_hardware(devices[0])
-    layout = resolve(config, hardware, torus.factor_slice(config, hardware, _find_torus(devices)))
-    return stored + max(estimate_temporaries(layout) - fast_memory, 0)
-
-
 def predict_unless_small(config: Config) -> int:
-    """Returns predict_needed, or a coarse upper bound if all devices' bounds fit into a quarter of one's memory.
+    """Returns the bytes that each device needs to train, or an upper bound if that fits into a quarter of its memory.
 
     The bound needs no trace of the step, which is a sixth of the CPU time of a small run's start. It does not count
     experts, a teacher, or the history of L-BFGS.
     """
-    if config.experts.experts or config.preferences.teacher or config.optimizer.name == "lbfgs":
-        return predict_needed(config)
-    bound = _bound_needed(config)
-    return bound if bound * len(jax.devices()) <= device_memory() / 4 else predict_needed(config)
+    if not (config.experts.experts or config.preferences.teacher or config.optimizer.name == "lbfgs"):
+        bound = _bound_needed(config)
+        if bound * len(jax.devices()) <= device_memory() / 4:
+            return bound
+    from shardformer.analysis import temporaries  # not imported for a small run
+
+    return temporaries.predict_needed(config)
 
 
 def _bound_needed(config: Config) -> int:
@@ -145,12 +88,6 @@ def _bound_needed(config: Config) -> int:
     elements += 8 * (tokens + 2 * model.d_model) * (model.vocab + model.vocab_multiple)
     elements += 8 * model.seq * model.d_model  # learned positions
     return 16 * elements  # four times float32
-
-
-def _find_torus(devices: list) -> tuple[int, ...]:
-    """Returns the sizes of the dimensions that the coordinates of TPUs span; () for other devices."""
-    places = [device.coords for device in devices if getattr(device, "coords", None) is not None]
-    return tuple(max(line) - min(line) + 1 for line in zip(*places, strict=True))
 
 
 def cache_bytes(config: Config, samples: int = 1) -> int:
@@ -169,7 +106,7 @@ def split_of_layer(config: Config) -> tuple[dict[str, list], dict[str, tuple[int
     A slice is the (start, stop) of layers, rows and columns. With pp > 1 the matrices are those of all layers. Matrices
     of experts have experts instead of layers: those of one layer.
     """
-    model = traced.make_trainer(config).model
+    model = make_trainer(config).model
     shapes = {"batch": (1, config.training.batch, config.model.seq)}
     splits = {"batch": _slices(P(None, *model.row_spec), shapes["batch"], config)}
     stacked, specs = model.shapes[LAYERS], model.specs[LAYERS]
@@ -222,7 +159,7 @@ def format_device_bytes(config: Config) -> str:
     return format_table(rows, ["kind", f"on one device of mesh {config.parallel.mesh}, besides activations"])
 
 
-def _shard_bytes(leaf, sharding) -> int:
+def shard_bytes(leaf, sharding) -> int:
     return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 

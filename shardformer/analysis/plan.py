@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from shardformer.analysis import compiling, memory, program_collectives, roofline, traced, wire_time
+from shardformer.analysis import compiling, memory, program_collectives, roofline, temporaries, traced, wire_time
 from shardformer.analysis.compiling import CompiledStep
 from shardformer.analysis.memory import DeviceBytes
 from shardformer.analysis.program_collectives import Collective
@@ -15,10 +15,9 @@ from shardformer.analysis.roofline import Roofline
 from shardformer.analysis.wire_time import Timeline
 from shardformer.config import Config
 from shardformer.devices import chips as chip_table
-from shardformer.devices.chips import Slice
+from shardformer.devices.chips import Slice, describe_chip
 from shardformer.errors import UsageError
 from shardformer.layout import Layout, choices, mesh, specs, torus
-from shardformer.layout.mesh import describe_chip
 from shardformer.model import Model, flops, lora
 from shardformer.tables import format_bytes, format_table
 
@@ -122,7 +121,7 @@ def _updated_bytes(config: Config, stored: DeviceBytes) -> int:
 
 def _temporaries(config: Config, chips: Slice) -> int:
     """Returns the temporaries in main memory: XLA fills the chip's fast memory first."""
-    return max(memory.estimate_temporaries(resolve_on(config, chips)) - int(chips.chip.fast_memory), 0)
+    return max(temporaries.estimate_temporaries(resolve_on(config, chips)) - int(chips.chip.fast_memory), 0)
 
 
 def choose_compiler(chips: Slice, wish: str = "auto") -> str:

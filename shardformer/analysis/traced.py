@@ -6,16 +6,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType
 
 from shardformer.analysis import liveness
+from shardformer.analysis.memory import make_trainer
 from shardformer.analysis.program_collectives import DTYPES, Collective, groups_over
 from shardformer.config import Config
-from shardformer.config.names import AXES
 from shardformer.errors import UsageError
 from shardformer.exact import jaxprs
 from shardformer.layout import Layout
-from shardformer.model import Model
 from shardformer.parallel.replicas import Zero
 from shardformer.parallel.scattering import IN_ONE_STAGE
 from shardformer.training.trainer import Trainer
@@ -37,22 +35,6 @@ def trace(layout: Layout) -> Traced:
     batch = trainer.model.batch_shapes() | trainer.model.constant_shapes()
     traced = jax.make_jaxpr(trainer.model.loss_and_grad)(trainer.abstract.params, batch, key)
     return Traced(trainer, tuple(jaxprs.drop_dead(body) for body in jaxprs.find_shard_maps(traced.jaxpr)))
-
-
-def make_trainer(config: Config, layout: Layout | None = None) -> Trainer:
-    """Returns a trainer for tracing, on a mesh without devices."""
-    return Trainer(config, abstract_mesh(config), layout)  # type: ignore[arg-type]  # its compiled functions cannot run
-
-
-def abstract_mesh(config: Config) -> AbstractMesh:
-    """Returns the config's mesh without devices."""
-    names = AXES[: len(config.parallel.mesh_shape)]
-    return AbstractMesh(config.parallel.mesh_shape, names, axis_types=(AxisType.Auto,) * len(names))
-
-
-def parameter_shapes(config: Config) -> dict:
-    """Returns the shapes of the float parameters."""
-    return Model.abstract_parameters(config)
 
 
 def check_one_program(config: Config) -> None:

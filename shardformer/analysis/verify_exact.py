@@ -20,7 +20,7 @@ from shardformer.config import Config
 from shardformer.config.names import ROUTER_BIAS
 from shardformer.errors import RunError
 from shardformer.layout import resolve
-from shardformer.model import lora
+from shardformer.model import Model, lora
 from shardformer.training.trainer import Trainer
 
 BOUND = 1e-10
@@ -161,7 +161,7 @@ def draw_parameters(config: Config) -> dict:
         centre = float(path[-1].key.endswith("scale"))
         return (centre + SPREAD * draw.standard_normal(shape.shape)).astype(np.float32)
 
-    params = jax.tree.map_with_path(draw_leaf, traced.parameter_shapes(config))
+    params = jax.tree.map_with_path(draw_leaf, Model.abstract_parameters(config))
     if config.experts.experts:
         layers, tokens = params["transformer/layers"], params["transformer/embed"]["tokens"]
         signs = np.resize(np.array([1, -1], np.float32), config.model.d_model)

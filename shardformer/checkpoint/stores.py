@@ -3,16 +3,23 @@
 from pathlib import Path
 from typing import Any
 
-from shardformer.checkpoint.bucket_store import BucketStore
 from shardformer.checkpoint.disk_store import DiskStore
 from shardformer.checkpoint.store import Location, Lock, LockTimes, Store
 from shardformer.storage import location
 
-_DISK, _BUCKET = DiskStore(), BucketStore()
+_DISK = DiskStore()
+_BUCKET: Store[Any] | None = None  # created at the first path in a bucket
 
 
 def store_of(path: Location) -> Store[Any]:  # no static type ties the store to its type of path
-    return _DISK if isinstance(path, Path) else _BUCKET
+    global _BUCKET
+    if isinstance(path, Path):
+        return _DISK
+    if _BUCKET is None:
+        from shardformer.checkpoint.bucket_store import BucketStore  # not imported for a run on a disk
+
+        _BUCKET = BucketStore()
+    return _BUCKET
 
 
 def lock_folder(out: Location | str, times: LockTimes | None = None) -> Lock:

@@ -9,7 +9,6 @@ import jax
 from shardformer import storage
 from shardformer.checkpoint import read_config
 from shardformer.config import Config, override_on_resume, parsing, presets
-from shardformer.convert import hf_settings
 from shardformer.errors import UsageError
 from shardformer.files import expand_home
 from shardformer.storage import BucketPath
@@ -41,6 +40,8 @@ def parse_keys(arguments: list[str]) -> dict:
 
 def parse_settings(arguments: list[str]) -> Config:
     """Returns the config of 'PRESET|RUN|HF_FOLDER key=value ...'; without vocab=, that of tiny_shakespeare."""
+    from shardformer.convert import hf_settings  # not imported by `train`
+
     folder = storage.location(arguments[0]) if arguments else None
     if folder and hf_settings.is_hf_folder(folder):
         _, settings = hf_settings.read_config(folder)

@@ -38,12 +38,6 @@ class BaseOptions(FromHf):
     """A Hugging Face folder as base="""
 
 
-def names_base(arguments: list[str]) -> bool:
-    """Returns whether the arguments of `train` are [PRESET] base=FOLDER key=value ..."""
-    settings = arguments[1:] if arguments and arguments[0] in presets.PRESETS else arguments
-    return all("=" in word for word in settings) and any(word.startswith("base=") for word in settings)
-
-
 def parse_base(arguments: list[str]) -> Config:
     """Returns the config of '[PRESET] base=FOLDER key=value ...'.
 
@@ -155,11 +149,6 @@ def _choose_positions(name: str, config: Config) -> int:
     """Returns the student's context if the teacher has a longer table of learned positions, of which a part is read."""
     model = hf_settings.read_model(storage.location(name)).config.model
     return config.model.seq if model.positions == "learned" and config.model.seq < model.seq else 0
-
-
-def names_step(arguments: list[str]) -> bool:
-    """Returns whether the arguments of `train` name a checkpoint of another run to continue."""
-    return any(word.startswith("base=") and parsing.split_checkpoint(word)[1] for word in arguments)
 
 
 def parse_branch(arguments: list[str]) -> tuple[Config, Config]:

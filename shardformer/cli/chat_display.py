@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from shardformer import data
 from shardformer.cli.arguments import say
 from shardformer.config.keys import key
-from shardformer.data import Vocabulary, corpus, sources
+from shardformer.data import Vocabulary, file_sources
 from shardformer.data.chat.builtin_templates import TEMPLATES
 from shardformer.data.chat.chat_files import mask_tokens, read_conversations
 from shardformer.data.chat.chat_windows import ChatSplit
@@ -122,13 +123,13 @@ def _make_split(ids: np.ndarray, trained: np.ndarray, path: Path) -> ChatSplit:
 
 
 def _open_vocabulary(options: ShowOptions) -> Vocabulary:
-    return corpus.open_vocabulary("bytes" if options.tokenizer == "auto" else options.tokenizer, 0)
+    return data.open_vocabulary("bytes" if options.tokenizer == "auto" else options.tokenizer, 0)
 
 
 def show_chat_file(name: str, options: ShowOptions, on_terminal: bool) -> None:
     """Prints the first conversation of files, a folder or a glob; raises UsageError for other files."""
     settings = SourceOptions(options.text, chat_template=options.chat_template, pairs=options.pairs)
-    recipe = sources.find_recipe([name], settings, say)
+    recipe = file_sources.find_recipe([name], settings, say)
     if recipe.pairs and not recipe.chat:  # of texts, which need no template
         return say(show_pair(_read_pair(recipe, options), on_terminal))
     if not recipe.chat:

@@ -14,12 +14,12 @@ from shardformer.cli.chat_display import ShowOptions, show_chat_file, show_conve
 from shardformer.cli.loading import ShownProgress
 from shardformer.config import check_tokenizer, parsing
 from shardformer.config.keys import key
-from shardformer.data import corpus, prepare, sources, tfrecords
+from shardformer.data import choose_vocabulary, corpus, file_sources, prepare, tfrecords
 from shardformer.data.chat.chat_windows import ChatSplit
 from shardformer.data.chat.preference_windows import PreferenceSplit
+from shardformer.data.file_sources import TokenFile
 from shardformer.data.source import Source, SourceOptions
 from shardformer.data.token_folder import TokenFolder
-from shardformer.data.token_sources import TokenFile
 from shardformer.data.tokens import describe_largest_id
 from shardformer.data.vocabulary import TokenIds
 from shardformer.errors import RunError, UsageError
@@ -109,19 +109,19 @@ def prepare_data(arguments: list[str]) -> None:
         skips_bad_rows=options.bad_rows == "skip",
         pairs=options.pairs,
     )
-    recipe = sources.find_recipe(names, source, say, with_ids=True)
+    recipe = file_sources.find_recipe(names, source, say, with_ids=True)
     inputs: list[Source] = [TokenFile(path, source) for path in recipe.token_files]
     if recipe.files:
-        text_files = sources.TextFiles(recipe)
+        text_files = file_sources.TextFiles(recipe)
         text_files.check_encoding()
         inputs.append(text_files)
     tokenizer = options.tokenizer
     if tokenizer == "auto":
         tokenizer = BPE if recipe.files else TokenIds.name
-    vocabulary = corpus.choose_vocabulary(
+    vocabulary = choose_vocabulary.choose_vocabulary(
         tokenizer, inputs, say, special_tokens=options.special_tokens, bos=options.bos
     )
-    vocabulary = corpus.choose_chat_template(options.chat_template, inputs, vocabulary)
+    vocabulary = choose_vocabulary.choose_chat_template(options.chat_template, inputs, vocabulary)
     with ShownProgress() as progress:
         folder = prepare.prepare(recipe, vocabulary, out, progress.show)
     say(describe(folder))
@@ -225,14 +225,14 @@ def draw_lengths(lengths: np.ndarray, path: Path) -> Path:
 
 
 def _is_text_file(name: str) -> bool:
-    path = storage.local_path(name, say, sources.check_copy)
+    path = storage.local_path(name, say, file_sources.check_copy)
     return path.exists() and not TokenFolder.is_folder(path)
 
 
 def _open_folder(arguments: list[str]) -> TokenFolder:
     if len(arguments) != 1:
         raise UsageError(USAGE)
-    path = storage.local_path(arguments[0], say, sources.check_copy)
+    path = storage.local_path(arguments[0], say, file_sources.check_copy)
     if not path.exists():
         raise UsageError(f"{path} does not exist; expected a folder made by `data prepare`, or a file of conversations")
     if not TokenFolder.is_folder(path):

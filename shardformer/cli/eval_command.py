@@ -48,7 +48,7 @@ def evaluate(arguments: list[str]) -> None:
     if options.data:
         corpus = load_corpus(run.config.replace(data=options.data, validation=options.validation), run.vocabulary)
     else:
-        corpus = load_corpus(run.config, run.vocabulary, started_with=run.fingerprint)
+        corpus = load_corpus(run.config, run.vocabulary)
         run.check_corpus(corpus)
     settings = for_evaluation(run.config.with_weights(options.weights), options.mesh)
     settings = mesh.start(settings, lambda c: predict_bytes(c).parameters, say, may_add_rows=True)

@@ -12,12 +12,10 @@ from shardformer.tables import format_bytes
 SMALL = 1_000_000  # bytes of which only the end is printed
 
 
-def load_corpus(
-    config: Config, vocabulary: Vocabulary | None = None, *, started_with: str = "", resumes: bool = False
-) -> Corpus:
+def load_corpus(config: Config, vocabulary: Vocabulary | None = None, *, resumes: bool = False) -> Corpus:
     """Opens the data of a config and shows the progress; see `data.load_corpus`."""
     with ShownProgress() as progress:
-        return data.load_corpus(config, say, vocabulary, progress.show, started_with=started_with, resumes=resumes)
+        return data.load_corpus(config, say, vocabulary, progress.show, resumes=resumes)
 
 
 class ShownProgress:

@@ -14,7 +14,6 @@ from shardformer.config.weight_keys import OF_A_RUN
 from shardformer.devices import processes, programs
 from shardformer.errors import UsageError
 from shardformer.inference import Generator, Sampling, Stops
-from shardformer.inference.chat_codec import parse_prompt
 from shardformer.inference.generator import Watch, ignore
 from shardformer.inference.text_codec import TextCodec
 from shardformer.layout import mesh
@@ -85,6 +84,8 @@ def sample(arguments: list[str]) -> None:
 
 def sample_replies(run: Run, codec: TextCodec, sampling: SampleOptions) -> None:
     """Prints the replies to a message; a terminal shows a single one as it is generated."""
+    from shardformer.inference.chat_codec import parse_prompt  # not imported without a chat
+
     chat = open_chat_codec(run, codec, sampling)
     prompts = chat.encode_all([parse_prompt(sampling.prompt)])
     model, params = load_model(run, sampling)

@@ -26,8 +26,8 @@ from shardformer.cli.sample_command import WeightsOptions, check_batch, load_mod
 from shardformer.cli.served_runs import ServedRun, check_other, open_served
 from shardformer.cli.text_options import TextOptions, choose_chat_vocabulary, open_codec
 from shardformer.config.keys import check_value, key
-from shardformer.convert.hf import TOKENIZER_FOLDER
 from shardformer.data.chat.chat_format import read_format
+from shardformer.data.stored_vocabulary import TOKENIZER_FOLDER
 from shardformer.errors import UsageError
 from shardformer.inference.chat_codec import ChatCodec
 from shardformer.inference.text_codec import TextCodec

@@ -7,10 +7,8 @@ from shardformer.analysis import parameter_tables
 from shardformer.analysis.memory import format_device_bytes
 from shardformer.cli.arguments import parse_preset, say
 from shardformer.config import Config, parsing
-from shardformer.devices.chips import CHIPS
-from shardformer.kernels.fused_attention import CPU
+from shardformer.devices.chips import CHIPS, CPU, describe_chip
 from shardformer.layout import Layout, mesh, resolve
-from shardformer.layout.mesh import describe_chip
 from shardformer.model import Model, flops, lora
 from shardformer.start_messages import parameter_count
 from shardformer.tables import format_table

@@ -3,16 +3,17 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from shardformer.config.keys import check_value, key
-from shardformer.convert.hf import TOKENIZER_FOLDER
 from shardformer.data import Vocabulary
-from shardformer.data.chat.chat_format import read_format
+from shardformer.data.stored_vocabulary import TOKENIZER_FOLDER
 from shardformer.errors import UsageError
-from shardformer.inference.chat_codec import ChatCodec
 from shardformer.inference.text_codec import TextCodec
 from shardformer.training.run_folder import Run
+
+if TYPE_CHECKING:
+    from shardformer.inference.chat_codec import ChatCodec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +62,11 @@ def choose_chat_vocabulary(run: Run, options: TextOptions) -> Vocabulary:
     return run.vocabulary.with_special_tokens(options.special_tokens == "true")
 
 
-def open_chat_codec(run: Run, codec: TextCodec, options: TextOptions, stops: Sequence[str] = ()) -> ChatCodec:
+def open_chat_codec(run: Run, codec: TextCodec, options: TextOptions, stops: Sequence[str] = ()) -> "ChatCodec":
     """Returns the codec of a run's chat template; raises UsageError if it has none."""
+    from shardformer.data.chat.chat_format import read_format  # not imported without a chat
+    from shardformer.inference.chat_codec import ChatCodec
+
     format = run.vocabulary.chat or read_format(Path(run.stored) / TOKENIZER_FOLDER)
     if format is None:
         raise UsageError(

@@ -5,11 +5,11 @@ import shlex
 
 from shardformer import storage
 from shardformer.cli.arguments import parse_keys, parse_preset, run_folder, say, say_text
-from shardformer.cli.base_model import convert_teacher, names_base, names_step, parse_base, parse_branch
 from shardformer.cli.eval_command import loss_table
 from shardformer.cli.loading import ShownProgress
 from shardformer.cli.sample_command import sample_text
-from shardformer.config import check_zero, presets
+from shardformer.config import Config, check_zero, presets
+from shardformer.config.parsing import split_checkpoint
 from shardformer.devices import early_compilation
 from shardformer.devices.early_compilation import EarlyCompilation
 from shardformer.errors import UsageError
@@ -49,12 +49,37 @@ def open_session(arguments: list[str]) -> Session:
             folder, changes = _parse_resume(arguments[:resumed], arguments[resumed:])
             return Session.resume(folder, say=say, progress=progress.show, **changes)
         if names_step(arguments):
+            from shardformer.cli.base_model import parse_branch  # not imported without a base
+
             names_data = any(word.startswith("data=") for word in arguments)
             return Session.branch(*parse_branch(arguments), say, progress.show, names_data=names_data)
-        config = parse_base(arguments) if names_base(arguments) else parse_preset(arguments)
-        if config.preferences.teacher:
-            config = convert_teacher(config)
-        return Session.create(config, say=say, progress=progress.show)
+        return Session.create(_parse_new(arguments), say=say, progress=progress.show)
+
+
+def _parse_new(arguments: list[str]) -> Config:
+    """Returns the configuration of a new run; a base or a teacher of Hugging Face becomes a run first."""
+    if names_base(arguments):
+        from shardformer.cli.base_model import parse_base  # not imported without a base
+
+        config = parse_base(arguments)
+    else:
+        config = parse_preset(arguments)
+    if config.preferences.teacher:
+        from shardformer.cli.base_model import convert_teacher  # not imported without a teacher
+
+        config = convert_teacher(config)
+    return config
+
+
+def names_base(arguments: list[str]) -> bool:
+    """Returns whether the arguments are [PRESET] base=FOLDER key=value ..."""
+    settings = arguments[1:] if arguments and arguments[0] in presets.PRESETS else arguments
+    return all("=" in word for word in settings) and any(word.startswith("base=") for word in settings)
+
+
+def names_step(arguments: list[str]) -> bool:
+    """Returns whether the arguments name a checkpoint of another run to continue."""
+    return any(word.startswith("base=") and split_checkpoint(word)[1] for word in arguments)
 
 
 def _parse_resume(before: list[str], arguments: list[str]) -> tuple:

@@ -9,7 +9,7 @@ import functools
 import json
 from collections.abc import Sequence
 
-from shardformer.config import key_rules, old_files
+from shardformer.config import key_rules
 from shardformer.config.adapter_keys import AdapterKeys
 from shardformer.config.data_keys import DataKeys
 from shardformer.config.expert_keys import ExpertKeys
@@ -239,7 +239,7 @@ def is_hugging_face(text: str | bytes) -> bool:
 def parse_config(text: str | bytes, path) -> Config:
     """Returns the configuration that a config.json holds; `path` is for messages."""
     try:
-        stored = old_files.update_keys(json.loads(text), path)
+        stored = dict(json.loads(text))
         config = Config.of(**{name: value for name, value in stored.items() if name not in LAUNCH_ONLY_KEYS})
         if not config.model.vocab:
             raise UsageError("vocab must be at least 1 in a run")

@@ -8,7 +8,6 @@ import types
 import typing
 from typing import Any, NamedTuple, TypeVar
 
-from shardformer.config.old_files import REMOVED
 from shardformer.errors import UsageError
 
 MAX_FACTOR = 1e6  # for lr_rules: a factor times a rate and an update must stay in the range of float32
@@ -101,8 +100,6 @@ def parse_overrides(arguments: list[str], options: type) -> dict:
             meant = OTHER_NAMES.get(plain, plain)
             fix = f"; write {meant}=..." if meant in fields else ""
             raise UsageError(f"expected key=value, got {shorten(word)}{fix}")
-        if key in REMOVED:
-            raise UsageError(f"{key} was removed: {REMOVED[key].now}")
         if key not in fields:
             keys = f"; the keys are {', '.join(fields)}" if len(fields) < 20 else "; see COMMAND --help"
             fix = _translate(plain, fields) or suggest_closest(plain, fields) or keys

@@ -35,6 +35,7 @@ from shardformer.convert.new_folder import (
 )
 from shardformer.convert.runs import open_vocabulary
 from shardformer.data import Vocabulary
+from shardformer.data.stored_vocabulary import TOKENIZER_FOLDER
 from shardformer.data.vocabulary import FILE as VOCABULARY
 from shardformer.errors import UsageError
 from shardformer.layout import mesh
@@ -168,7 +169,7 @@ def run_to_merged_run(source: Path, target: Path, arguments: list[str], say: Cal
         run = dataclasses.replace(run, config=run.config.replace(out=str(target)))
         with new_folder(target) as temporary:
             runs.write_run(temporary, run, state)
-            hf.copy_tokenizer(adapted, temporary / hf.TOKENIZER_FOLDER)
+            hf.copy_tokenizer(adapted, temporary / TOKENIZER_FOLDER)
     return (
         f"{target}: step {state.step}, {describe_size(state.params)}, adapters merged, Adam's moments start from zero"
         f"{describe_average(adapted, options.ema)}{drift}"
@@ -187,7 +188,7 @@ def run_to_stored_run(source: Path, target: Path, arguments: list[str], say: Cal
         new_folder(target) as temporary,
     ):
         runs.write_run(temporary, run, state)
-        hf.copy_tokenizer(before, temporary / hf.TOKENIZER_FOLDER)
+        hf.copy_tokenizer(before, temporary / TOKENIZER_FOLDER)
     return (
         f"{target}: step {state.step}, {describe_size(state.params)}, weights={options.weights} instead of "
         f"weights={before.config.stored.weights}{describe_average(before, options.ema)}"

@@ -4,7 +4,7 @@ import json
 import math
 from pathlib import Path
 
-from shardformer.config import LAUNCH_ONLY_KEYS, Config, old_files
+from shardformer.config import LAUNCH_ONLY_KEYS, Config
 from shardformer.config.keys import require
 from shardformer.config.presets import preset
 from shardformer.errors import UsageError
@@ -82,8 +82,7 @@ def _to_config(path: Path, theirs: dict) -> Config:
     try:
         if _OURS not in theirs:
             return default_config().replace(**_values(theirs))
-        stored = old_files.update_keys(theirs[_OURS], path)
-        ours = Config.of(**{name: value for name, value in stored.items() if name not in LAUNCH_ONLY_KEYS})
+        ours = Config.of(**{name: value for name, value in dict(theirs[_OURS]).items() if name not in LAUNCH_ONLY_KEYS})
         require(ours.model.vocab > 0, "vocab must be at least 1 in a run")
         return ours
     except UsageError as error:

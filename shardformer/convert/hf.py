@@ -22,6 +22,7 @@ from shardformer.convert.new_folder import (
 from shardformer.convert.runs import open_vocabulary
 from shardformer.data import hf_tokenizer
 from shardformer.data.chat import chat_format
+from shardformer.data.stored_vocabulary import TOKENIZER_FOLDER
 from shardformer.errors import UsageError
 from shardformer.files import read_bytes
 from shardformer.storage import BucketPath
@@ -31,7 +32,6 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json",
     "added_tokens.json", "tokenizer.model", "generation_config.json", "chat_template.jinja",
 )  # fmt: skip
-TOKENIZER_FOLDER = "tokenizer"  # the folder in which a run keeps these files, for the conversion back
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Text to tokens to batches."""
 
-from shardformer.data.corpus import Corpus, load_corpus, open_vocabulary
+from shardformer.data.choose_vocabulary import open_vocabulary
+from shardformer.data.corpus import Corpus, load_corpus
 from shardformer.data.own_batches import OwnBatches
 from shardformer.data.shakespeare import import_shakespeare
 from shardformer.data.special_tokens import SpecialTokens, load_special_tokens

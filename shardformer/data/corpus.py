@@ -6,28 +6,24 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 
 from shardformer.config import Config
-from shardformer.data import batches, hf_tokenizer, sources
-from shardformer.data.chat import chat_format
-from shardformer.data.chat.chat_windows import ChatSplit, ChatWindows, describe_rows
-from shardformer.data.chat.preference_windows import PreferenceSplit, PreferenceWindows, describe_pairs
-from shardformer.data.digests import BackgroundCheck
-from shardformer.data.prepare import Progress
-from shardformer.data.prompt_windows import PromptSplit, describe_prompts
+from shardformer.data import batches, sources
+from shardformer.data.choose_vocabulary import choose_chat_template, choose_vocabulary
+from shardformer.data.digests import join_fingerprints
 from shardformer.data.row_report import join_faults
-from shardformer.data.source import NO_IDS, OpenedSource, Say, Source, SourceOptions
-from shardformer.data.token_folder import format_of_fingerprint, join_fingerprints
-from shardformer.data.tokens import SPLITS
-from shardformer.data.vocabulary import MAX_IDS, MAX_NAMED, Bytes, Characters, TokenIds, Vocabulary
+from shardformer.data.source import TAKES, OpenedSource, Progress, Say, Source, SourceOptions
+from shardformer.data.vocabulary import Vocabulary
 from shardformer.data.windows import AnySplit, Batch, RowLayout
 from shardformer.errors import UsageError
 from shardformer.files import expand_home
-from shardformer.storage import is_url, local_path
+from shardformer.storage import is_url
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +33,7 @@ class Corpus:
     sources: tuple[OpenedSource, ...]
     weights: tuple[float, ...] = (1.0,)
     validation: OpenedSource | None = None  # a separate source for validation
-    checks: tuple[BackgroundCheck, ...] = ()  # of stored data, which may still be running
+    checks: tuple["BackgroundCheck", ...] = ()  # of stored data, which may still be running
 
     @property
     def fingerprint(self) -> str:
@@ -77,48 +73,43 @@ class Corpus:
 
     @property
     def has_chat(self) -> bool:
-        return any(isinstance(split, ChatSplit) for split in self.splits("train"))
+        return any(split.is_chat for split in self.splits("train"))
 
     @property
     def has_pairs(self) -> bool:
         """True if the training data are preference pairs."""
-        return any(isinstance(split, PreferenceSplit) for split in self.splits("train"))
+        return any(split.is_pairs for split in self.splits("train"))
 
     def with_references(self, references: dict[str, np.ndarray]) -> "Corpus":
         """Returns the corpus with reference log-probabilities [pairs, 2] by `SOURCE/SPLIT`."""
 
         def add(source: OpenedSource) -> OpenedSource:
-            splits = {
-                name: dataclasses.replace(split, references=references[f"{source.name}/{name}"])
+            splits: dict[str, AnySplit] = {
+                name: dataclasses.replace(cast(Any, split), references=references[f"{source.name}/{name}"])
                 for name, split in source.splits.items()
-                if isinstance(split, PreferenceSplit)
+                if split.is_pairs
             }
             return dataclasses.replace(source, splits=splits)
 
         validation = self.validation and add(self.validation)
         return dataclasses.replace(self, sources=tuple(map(add, self.sources)), validation=validation)
 
-    def preference_splits(self) -> dict[str, PreferenceSplit]:
+    def preference_splits(self) -> dict[str, Any]:
         """Returns the splits of pairs by `SOURCE/SPLIT`."""
         every = [*self.sources, *([self.validation] if self.validation else [])]
         return {
             f"{source.name}/{name}": split
             for source in every
             for name, split in source.splits.items()
-            if isinstance(split, PreferenceSplit)
+            if split.is_pairs
         }
 
     def describe_chat(self, layout: RowLayout) -> Iterator[str]:
         """Yields a line for every source of conversations: how they are laid out in rows."""
         for source in self.sources:
-            split = source.splits.get("train")
-            if split and layout.answer_tokens:
-                yield describe_prompts(source.name, PromptSplit(split, layout.answer_tokens).make_windows(layout))
-                continue
-            if isinstance(split, PreferenceSplit):
-                yield describe_pairs(source.name, PreferenceWindows(split, layout))
-            elif isinstance(split, ChatSplit):
-                yield describe_rows(source.name, ChatWindows(split, layout))
+            if "train" in source.splits:
+                [split] = select_rows([source.splits["train"]], layout)
+                yield from split.describe(source.name, layout)
 
     def splits(self, name: str) -> list[AnySplit]:
         """Returns the split of every source that has it."""
@@ -130,7 +121,8 @@ class Corpus:
         self, config: Config, first_step: int = 0, rows: batches.Rows = batches.EVERY_ROW
     ) -> batches.BatchStream:
         """Returns batches without end from a step on; `rows` are those of the global batch to gather."""
-        splits, layout = select_rows(self.splits("train"), config), choose_row_layout(config)
+        layout = choose_row_layout(config)
+        splits = select_rows(self.splits("train"), layout)
         every = config.preferences.rollout_steps if config.preferences.learns_rewards else 1
         make = batches.TrainBatches(
             splits,
@@ -149,13 +141,38 @@ class Corpus:
 
     def eval_batches(self, split: str, config: Config, limit: int = 0) -> batches.EvalBatches:
         self.check()
-        splits = select_rows(self.splits(split), config)
+        layout = choose_row_layout(config)
+        splits = select_rows(self.splits(split), layout)
         if not splits:
             raise UsageError(f"data={self.name} has no {split} split; there are train, {', '.join(self.held_out)}")
-        layout, lengths, size = choose_row_layout(config), self.vocabulary.byte_lengths(), len(self.vocabulary)
+        lengths, size = self.vocabulary.byte_lengths(), len(self.vocabulary)
         return batches.EvalBatches(
             splits, layout, batch=config.data_rows, limit=limit, byte_lengths=lengths, vocab_size=size
         )
+
+
+class BackgroundCheck:
+    """A check that runs in a thread; `raise_failure` raises the error that it ended with."""
+
+    def __init__(self, check: Callable[[], object]):
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._run, args=(check,), name="check of the data", daemon=True)
+        self._thread.start()
+
+    def raise_failure(self) -> None:
+        if self._failure:
+            raise self._failure
+
+    def wait(self) -> None:
+        """Waits for the check to end, then raises its error."""
+        self._thread.join()
+        self.raise_failure()
+
+    def _run(self, check: Callable[[], object]) -> None:
+        try:
+            check()
+        except Exception as error:
+            self._failure = error
 
 
 def choose_row_layout(config: Config) -> RowLayout:
@@ -172,10 +189,13 @@ def choose_row_layout(config: Config) -> RowLayout:
     )
 
 
-def select_rows(splits: list[AnySplit], config: Config) -> list[AnySplit]:
+def select_rows(splits: list[AnySplit], layout: RowLayout) -> list[AnySplit]:
     """Returns the splits whose rows an objective reads: those of prompts if it samples the answers."""
-    keys = config.preferences
-    return [PromptSplit(split, keys.answer_tokens) for split in splits] if keys.learns_rewards else splits
+    if not layout.answer_tokens:
+        return splits
+    from shardformer.data.prompt_windows import PromptSplit  # not imported without sampled answers
+
+    return [PromptSplit(split, layout.answer_tokens) for split in splits]
 
 
 def load_corpus(
@@ -184,20 +204,17 @@ def load_corpus(
     vocabulary: Vocabulary | None = None,
     progress: Progress = lambda *_: None,
     *,
-    started_with: str = "",
     resumes: bool = False,
 ) -> Corpus:
     """Opens the sources that `config.data` names, under a given vocabulary or the one that `config.tokenizer` names.
 
-    `started_with` is the fingerprint of the data that a run has seen: its splits are chosen by the rule of that time.
     Stored data is compared with its checksums in the background; resumes=True reads all of it first.
     """
     if not config.data.source:
-        raise UsageError(f"this run has no data yet; give data=...: {sources.TAKES}")
+        raise UsageError(f"this run has no data yet; give data=...: {TAKES}")
     named_validation, share = parse_validation(config.data.validation)
     out = Path(expand_home(config.run.out)) if config.run.out and not is_url(config.run.out) else None
-    format = format_of_fingerprint(started_with)
-    options = SourceOptions(config.data.text, share, bool(named_validation), format, out, config.data.chat_template)
+    options = SourceOptions(config.data.text, share, bool(named_validation), out, config.data.chat_template)
     pairs = config.preferences.learns_pairs
     options = dataclasses.replace(options, skips_bad_rows=config.data.bad_rows == "skip", pairs=pairs)
     names, weights = parse_mixture(config.data.source)
@@ -246,7 +263,7 @@ def check_objective(config: Config, opened: Sequence[OpenedSource]) -> None:
     """Raises UsageError for pairs without a preference objective, and for such an objective without pairs."""
     objective = config.preferences.objective
     for source in opened:
-        pairs = any(isinstance(split, PreferenceSplit) for split in source.splits.values())
+        pairs = any(split.is_pairs for split in source.splits.values())
         if pairs and not config.preferences.learns_pairs:
             raise UsageError(
                 f"data={source.name} holds preference pairs (chosen and rejected), and objective={objective} learns "
@@ -259,18 +276,6 @@ def check_objective(config: Config, opened: Sequence[OpenedSource]) -> None:
             )
 
 
-def choose_chat_template(wanted: str, inputs: Sequence[Source], vocabulary: Vocabulary) -> Vocabulary:
-    """Returns the vocabulary with the chat template of this data; raises UsageError for a key without effect."""
-    if any(source.is_chat for source in inputs):
-        return vocabulary.with_chat(chat_format.resolve_format(wanted, vocabulary.chat, vocabulary.name))
-    if wanted != "auto" and not (vocabulary.chat and vocabulary.chat.name == wanted):
-        raise UsageError(
-            f"chat_template={wanted} does nothing: data={inputs[0].name} has no conversations; leave it out"
-        )
-    prepared = next((s.vocabulary.chat for s in inputs if s.vocabulary and s.vocabulary.chat and s.has_chat), None)
-    return vocabulary.with_chat(prepared) if prepared else vocabulary
-
-
 def _check_stored(opened: list[OpenedSource], resumes: bool, say: Say) -> tuple[BackgroundCheck, ...]:
     """Compares stored data with its checksums: all of it before a resume, else the changed files in the background."""
     checks = [source.check for source in opened if source.check]
@@ -281,79 +286,6 @@ def _check_stored(opened: list[OpenedSource], resumes: bool, say: Say) -> tuple[
             check(remembered=False)
         return ()
     return tuple(BackgroundCheck(functools.partial(check, remembered=True)) for check in checks)
-
-
-def choose_vocabulary(
-    wanted: str, inputs: Sequence[Source], say: Say, size: int = 0, special_tokens: bool = False, bos: str = "auto"
-) -> Vocabulary:
-    """Returns the vocabulary that `tokenizer` names; auto: of prepared data its own, of token files ids, else chars."""
-    prepared = next((source.vocabulary for source in inputs if source.vocabulary), None)
-    text_sources = [source for source in inputs if source.is_text]
-    if wanted == "auto":
-        if prepared:
-            return prepared if bos == "auto" else prepared.with_beginning(bos)
-        wanted = Characters.name if text_sources else TokenIds.name
-    if wanted == TokenIds.name and not size:
-        largest = max((source.largest_id() for source in inputs), default=NO_IDS)
-        if largest >= MAX_IDS:
-            raise UsageError(f"data={inputs[0].name} holds the id {largest}, which no vocabulary has; is it token ids?")
-        return TokenIds(1 + max(largest, 0))
-    if wanted == Characters.name or wanted.startswith("bpe:"):
-        if rest := [source for source in inputs if not source.is_text and not (text_sources and source.vocabulary)]:
-            raise UsageError(
-                f"tokenizer={wanted} is made from text, and data={rest[0].name} holds token ids; "
-                f"give the tokenizer.json that they were made with{'' if text_sources else ', or leave tokenizer= out'}"
-            )
-        return (
-            _collect_characters(text_sources, say)
-            if wanted == "chars"
-            else _train_bpe(wanted, text_sources, special_tokens, say)
-        )
-    vocabulary = open_vocabulary(wanted, size, special_tokens, bos)
-    if vocabulary.notice:
-        say(vocabulary.notice)
-    return vocabulary
-
-
-def open_vocabulary(
-    tokenizer: str, size: int, special_tokens: bool = False, bos: str = "auto", first: int | None = None
-) -> Vocabulary:
-    """Opens a vocabulary that needs no text: bytes, token ids below `size`, or the path of a tokenizer.json.
-
-    first: the beginning of text that a published model names, for bos=true.
-    """
-    if tokenizer == Bytes.name:
-        return Bytes()
-    if tokenizer in ("auto", TokenIds.name):
-        return TokenIds(size)
-    if tokenizer == Characters.name or tokenizer.startswith("bpe:"):
-        raise UsageError(f"tokenizer={tokenizer} is made from a text, and there is none; give a tokenizer.json, or ids")
-    path = local_path(tokenizer)
-    vocabulary = hf_tokenizer.open_file(path, special_tokens).with_beginning(bos, first)
-    folder = path if path.is_dir() else path.parent
-    return vocabulary.with_chat(chat_format.load_format(folder) or chat_format.read_format(folder))
-
-
-def _collect_characters(text_sources: list[Source], say: Say) -> Characters:
-    """Returns the characters of all splits; reports any that the training text lacks."""
-    trained = set(join_faults(functools.partial(source.characters, "train") for source in text_sources))
-    known = trained.union(*(source.characters(*SPLITS[1:]) for source in text_sources))
-    vocabulary = Characters.from_text(known)
-    if unseen := sorted(known - trained):
-        named = " ".join(map(repr, unseen[:MAX_NAMED])) + (" ..." if len(unseen) > MAX_NAMED else "")
-        say(
-            f"{len(unseen)} of {len(known)} characters are in validation or test only, and are not learned: {named}; "
-            "tokenizer=bytes learns every text"
-        )
-    return vocabulary
-
-
-def _train_bpe(wanted: str, text_sources: list[Source], special_tokens: bool, say: Say) -> Vocabulary:
-    size = int(wanted.removeprefix("bpe:"))
-    vocabulary = hf_tokenizer.train_bpe(join_faults(source.sample for source in text_sources), size, special_tokens)
-    if len(vocabulary) < size:
-        say(f"tokenizer=bpe:{size}: the text has pairs for {len(vocabulary):,} entries only, which are used")
-    return vocabulary
 
 
 def parse_mixture(text: str) -> tuple[list[str], list[float]]:
@@ -399,7 +331,7 @@ def parse_validation(text: str) -> tuple[str, float | None]:
 def _check_splits(opened: tuple[OpenedSource, ...], named_validation: bool, fixed_splits: bool) -> None:
     for source in opened:
         if "train" not in source.splits:
-            raise UsageError(f"data={source.name} has nothing to train on; {sources.TAKES}")
+            raise UsageError(f"data={source.name} has nothing to train on; {TAKES}")
     if not named_validation and not any("validation" in source.splits for source in opened):
         raise UsageError(
             f"data={opened[0].name} has no document whose hash falls into validation; name another source for it "

@@ -10,9 +10,8 @@ import hashlib
 import io
 import json
 import os
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -21,6 +20,7 @@ from shardformer.files import make_folder, open_regular, read_text, replacing
 from shardformer.storage import cache_folder
 
 FOLDER = "digests"  # in the cache
+PREPARED = "2-"  # at the beginning of fingerprints of prepared data; those of texts in memory have no mark
 MAX_BYTES = 1 << 30
 SETTLED = 2.0  # seconds: a younger file may change with the same mtime
 Stamp = list[int]
@@ -76,25 +76,6 @@ def _read_memory(path: Path) -> dict:
         return {}
 
 
-class BackgroundCheck:
-    """A check that runs in a thread; `raise_failure` raises the error that it ended with."""
-
-    def __init__(self, check: Callable[[], object]):
-        self._failure: Exception | None = None
-        self._thread = threading.Thread(target=self._run, args=(check,), name="check of the data", daemon=True)
-        self._thread.start()
-
-    def raise_failure(self) -> None:
-        if self._failure:
-            raise self._failure
-
-    def wait(self) -> None:
-        """Waits for the check to end, then raises its error."""
-        self._thread.join()
-        self.raise_failure()
-
-    def _run(self, check: Callable[[], object]) -> None:
-        try:
-            check()
-        except Exception as error:
-            self._failure = error
+def join_fingerprints(fingerprints: Iterable[str], digest: str) -> str:
+    """Returns the digest as the fingerprint of data from two or more sources."""
+    return PREPARED + digest if any(fingerprint.startswith(PREPARED) for fingerprint in fingerprints) else digest

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardformer.data import text_files
+from shardformer.data import text_cuts
 from shardformer.data.chat.letters import remove_guards
-from shardformer.data.text_files import Breaks, cut_text
+from shardformer.data.text_cuts import Breaks, cut_text
 from shardformer.data.tokenizer_growth import MAX_GROWTH, bound_growth
 from shardformer.data.tokenizer_pieces import find_breaks, list_unknown, remove_prefix
 from shardformer.data.vocabulary import FILE, Vocabulary
@@ -180,7 +180,7 @@ class HfTokenizer(Vocabulary):
 
     def encode(self, text: str, source: str = "text") -> np.ndarray:
         """Encodes a text; a long one in pieces, by all cores."""
-        pieces = cut_text(text, self.breaks) if len(text) > text_files.LIMITS.piece else [text]
+        pieces = cut_text(text, self.breaks) if len(text) > text_cuts.LIMITS.piece else [text]
         return np.concatenate(self.encode_pieces(pieces, [True] + [False] * (len(pieces) - 1), source))
 
     def encode_all(self, strings: list[str], source: str = "text") -> list[np.ndarray]:

@@ -24,8 +24,11 @@ from shardformer.data.chat.letters import remove_guards
 from shardformer.data.chat.preferences import encode_side, read_pairs
 from shardformer.data.recipe import Item, Recipe, TokenItem
 from shardformer.data.row_report import RowReport
-from shardformer.data.text_files import Breaks, Piece
+from shardformer.data.source import Progress
+from shardformer.data.text_cuts import Breaks
+from shardformer.data.text_files import Piece
 from shardformer.data.token_folder import (
+    FORMAT,
     INDEX,
     SplitContent,
     TokenFolder,
@@ -40,7 +43,6 @@ from shardformer.files import check_no_link, locked, make_folder, remove_tempora
 
 BATCH = 1 << 20  # characters that are encoded by one call
 SECONDS_BETWEEN_REPORTS = 0.5
-Progress = Callable[[int, int], object]  # (bytes done, of how many)
 
 
 def prepare(
@@ -343,9 +345,9 @@ def _write_index(recipe: Recipe, vocabulary: Vocabulary, folder: Path, items: in
         raise UsageError(f"{recipe.name} has no text; name files that hold some{left_out}")
     for number in range(items):
         (folder / f"part_{number:05d}.json").unlink()
-    fingerprint = compute_fingerprint(recipe.format, vocabulary, contents)
+    fingerprint = compute_fingerprint(vocabulary, contents)
     index = {
-        "format": recipe.format,
+        "format": FORMAT,
         "identity": identity,
         "name": recipe.name,
         "tokenizer": vocabulary.name,

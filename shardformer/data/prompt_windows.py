@@ -1,7 +1,7 @@
 """Rows of prompts for sampled answers: a record in each row, its last answer as the expected one."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,8 @@ class PromptRow(NamedTuple):
 class PromptSplit:
     """A split of records with a mask, whose last run of tokens with a loss is the expected answer."""
 
+    is_chat: ClassVar[bool] = False
+    is_pairs: ClassVar[bool] = False
     split: AnySplit
     answer_tokens: int  # room that a row has behind its prompt
 
@@ -31,6 +33,9 @@ class PromptSplit:
 
     def make_windows(self, layout: RowLayout) -> "PromptWindows":
         return PromptWindows(self, layout)
+
+    def describe(self, name: str, layout: RowLayout) -> list[str]:
+        return [describe_prompts(name, self.make_windows(layout))]
 
 
 class PromptWindows(Windows):

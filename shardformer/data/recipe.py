@@ -10,13 +10,14 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardformer.data import text_files
+from shardformer.data import text_cuts, text_files
 from shardformer.data.chat.chat_files import read_conversations
 from shardformer.data.chat.chat_format import ChatFormat, resolve_format
 from shardformer.data.chat.preferences import read_pairs
 from shardformer.data.digests import Stamp, digest_files, stamp_file
 from shardformer.data.row_report import RowReport
-from shardformer.data.text_files import LINE_BREAKS, Breaks, FileRange, Piece
+from shardformer.data.text_cuts import LINE_BREAKS, Breaks
+from shardformer.data.text_files import FileRange, Piece
 from shardformer.data.token_folder import FORMAT
 from shardformer.data.tokens import SPLITS, divide_in_order, open_token_file
 from shardformer.data.vocabulary import Vocabulary
@@ -48,7 +49,7 @@ class Item:
         """Returns whether the item is one plain file of more than `LIMITS.range` bytes, or a part of one."""
         first = self.ranges[0]
         is_part = first.start > 0 or not first.ends
-        is_long = first.is_plain and first.end > text_files.LIMITS.range + text_files.LIMITS.look_ahead
+        is_long = first.is_plain and first.end > text_cuts.LIMITS.range + text_cuts.LIMITS.look_ahead
         return len(self.ranges) == 1 and (is_part or is_long)
 
 
@@ -69,18 +70,13 @@ class TokenItem:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The documents and token files of a corpus, and how they are divided into splits.
-
-    `format` is that of the prepared folder. Format 1 chose splits by the exact beginning of a document, so that a copy
-    with another space could join another split; runs that started with it keep it.
-    """
+    """The documents and token files of a corpus, and how they are divided into splits."""
 
     name: str
     files: tuple[Path, ...]
     field: str = "text"
     share: float = 0.05  # of the documents for validation, and as many for test
     in_order: bool = False  # one long text, whose end is validation and test
-    format: int = FORMAT
     token_files: tuple[Path, ...] = ()  # each is divided in order
     chat: str = ""  # the chat template of files of conversations, by name; auto: the tokenizer's
     skips_bad_rows: bool = False  # leaves out rows that cannot be trained on
@@ -115,7 +111,7 @@ class Recipe:
             if len(ranges) > 1:
                 items += [Item((part,)) for part in ranges]
                 continue
-            if group and sum(part.end - part.start for part in group) + size > text_files.LIMITS.range:
+            if group and sum(part.end - part.start for part in group) + size > text_cuts.LIMITS.range:
                 items.append(Item(tuple(group)))
                 group = []
             group += ranges
@@ -126,12 +122,12 @@ class Recipe:
         items: list[TokenItem] = []
         for path in self.token_files:
             for split, (start, end) in divide_in_order(len(open_token_file(path)), self.share).items():
-                borders = [*range(start, end, text_files.LIMITS.ids), end]
+                borders = [*range(start, end, text_cuts.LIMITS.ids), end]
                 items += [TokenItem(path, a, b, split, b == end) for a, b in itertools.pairwise(borders)]
         return items
 
     def identity(self) -> str:
-        """Returns a sha256 of the names, the contents and the options; format 1 read sizes and times, not contents."""
+        """Returns a sha256 of the names, the contents and the options."""
         options: list[object] = [self.field, self.share, self.in_order]
         # Only if given: folders of earlier versions keep their names.
         options += ["skips_bad_rows"] if self.skips_bad_rows else []
@@ -139,13 +135,9 @@ class Recipe:
         options += ["chat 2"] if self.chat else []
         options += ["pairs"] if self.pairs else []
         options += ["json records"] if any(self._contains_json_records(path) for path in self.files) else []
-        files: list[tuple]
-        if self.format == 1:
-            files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in self.every_file]
-        else:
-            digests = digest_files(self.every_file)
-            files = [(str(path), digest) for path, digest in zip(self.every_file, digests, strict=True)]
-        return hashlib.sha256(json.dumps([self.format, files, options]).encode()).hexdigest()
+        digests = digest_files(self.every_file)
+        files = [(str(path), digest) for path, digest in zip(self.every_file, digests, strict=True)]
+        return hashlib.sha256(json.dumps([FORMAT, files, options]).encode()).hexdigest()
 
     def _contains_json_records(self, path: Path) -> bool:
         return text_files.is_json(path) and text_files.contains_records(path)
@@ -173,10 +165,8 @@ class Recipe:
             return item.split
         if item.is_part_of_a_long_text:
             return "train"
-        if first.spans is not None or self.pairs:
-            return split_of_text(first.key, self.share)
-        text = text_files.cut_text(first.text)[0] if self.format == 1 else first.text
-        return split_of_text(first.prompt + text, self.share, self.format)
+        is_chat = first.spans is not None or self.pairs
+        return split_of_text(first.key if is_chat else first.prompt + first.text, self.share)
 
     def check_encoding(self) -> None:
         """Raises UsageError that names every plain file that is not UTF-8, before any of them is tokenised."""
@@ -213,10 +203,9 @@ class Recipe:
         return text_files.read_pieces(part, self.field, report=report)
 
 
-def split_of_text(text: str, share: float, format: int = FORMAT) -> str:
+def split_of_text(text: str, share: float) -> str:
     """Returns the split that a hash of a document's beginning chooses."""
-    hashed = text if format == 1 else normalise(text)
-    digest = hashlib.sha256(hashed.encode("utf-8", "surrogatepass")).digest()
+    digest = hashlib.sha256(normalise(text).encode("utf-8", "surrogatepass")).digest()
     chance = int.from_bytes(digest[:8], "big") / 2**64
     return "validation" if chance < share else "test" if chance < 2 * share else "train"
 

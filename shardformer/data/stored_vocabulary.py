@@ -3,20 +3,17 @@
 import json
 from pathlib import Path
 
-from shardformer.data import hf_tokenizer
-from shardformer.data.chat.chat_format import load_format
 from shardformer.data.vocabulary import FILE, Bytes, Characters, TokenIds, Vocabulary
 from shardformer.errors import RunError, UsageError
 from shardformer.files import read_text
 
-OLD_CUTS = (
-    " (or the run is of an earlier version, which cut .txt.gz files and texts of tokenizers that put a space in front "
-    "inside words, and the cache with its tokens is gone)"
-)
+TOKENIZER_FOLDER = "tokenizer"  # the folder of a run with the tokenizer files of Hugging Face that it came with
 
 
 def load_vocabulary(folder: Path) -> tuple[Vocabulary, str]:
     """Loads the vocabulary of a folder and the fingerprint of its data."""
+    from shardformer.data.chat.chat_format import load_format  # not imported for a new run
+
     folder = Path(folder)
     record = _read_record(folder)
     try:
@@ -33,6 +30,8 @@ def _make_from_record(record: dict, folder: Path) -> Vocabulary:
         return Bytes()
     if record["tokenizer"] == TokenIds.name:
         return TokenIds(record["size"])
+    from shardformer.data import hf_tokenizer  # not imported for characters
+
     return hf_tokenizer.load_copy(folder, record)
 
 
@@ -41,13 +40,11 @@ def check_same_data(folder: Path, *, source: str, fingerprint: str) -> None:
     started_with = _read_record(folder)
     if started_with["fingerprint"] not in ("", fingerprint):  # a converted model has seen no data of ours
         same_name = started_with["source"] == source
-        # Data in format 1 has no mark; documents that are read as characters never had one.
-        is_old = "characters" not in started_with and not started_with["fingerprint"].startswith("2-")
         raise UsageError(
             f"data={source} is not what {folder} was trained on: that was {started_with['source']} with fingerprint "
             f"{started_with['fingerprint'][:12]}, this has {fingerprint[:12]}"
             f"{', so what the file holds or validation= has changed' if same_name else ''}"
-            f"{OLD_CUTS if same_name and is_old else ''}; bring the old data back or start a new run"
+            "; bring the old data back or start a new run"
         )
 
 

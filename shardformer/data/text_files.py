@@ -6,64 +6,21 @@ import functools
 import gzip
 import itertools
 import json
-import re
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
-from shardformer.data import json_records
+from shardformer.data import json_records, text_cuts
 from shardformer.data.packed_files import PACKED, find_suffix, open_unpacked
 from shardformer.data.row_report import RowError, RowReport
 from shardformer.data.table_files import is_table, read_table
+from shardformer.data.text_cuts import LINE_BREAKS, Breaks, cut_text
 from shardformer.errors import UsageError
 from shardformer.files import open_regular
 
-
-class Limits(NamedTuple):
-    """The sizes in which texts are read, and those that no text has."""
-
-    piece: int = 1 << 16  # characters that are encoded as one; thousands of them keep all cores busy
-    range: int = 16 << 20  # bytes of a plain file that are read as one
-    ids: int = 8 << 20  # ids of a token file that are read as one
-    look_ahead: int = 1 << 20  # bytes in which a break is searched for, before a text is cut elsewhere
-    in_memory: int = 16 << 20  # bytes of one text that is tokenised at every start rather than cached
-    waiting: int = 1 << 20  # characters of a packed text that wait for a break
-    uncut: int = 64 << 20  # characters of a document that is encoded in one piece: Rust needs 100 bytes a token
-    line: int = 256 << 20  # bytes of a .jsonl file's line
-    empty_lines: int = 1 << 20
-
-
-LIMITS = Limits()
 JSON_LINES = (".jsonl", ".ndjson")
 JSON = ".json"
-
-
-@dataclasses.dataclass(frozen=True)
-class Break:
-    """A pattern where a text may be cut: at the end of each match of `text`."""
-
-    text: re.Pattern[str]
-    candidates: re.Pattern[bytes]  # of the same positions in UTF-8, and of more
-
-    def find(self, content: bytes) -> int | None:
-        """Returns the first match behind the first byte of a UTF-8 text."""
-        for result in self.candidates.finditer(content, 1):
-            end = result.end()
-            before = content[max(end - 5, 0) : end].decode("utf-8", "ignore")[-2:]
-            after = content[end : end + 5].decode("utf-8", "ignore")[:2]
-            if any(match.end() == len(before) for match in self.text.finditer(before + after)):
-                return end
-        return None
-
-
-Breaks = tuple[Break, ...]
-
-# A line break between two letters, a line break before a word, and the space before a word.
-LINE = Break(re.compile(r"(?<=\S)\n(?=\S)"), re.compile(rb"(?<=[^\s])\n(?=[^\s])"))
-LINE_BEFORE_WORD = Break(re.compile(r"(?<=\S)\n(?=[^\W_])"), LINE.candidates)
-SPACE_BEFORE_WORD = Break(re.compile(r"(?<=[^\W_])(?= [^\W_])"), re.compile(rb"(?<=[^\s])(?= [^\s])"))
-LINE_BREAKS: Breaks = (LINE,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,8 +141,8 @@ def divide_file(path: Path, size: int, breaks: Breaks = LINE_BREAKS, start: int 
     """Divides a plain text file from `start` to `size` into ranges of `LIMITS.range` bytes; without breaks into one."""
     borders = [start]
     with open(path, "rb") as file:
-        while breaks and size - borders[-1] > LIMITS.range + LIMITS.look_ahead:
-            borders.append(find_break(file, borders[-1] + LIMITS.range, size, breaks))
+        while breaks and size - borders[-1] > text_cuts.LIMITS.range + text_cuts.LIMITS.look_ahead:
+            borders.append(find_break(file, borders[-1] + text_cuts.LIMITS.range, size, breaks))
     borders.append(size)
     pairs = itertools.pairwise(borders)
     return [FileRange(path, a, b, b == size) for a, b in pairs if a < b or size == start]
@@ -195,7 +152,7 @@ def find_break(file: BinaryIO, position: int, size: int, breaks: Breaks = LINE_B
     """Returns the first offset from `position` on where the bytes of a text may be cut."""
     first = max(position - 1, 0)
     file.seek(first)
-    ahead = file.read(LIMITS.look_ahead)
+    ahead = file.read(text_cuts.LIMITS.look_ahead)
     for kind in breaks:
         if result := kind.find(ahead):
             return min(first + result, size)
@@ -203,19 +160,6 @@ def find_break(file: BinaryIO, position: int, size: int, breaks: Breaks = LINE_B
     while offset < len(ahead) and ahead[offset] & 0xC0 == 0x80:
         offset += 1
     return min(first + offset, size)
-
-
-def cut_text(text: str, breaks: Breaks = LINE_BREAKS, size: int = 0) -> list[str]:
-    """Divides a text into pieces of at least `size` characters; the last break is searched for without limit."""
-    size, pieces, start = size or LIMITS.piece, [], 0
-    while breaks and len(text) - start > 2 * size:
-        near = (kind.text.search(text, start + size, start + size + LIMITS.look_ahead) for kind in breaks[:-1])
-        result = next(filter(None, near), None) or breaks[-1].text.search(text, start + size)
-        if not result:
-            break
-        pieces.append(text[start : result.end()])
-        start = result.end()
-    return [*pieces, text[start:]]
 
 
 def _cut(text: str, ends: bool, breaks: Breaks, path: Path) -> Iterator[Piece]:
@@ -228,10 +172,10 @@ def _cut(text: str, ends: bool, breaks: Breaks, path: Path) -> Iterator[Piece]:
 
 def check_uncut(path: Path, length: int) -> None:
     """Raises if a document is too long for a tokenizer that reads every document as one piece."""
-    if length > LIMITS.uncut:
+    if length > text_cuts.LIMITS.uncut:
         raise UsageError(
-            f"{path} holds a document of more than {LIMITS.uncut:,} characters, and this tokenizer reads a document as "
-            "one piece; divide it into documents (.jsonl), or take another tokenizer"
+            f"{path} holds a document of more than {text_cuts.LIMITS.uncut:,} characters, and this tokenizer reads a "
+            "document as one piece; divide it into documents (.jsonl), or take another tokenizer"
         )
 
 
@@ -247,7 +191,7 @@ def is_utf8(path: Path) -> bool:
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         with open_regular(path) as file:
-            while content := file.read(LIMITS.look_ahead):
+            while content := file.read(text_cuts.LIMITS.look_ahead):
                 decoder.decode(content)
         decoder.decode(b"", final=True)
     except UnicodeDecodeError:
@@ -279,7 +223,7 @@ def _decode(path: Path, content: bytes, start: int = 0) -> str:
 def _read_packed_text(path: Path, breaks: Breaks, advance: Callable[[int], object]) -> Iterator[Piece]:
     decoder, waiting = codecs.getincrementaldecoder("utf-8")(), ""
     with open_unpacked(path, advance) as file:
-        for content in itertools.chain(iter(lambda: file.read(LIMITS.look_ahead), b""), [b""]):
+        for content in itertools.chain(iter(lambda: file.read(text_cuts.LIMITS.look_ahead), b""), [b""]):
             try:
                 waiting += decoder.decode(content, final=not content)
             except UnicodeDecodeError as error:
@@ -288,10 +232,10 @@ def _read_packed_text(path: Path, breaks: Breaks, advance: Callable[[int], objec
                 check_uncut(path, len(waiting))
                 continue
             *pieces, waiting = cut_text(waiting, breaks)
-            if len(waiting) > LIMITS.waiting:  # a word of megabytes, or a run of line breaks
+            if len(waiting) > text_cuts.LIMITS.waiting:  # a word of megabytes, or a run of line breaks
                 if len(set(waiting)) == 1:
                     raise UsageError(
-                        f"{path} repeats {waiting[0]!r} more than {LIMITS.waiting:,} times: this is not text"
+                        f"{path} repeats {waiting[0]!r} more than {text_cuts.LIMITS.waiting:,} times: this is not text"
                     )
                 end = waiting.rfind("\n") + 1 or len(waiting)
                 pieces, waiting = [*pieces, waiting[:end]], waiting[end:]
@@ -308,18 +252,19 @@ def read_lines(path: Path, advance: Callable[[int], object] = lambda _: None) ->
     try:
         with open_unpacked(path, advance) as file:
             if is_array:
-                yield from json_records.read_array(file, str(path), LIMITS.line)
+                yield from json_records.read_array(file, str(path), text_cuts.LIMITS.line)
                 return
             number = last = 0
-            while line := file.readline(LIMITS.line):
+            while line := file.readline(text_cuts.LIMITS.line):
                 number += 1
-                if not line.strip() and number - last > LIMITS.empty_lines:
+                if not line.strip() and number - last > text_cuts.LIMITS.empty_lines:
                     raise UsageError(
-                        f"{path} has more than {LIMITS.empty_lines:,} empty lines in a row: these are no records"
+                        f"{path} has more than {text_cuts.LIMITS.empty_lines:,} empty lines in a row: "
+                        "these are no records"
                     )
-                if len(line) == LIMITS.line:
+                if len(line) == text_cuts.LIMITS.line:
                     raise UsageError(
-                        f"{path}, line {number}, has more than {LIMITS.line:,} bytes; cut it into documents"
+                        f"{path}, line {number}, has more than {text_cuts.LIMITS.line:,} bytes; cut it into documents"
                     )
                 if line.strip():
                     last = number

@@ -3,14 +3,13 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
 from shardformer.data.chat.chat_windows import ChatSplit
 from shardformer.data.chat.preference_windows import PreferenceSplit
-from shardformer.data.digests import digest_files
+from shardformer.data.digests import PREPARED, digest_files
 from shardformer.data.row_report import RowReport
 from shardformer.data.stored_vocabulary import load_vocabulary
 from shardformer.data.tokens import SPLITS, MappedFile, Tokens, id_type
@@ -21,20 +20,8 @@ from shardformer.errors import RunError
 from shardformer.files import open_regular, read_text
 
 INDEX = "index.json"
-FORMAT = 2  # format 1 chose splits by exact text, and its fingerprint left out the prompts
-FORMATS = (1, FORMAT)
+FORMAT = 2
 MAX_BYTES = 1 << 30
-_MARK = "2-"  # at the beginning of fingerprints of data in format 2
-
-
-def format_of_fingerprint(fingerprint: str) -> int:
-    """Returns the format of the data that a run started with; FORMAT if it has seen none."""
-    return FORMAT if not fingerprint or fingerprint.startswith(_MARK) else 1
-
-
-def join_fingerprints(fingerprints: Iterable[str], digest: str) -> str:
-    """Returns the digest as the fingerprint of data from two or more sources, marked with their format."""
-    return _MARK + digest if any(fingerprint.startswith(_MARK) for fingerprint in fingerprints) else digest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +117,7 @@ class TokenFolder:
             prompts = self._load(name, "prompts") if self.has_prompts else None
             parts = digests_of(self.index["splits"][name]["parts"])
             contents.append(SplitContent(name, parts, self._load(name, "ends"), prompts))
-        return compute_fingerprint(self.index["format"], self.vocabulary, contents)
+        return compute_fingerprint(self.vocabulary, contents)
 
     def split(self, name: str) -> Split | ChatSplit:
         parts, dtype = self.index["splits"][name]["parts"], id_type(len(self.vocabulary))
@@ -188,22 +175,22 @@ def _check_size(path: Path, expected: int) -> None:
         )
 
 
-def compute_fingerprint(format: int, vocabulary: Vocabulary, splits: list[SplitContent]) -> str:
-    """Returns a sha256 of the vocabulary, the tokens and the borders, marked with the format."""
+def compute_fingerprint(vocabulary: Vocabulary, splits: list[SplitContent]) -> str:
+    """Returns a sha256 of the vocabulary, the tokens and the borders."""
     fingerprint = hashlib.sha256(vocabulary.sha256.encode())
     for split in splits:
         for digest in split.digests:
             fingerprint.update(f"{split.name} {digest} ".encode())
         fingerprint.update(np.asarray(split.ends, np.int64).tobytes())
-        if format > 1 and split.prompts is not None:
+        if split.prompts is not None:
             fingerprint.update(np.asarray(split.prompts, np.int32).tobytes())
-    return (_MARK if format > 1 else "") + fingerprint.hexdigest()
+    return PREPARED + fingerprint.hexdigest()
 
 
 def _check_index(index) -> None:
     """Raises for every value in a damaged index that would raise later, where nothing catches it."""
-    if index["format"] not in FORMATS:
-        raise ValueError(f"format {index['format']!r:.80}, this version reads {' and '.join(map(str, FORMATS))}")
+    if index["format"] != FORMAT:
+        raise ValueError(f"format {index['format']!r:.80}, this version reads {FORMAT}")
     _need(isinstance(index["fingerprint"], str), "fingerprint")
     _need(all(isinstance(index[name], bool) for name in ("has_documents", "prompts")), "has_documents or prompts")
     has_chat = index.get("chat", False)

@@ -9,7 +9,7 @@ import itertools
 import re
 from typing import TYPE_CHECKING
 
-from shardformer.data.text_files import LINE, LINE_BEFORE_WORD, SPACE_BEFORE_WORD, Break, Breaks
+from shardformer.data.text_cuts import LINE, LINE_BEFORE_WORD, SPACE_BEFORE_WORD, Break, Breaks
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

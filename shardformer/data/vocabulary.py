@@ -9,13 +9,16 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardformer.config.parsing import shorten
-from shardformer.data.chat.chat_format import ChatFormat
-from shardformer.data.text_files import LINE_BREAKS, Breaks
+from shardformer.data.text_cuts import LINE_BREAKS, Breaks
 from shardformer.errors import UsageError
+
+if TYPE_CHECKING:
+    from shardformer.data.chat.chat_format import ChatFormat
 
 FILE = "vocabulary.json"
 MAX_IDS = 2**31 - 1
@@ -32,7 +35,7 @@ class Vocabulary(abc.ABC):
     notice = ""  # a line for the user about what was changed in the tokenizer's file
     template: tuple[int, ...] = ()  # ids that the tokenizer itself puts before a text, such as Llama's <s>
     beginning: tuple[int, ...] = ()  # ids that begin every document in training, and every prompt
-    chat: ChatFormat | None = None  # how conversations become text; vocabularies with different ones are still equal
+    chat: "ChatFormat | None" = None  # how conversations become text; vocabularies with different ones are still equal
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
@@ -71,7 +74,7 @@ class Vocabulary(abc.ABC):
         """The special tokens that a text has only as letters."""
         return ()
 
-    def with_chat(self, format: ChatFormat | None) -> "Vocabulary":
+    def with_chat(self, format: "ChatFormat | None") -> "Vocabulary":
         """Returns the vocabulary with a chat template."""
         result = copy.copy(self)
         object.__setattr__(result, "chat", format)  # some vocabularies are frozen

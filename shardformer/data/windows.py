@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -67,15 +67,24 @@ class AnyTokens(Protocol):
 class AnySplit(Protocol):
     """The tokens of one split of one source."""
 
+    is_chat: ClassVar[bool]  # conversations, or pairs of them
+    is_pairs: ClassVar[bool]  # preference pairs
+
     @property
     def tokens(self) -> AnyTokens: ...
 
     def make_windows(self, layout: RowLayout) -> Windows: ...
 
+    def describe(self, name: str, layout: RowLayout) -> list[str]:
+        """Returns lines about how the split of the source `name` is laid out in rows."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Split:
     """The token ids of one split, and the borders of their documents."""
+
+    is_chat: ClassVar[bool] = False
+    is_pairs: ClassVar[bool] = False
 
     tokens: Tokens
     ends: np.ndarray | None = None  # where each document ends; None: one document
@@ -87,6 +96,9 @@ class Split:
 
     def make_windows(self, layout: RowLayout) -> "TokenWindows":
         return PackedWindows(self, layout) if layout.pack else DocumentWindows(self, layout)
+
+    def describe(self, name: str, layout: RowLayout) -> list[str]:
+        return []
 
 
 class TokenWindows(Windows):

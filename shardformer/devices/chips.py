@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from shardformer.config.parsing import shorten, suggest_closest
@@ -223,3 +224,35 @@ def find_options(device_mesh: Mesh | AbstractMesh) -> dict[str, str] | None:
     chip = find_chip(device.device_kind)
     exchanging = EXCHANGING if not chip or device_mesh.size <= (chip.exchanging or device_mesh.size) else {}
     return exchanging | next((options for name, options in OPTIONS.items() if CHIPS[name] is chip), {})
+
+
+class Hardware(NamedTuple):
+    """The properties of a device on which choices of kernels and collectives depend."""
+
+    platform: str
+    capability: float = 0.0  # compute capability of an NVIDIA GPU
+    flops: float = 0.0  # per second; 0: unknown
+    wire: float = 0.0  # bytes per second over the links of one mesh axis; 0: unknown
+    exchanging: int = 0  # TPUs of a slice up to which an all-to-all overlaps with arithmetic; 0: any number
+
+    @classmethod
+    def of_device(cls, device: jax.Device) -> "Hardware":
+        try:
+            capability = float(getattr(device, "compute_capability", 0))
+        except ValueError:  # AMD's are names
+            capability = 0.0
+        return cls(device.platform, capability)
+
+
+CPU = Hardware("cpu")
+
+
+def describe_hardware(device: jax.Device) -> Hardware:
+    """Returns the properties of a device, with the rates of its chip if the table has it."""
+    hardware, chip = Hardware.of_device(device), find_chip(device.device_kind)
+    return describe_chip(device.platform, chip)._replace(capability=hardware.capability) if chip else hardware
+
+
+def describe_chip(platform: str, chip: Chip) -> Hardware:
+    """Returns the properties of a device of this chip."""
+    return Hardware(platform, chip.capability, chip.flops, chip.axis_wire, chip.exchanging)

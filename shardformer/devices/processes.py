@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import jax
 import numpy as np
@@ -26,13 +26,15 @@ from jax.sharding import PartitionSpec as P
 from shardformer.config import Config
 from shardformer.config.parsing import shorten
 from shardformer.config.run_keys import is_address
-from shardformer.devices import clusters, programs, rendezvous
+from shardformer.devices import clusters, programs
 from shardformer.devices.clusters import Membership
-from shardformer.devices.rendezvous import describe_difference, describe_software
 from shardformer.errors import RunError, UsageError
 
+if TYPE_CHECKING:
+    from shardformer.devices.rendezvous import Watch
+
 JAX_HEARTBEAT_DELAY = 30  # seconds after ours, because JAX's heartbeat ends a process in a stack trace
-_watch: rendezvous.Watch | None = None
+_watch: "Watch | None" = None  # of two or more processes
 
 T = TypeVar("T")
 
@@ -123,6 +125,8 @@ def ending_all_on_failure(raised_on_all: tuple[type[Exception], ...] = (RunError
     except Exception as error:
         if not jax.distributed.is_initialized() or jax.process_count() == 1:
             raise
+        from shardformer.devices.rendezvous import end_process
+
         message, advice = str(error)[:500] or type(error).__name__, ""
         if not isinstance(error, (RunError, UsageError, OSError)):
             if _watch is not None and _watch.ending.wait(2):
@@ -130,7 +134,7 @@ def ending_all_on_failure(raised_on_all: tuple[type[Exception], ...] = (RunError
             traceback.print_exc()
             advice = ". If another process has died, what it printed says why"
         here = f"process {jax.process_index()} of {jax.process_count()}"
-        rendezvous.end_process(f"{here}: {message}{advice}; start all of them again (to train: train --resume)")
+        end_process(f"{here}: {message}{advice}; start all of them again (to train: train --resume)")
 
 
 def check_same_on_all_processes(what: str, value: str) -> None:
@@ -142,6 +146,10 @@ def check_same_on_all_processes(what: str, value: str) -> None:
 
 def check_same_software() -> None:
     """Raises RunError if a process has other code or another JAX: JAX alone may have joined the processes."""
+    if jax.process_count() == 1:
+        return
+    from shardformer.devices.rendezvous import describe_difference, describe_software
+
     first, *rest = gather_texts(describe_software())
     for process, software in enumerate(rest, start=1):
         if software != first:
@@ -160,6 +168,8 @@ def join_processes(config: Config) -> None:
 
 
 def _join(config: Config, membership: Membership) -> None:
+    from shardformer.devices import rendezvous  # not imported for one process
+
     global _watch
 
     def say(line: str) -> None:

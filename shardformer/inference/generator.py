@@ -18,7 +18,6 @@ from shardformer.inference.sampling import Drawing, Sampling, choose_tokens
 from shardformer.inference.unstacking import Unstacking
 from shardformer.kernels.threefry import THREEFRY
 from shardformer.model import ROWS, Decoder, Model, with_shardings
-from shardformer.parallel.context import round_up_tokens
 
 CHUNK = 16  # tokens drawn between two looks of the host
 SMALLEST_CACHE = 16
@@ -306,3 +305,8 @@ def place(rows: np.ndarray, sharding: jax.NamedSharding) -> jax.Array:
 def round_up(size: int, least: int = 1) -> int:
     """Returns the next power of 2, so that few sizes are compiled."""
     return max(least, 1 << max(size - 1, 0).bit_length())
+
+
+def round_up_tokens(tokens: int, cp: int) -> int:
+    """Returns the least number of tokens that split over cp."""
+    return -(-tokens // (2 * cp)) * 2 * cp if cp > 1 else tokens

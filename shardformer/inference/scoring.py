@@ -8,9 +8,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from shardformer.devices import programs
-from shardformer.inference.generator import round_up
+from shardformer.inference.generator import round_up, round_up_tokens
 from shardformer.model import Measures, Model
-from shardformer.parallel.context import round_up_tokens
 
 
 class Score(NamedTuple):

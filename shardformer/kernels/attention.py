@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 ATTENTION_WEIGHTS = "attention weights"  # names by which a caller's jax.checkpoint may keep activations
 ATTENDED = "attended values"
+TPU_BLOCK = 128  # tokens: the least block of a kernel of a TPU
 MASKED = np.float32(-1e30)
 SLOTS = 2  # the axis of slots in a cache BgSK, and of tokens before they have slots
 

@@ -17,9 +17,9 @@ import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
+from shardformer.collectives import vary_like
 from shardformer.kernels.attention import ATTENDED, MASKED, Attention, AttentionOptions, soft_cap
 from shardformer.kernels.threefry import keep_mask
-from shardformer.parallel.collectives import vary_like
 
 
 class Mask(NamedTuple):

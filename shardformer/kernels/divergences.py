@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import Array, lax
 
-from shardformer.parallel import collectives
+from shardformer import collectives
 
 
 def measure_divergence(student_BTv: Array, teacher_BTv: Array, axis: str, direction: str) -> Array:

@@ -16,66 +16,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from shardformer.kernels.attention import ATTENDED, Attention, AttentionOptions
+from shardformer.kernels.attention import ATTENDED, TPU_BLOCK, Attention, AttentionOptions
 from shardformer.kernels.typed_pallas import typed_kernel
-
-NEEDS_MULTIPLE = 128  # of tokens, on a TPU: the least block of its kernels
-AMPERE, HOPPER = 8.0, 9.0  # compute capabilities
-
-
-class Hardware(NamedTuple):
-    """The properties of a device on which choices of kernels and collectives depend."""
-
-    platform: str
-    capability: float = 0.0  # compute capability of an NVIDIA GPU
-    flops: float = 0.0  # per second; 0: unknown
-    wire: float = 0.0  # bytes per second over the links of one mesh axis; 0: unknown
-    exchanging: int = 0  # TPUs of a slice up to which an all-to-all overlaps with arithmetic; 0: any number
-
-    @classmethod
-    def of_device(cls, device: jax.Device) -> "Hardware":
-        try:
-            capability = float(getattr(device, "compute_capability", 0))
-        except ValueError:  # AMD's are names
-            capability = 0.0
-        return cls(device.platform, capability)
-
-
-CPU = Hardware("cpu")
-
-
-class Demands(NamedTuple):
-    """The properties of attention that not every kernel has."""
-
-    tokens: int
-    head_size: int
-    dtype: str
-    documents: bool = False
-    cap: float | None = None
-
-
-def reason_against(hardware: Hardware, demands: Demands) -> str:
-    """Returns why these devices have no kernel for this attention, or ''."""
-    platform, capability, *_ = hardware
-    tokens, head_size, dtype, documents, cap = demands
-    if platform == "tpu":
-        if tokens % NEEDS_MULTIPLE:
-            return f"a TPU's kernel takes a multiple of {NEEDS_MULTIPLE} tokens, got {tokens}"
-        if head_size > 128 and head_size % 128:
-            return f"a TPU's kernel takes heads of at most 128 or a multiple of it, got {head_size}"
-        return ""
-    if platform == "gpu":
-        if capability < AMPERE:
-            return f"cuDNN's kernel takes NVIDIA's GPUs of compute capability {AMPERE} or more, got {capability}"
-        if dtype != "bfloat16":
-            return f"cuDNN's kernel takes dtype=bfloat16, got {dtype}"
-        largest = 256 if capability >= HOPPER else 128
-        if head_size % 8 or head_size > largest:
-            return f"cuDNN's kernel takes heads of a multiple of 8 up to {largest} here, got {head_size}"
-        if cap:
-            return "cuDNN's kernel takes no attention_cap"
-        return "cuDNN's kernel does not stop where documents do" if documents else ""
-    return f"{platform} devices have no kernel"
 
 
 class Range(NamedTuple):
@@ -194,4 +136,4 @@ def make_splash(kernel, mask, heads: int, cap: float | None, **options) -> Calla
 
 
 def _block_size(tokens: int) -> int:
-    return next(size for size in (512, 256, NEEDS_MULTIPLE) if tokens % size == 0)
+    return next(size for size in (512, 256, TPU_BLOCK) if tokens % size == 0)

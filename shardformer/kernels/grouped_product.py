@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, custom_batching, lax
 
+from shardformer.collectives import vary_like
 from shardformer.kernels.grouped_kernel import Kernel
-from shardformer.parallel.collectives import vary_like
 
 
 class Groups(NamedTuple):

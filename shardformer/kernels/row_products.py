@@ -11,7 +11,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import Array, lax
 
-from shardformer.parallel.collectives import vary_like
+from shardformer.collectives import vary_like
 
 RUN = 12_288  # bytes of adjacent rows in one term: a CPU prefetches long runs; those of 768 bytes need twice the time
 TERMS = 8  # that are added up in registers: of 16 on, the addresses do not fit into registers

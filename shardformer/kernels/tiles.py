@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from shardformer.parallel.collectives import vary_like
+from shardformer.collectives import vary_like
 
 # Elements of a tile that a CPU converts to float at once: 1 MB in float32, about half of a core's second-level cache.
 TILE_ELEMENTS = 1 << 18

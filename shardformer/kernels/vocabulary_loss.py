@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from shardformer import collectives
+from shardformer.collectives import sum_to, vary_like
 from shardformer.kernels.attention import soft_cap
-from shardformer.parallel import collectives
-from shardformer.parallel.collectives import sum_to, vary_like
 
 # Bytes of one chunk's logits, in float32; three or four of them are in memory together. An accelerator reads and
 # writes the gradient of the table in every chunk, so that its chunks are larger.

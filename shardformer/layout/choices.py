@@ -1,19 +1,22 @@
 """The Layout: the choices that a step follows, resolved once from the configuration and the hardware."""
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardformer.config import Config
+from shardformer.devices.chips import CPU, Hardware
 from shardformer.kernels.attention import Attention, Plain
-from shardformer.kernels.fused_attention import CPU, Hardware
 from shardformer.kernels.remat import Remat
-from shardformer.layout.choose_attention import Rows, choose_attention, without_kernel
+from shardformer.layout.attention_limits import Rows
+from shardformer.layout.choose_attention import choose_attention, without_kernel
 from shardformer.layout.choose_layers import Loop, choose_loop, choose_loss_chunk, choose_pipeline, choose_remat
 from shardformer.layout.choose_replicas import choose_replicas
 from shardformer.layout.expert_axes import choose_expert_axes
 from shardformer.layout.float_weights import FLOAT, FloatWeights
-from shardformer.parallel.pipeline import Pipeline
 from shardformer.parallel.replicas import Replicated
+
+if TYPE_CHECKING:
+    from shardformer.parallel.pipeline import Pipeline
 
 PLAIN, SCAN, KEEP_ALL, REPLICATED, NO_ROWS = Plain(), Loop(scan=True), Remat(), Replicated(), Rows(0)
 
@@ -29,7 +32,7 @@ class Layout:
     loop: Loop = SCAN
     remat: Remat = KEEP_ALL
     loss_chunk: int | None = None  # tokens whose logits exist together; None: all
-    pipeline: Pipeline | None = None
+    pipeline: "Pipeline | None" = None
     replicas: Replicated = REPLICATED
     weights: FloatWeights = FLOAT  # how the matrices are stored
     experts: Any = None  # the grouped product of experts; None without experts

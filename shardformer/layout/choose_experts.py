@@ -1,7 +1,7 @@
 """The choices of layers with experts, with their reasons: the grouped product, and the groups of a scan."""
 
 from shardformer.config import Config
-from shardformer.kernels.fused_attention import Hardware
+from shardformer.devices.chips import Hardware
 from shardformer.kernels.grouped_kernel import Kernel
 from shardformer.kernels.grouped_product import Blocks, GroupedProduct
 from shardformer.layout.choose_layers import Loop

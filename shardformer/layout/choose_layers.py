@@ -1,13 +1,15 @@
 """The choices of a Layout of the layers and the loss: their loop, recomputation, stages, the loss chunk."""
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardformer.config import Config
+from shardformer.devices.chips import Hardware
 from shardformer.kernels.attention import ATTENDED, ATTENTION_WEIGHTS, Attention
-from shardformer.kernels.fused_attention import Hardware
 from shardformer.kernels.remat import PRODUCT, SUM, Remat
 from shardformer.kernels.vocabulary_loss import tokens_at_once
-from shardformer.parallel.pipeline import Pipeline
+
+if TYPE_CHECKING:
+    from shardformer.parallel.pipeline import Pipeline
 
 
 class Loop(NamedTuple):
@@ -65,10 +67,12 @@ def choose_remat(config: Config, attention: Attention) -> tuple[Remat, str]:
     return Remat(attention=in_attention), reason
 
 
-def choose_pipeline(config: Config) -> tuple[Pipeline | None, str]:
+def choose_pipeline(config: Config) -> tuple["Pipeline | None", str]:
     """Returns the schedule of the stages, and why."""
     if config.parallel.pp == 1:
         return None, "pp=1"
+    from shardformer.parallel.pipeline import Pipeline  # not imported without stages
+
     return Pipeline(
         config.parallel.pp, config.training.accum // config.parallel.pp, config.parallel.pipeline_rounds
     ), f"pp={config.parallel.pp}"

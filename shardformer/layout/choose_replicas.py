@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from shardformer.config import Config
 from shardformer.config.names import CP, DP, EXPERT_MATRICES, PP
-from shardformer.kernels.fused_attention import Hardware
+from shardformer.devices.chips import Hardware
 from shardformer.layout.expert_axes import choose_expert_axes
 from shardformer.parallel.replicas import Replicated, Zero1, Zero3
 from shardformer.parallel.scattering import Scattering

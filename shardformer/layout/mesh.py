@@ -9,15 +9,14 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardformer.config import Config
 from shardformer.config.names import AXES, DP, MP
 from shardformer.config.parsing import parse_mesh
 from shardformer.devices import gpu, processes, programs
-from shardformer.devices.chips import Chip, find_chip
+from shardformer.devices.chips import CPU, describe_hardware
 from shardformer.errors import UsageError
-from shardformer.kernels.fused_attention import CPU, Hardware
 from shardformer.layout import choices, torus
 from shardformer.layout.choices import Layout
 from shardformer.tables import format_bytes, format_count
@@ -228,17 +227,6 @@ def resolve_on(config: Config, mesh: Mesh | AbstractMesh) -> Layout:
     return choices.resolve(config, hardware, torus.factor_dp(mesh))
 
 
-def describe_hardware(device: jax.Device) -> Hardware:
-    """Returns the properties of a device, with the rates of its chip if the table has it."""
-    hardware, chip = Hardware.of_device(device), find_chip(device.device_kind)
-    return describe_chip(device.platform, chip)._replace(capability=hardware.capability) if chip else hardware
-
-
-def describe_chip(platform: str, chip: Chip) -> Hardware:
-    """Returns the properties of a device of this chip."""
-    return Hardware(platform, chip.capability, chip.flops, chip.axis_wire, chip.exchanging)
-
-
 def arrange(config: Config, devices: list, follow_wires: bool = True) -> Mesh:
     """Makes neighbours in the mesh neighbours on the wire, along mp before cp before pp before dp.
 
@@ -289,3 +277,9 @@ def _cpu_devices(config: Config) -> int:
         return -(-config.parallel.devices // (membership.processes if membership else 1))
     cores = min(os.cpu_count() or 1, 8)
     return next(count for count in range(cores, 0, -1) if config.training.batch % count == 0)
+
+
+def make_abstract(config: Config) -> AbstractMesh:
+    """Returns the config's mesh without devices, for tracing."""
+    names = AXES[: len(config.parallel.mesh_shape)]
+    return AbstractMesh(config.parallel.mesh_shape, names, axis_types=(AxisType.Auto,) * len(names))

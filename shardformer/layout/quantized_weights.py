@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jax import Array
 
+from shardformer import collectives
 from shardformer.config import Config
 from shardformer.config.names import (
     BLOCKS,
@@ -24,7 +25,6 @@ from shardformer.kernels.quantized import Int8Matrix
 from shardformer.kernels.vocabulary_loss import loss_in_recomputed_chunks
 from shardformer.layout import specs
 from shardformer.layout.float_weights import FloatWeights
-from shardformer.parallel import collectives
 from shardformer.parallel.replicas import Replicated, map_named
 from shardformer.parallel.stored_replicas import add_join
 

@@ -8,7 +8,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardformer.config import Config
 from shardformer.config.names import CP
-from shardformer.kernels.fused_attention import Hardware
+from shardformer.devices.chips import Hardware
 
 
 def factor_dp(device_mesh: Mesh | AbstractMesh) -> tuple[int, ...]:

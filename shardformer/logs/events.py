@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardformer.data.tfrecords import format_record
+from shardformer.data.record_format import format_record
 from shardformer.files import check_no_link
 
 # TensorBoard groups its charts by the part before the slash.

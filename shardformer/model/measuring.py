@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from shardformer import collectives
 from shardformer.kernels.vocabulary_loss import TokenLoss
 from shardformer.model.model import Model, normalise_weights
-from shardformer.parallel import collectives, example_norms
+from shardformer.parallel import example_norms
 from shardformer.parallel.microbatch import AccumulationType
 
 

@@ -16,17 +16,17 @@ from jax import lax, tree_util
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from shardformer import collectives
 from shardformer.config import Config
 from shardformer.config.names import Stream
 from shardformer.devices import programs
 from shardformer.errors import UsageError
 from shardformer.kernels.threefry import THREEFRY
 from shardformer.layout import Layout, resolve, specs
-from shardformer.layout.choose_attention import NoKernel
+from shardformer.layout.attention_limits import NoKernel
 from shardformer.layout.float_weights import FloatWeights
 from shardformer.layout.mesh import resolve_on
 from shardformer.model.lora import TrainableAdapters
-from shardformer.parallel import collectives
 from shardformer.parallel.layer_exchange import apply_to_full_matrices
 from shardformer.parallel.microbatch import run_in_sequence
 from shardformer.parallel.replicas import map_named

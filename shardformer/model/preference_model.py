@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from shardformer import collectives
 from shardformer.config.names import CP
 from shardformer.config.preference_keys import PAIR_METRICS
 from shardformer.data.chat.preference_windows import MOST_PAIRS
 from shardformer.kernels.preference_losses import Losses, Sides, compute_losses
 from shardformer.model.measuring import Sums
 from shardformer.model.model import Model, choose_counts
-from shardformer.parallel import collectives
 from shardformer.parallel.microbatch import AccumulationType
 from shardformer.shards.pair_transformer import PairTransformerShard
 

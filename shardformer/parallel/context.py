@@ -133,11 +133,6 @@ def gather(tree, axis: int):
     return jax.tree.map(lambda x: to_rows(lax.all_gather(x, CP, axis=axis, tiled=True), axis), tree)
 
 
-def round_up_tokens(tokens: int, cp: int) -> int:
-    """Returns the least number of tokens that split over cp."""
-    return -(-tokens // (2 * cp)) * 2 * cp if cp > 1 else tokens
-
-
 def _split(x: Array, axis: int, parts: tuple[int, int]) -> Array:
     return x.reshape(*x.shape[:axis], *parts, -1, *x.shape[axis + 1 :])
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from shardformer import collectives
 from shardformer.config.names import MP, is_stacked
-from shardformer.parallel import collectives
 from shardformer.parallel.microbatch import micro_grad
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from shardformer.parallel.collectives import split_axes
+from shardformer.collectives import split_axes
 
 
 def apply_to_full_matrices(function: Callable[[Array], Array], parts: Array, spec: P) -> Array:

@@ -12,7 +12,7 @@ from optax.microbatching import AccumulationType, micro_vmap
 from optax.microbatching import micro_grad as _micro_grad
 from optax.microbatching import microbatch as _microbatch
 
-from shardformer.parallel.collectives import vary_like
+from shardformer.collectives import vary_like
 
 __all__ = ["AccumulationType", "micro_grad", "micro_vmap", "microbatch"]
 

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from shardformer import collectives
 from shardformer.config.names import DP, is_factor_of_product, is_stacked
-from shardformer.parallel import collectives
 from shardformer.parallel.scattering import IN_ONE_STAGE, Scattering, gather_parts, scatter_sum
 
 

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from shardformer.collectives import vary_like
 from shardformer.config.names import CP
 from shardformer.kernels.attention import AttentionOptions
 from shardformer.kernels.blockwise_attention import (
@@ -40,7 +41,6 @@ from shardformer.kernels.blockwise_attention import (
     take_block,
 )
 from shardformer.parallel import context, ring_kernel
-from shardformer.parallel.collectives import vary_like
 from shardformer.parallel.context import SplitContext
 
 TOKENS = 2  # the axis of BgtK

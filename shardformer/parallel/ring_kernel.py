@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from shardformer.collectives import vary_like
 from shardformer.config.names import CP
 from shardformer.kernels.attention import MASKED
 from shardformer.kernels.blockwise_attention import Mask, Queries, Sizes
 from shardformer.kernels.fused_attention import make_splash
 from shardformer.kernels.typed_pallas import typed_kernel
 from shardformer.parallel import context
-from shardformer.parallel.collectives import vary_like
 
 TOKENS = 2  # the axis of BhtK
 

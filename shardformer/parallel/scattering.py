@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from shardformer.collectives import Axes
 from shardformer.kernels.linear import split_columns
-from shardformer.parallel.collectives import Axes
 
 GATHERED_AT_ONCE = 32  # devices; libtpu 0.0.52 gathers over three dimensions at once on v4:2x4x4, not on v4:4x4x4
 # Largest full array that libtpu all-reduces instead of gathering it over two torus dimensions. On v5e:8x8 it does so

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from shardformer import collectives
 from shardformer.config import Config
 from shardformer.config.names import LORA_IN, LORA_OUT, MATRICES, SHARED_MATRICES
 from shardformer.kernels.linear import linear
 from shardformer.kernels.remat import PRODUCT
-from shardformer.parallel import collectives
 from shardformer.shards.dropout import Dropout
 from shardformer.shards.layer import LayerFeature, LayerInputs, multiply
 from shardformer.shards.parameters import weight

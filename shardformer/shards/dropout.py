@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from shardformer import collectives
 from shardformer.kernels.threefry import keep_mask
-from shardformer.parallel import collectives
 from shardformer.shards.layer import LayerFeature, LayerInputs
 
 

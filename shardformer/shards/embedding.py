@@ -7,8 +7,8 @@ import haiku as hk
 import jax.numpy as jnp
 from jax import Array
 
+from shardformer import collectives
 from shardformer.config import Config
-from shardformer.parallel import collectives
 from shardformer.shards.norm import Norm
 from shardformer.shards.parameters import add_bias, add_broadcast, weight, zeros
 

@@ -6,8 +6,8 @@ Both products with the factors are grouped products of the same rows as the prod
 import jax.numpy as jnp
 from jax import Array
 
+from shardformer import collectives
 from shardformer.config.names import LORA_IN, LORA_OUT
-from shardformer.parallel import collectives
 from shardformer.shards.experts import ExpertFeedForward
 from shardformer.shards.layer import TransformerLayerShard
 from shardformer.shards.parameters import weight

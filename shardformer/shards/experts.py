@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
+from shardformer import collectives
+from shardformer.collectives import vary_over_mp
 from shardformer.config.names import DP, EXPERT_MATRICES, LAYERS, MP, ROUTER_BIAS
 from shardformer.kernels import grouped_product
 from shardformer.kernels.activations import ACTIVATIONS
 from shardformer.kernels.remat import PRODUCT
 from shardformer.layout import Layout
-from shardformer.parallel import collectives
-from shardformer.parallel.collectives import vary_over_mp
 from shardformer.shards.layer import Records, TransformerLayerShard
 from shardformer.shards.parameters import weight, zeros
 

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from shardformer import collectives
 from shardformer.config import Config
 from shardformer.kernels.activations import ACTIVATIONS
 from shardformer.kernels.attention import Attention, AttentionOptions, Cache
 from shardformer.kernels.linear import linear, split_heads
 from shardformer.kernels.remat import PRODUCT, SUM
 from shardformer.kernels.rotary import rotate
-from shardformer.parallel import collectives
 from shardformer.shards.norm import Norm, norm_heads
 from shardformer.shards.parameters import add_bias, weight, zeros
 

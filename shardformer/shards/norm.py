@@ -9,9 +9,9 @@ import haiku as hk
 import jax.numpy as jnp
 from jax import Array, lax
 
+from shardformer import collectives
 from shardformer.config import Config
 from shardformer.config.names import MP
-from shardformer.parallel import collectives
 from shardformer.shards.parameters import add_bias, ones, zeros
 
 

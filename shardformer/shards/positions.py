@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from shardformer import collectives
 from shardformer.config import Config, parsing
 from shardformer.kernels.attention import AttentionOptions
 from shardformer.kernels.rotary import find_frequencies
-from shardformer.parallel import collectives
 from shardformer.shards.layer import LayerFeature, LayerInputs
 from shardformer.shards.parameters import weight
 

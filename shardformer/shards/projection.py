@@ -7,12 +7,12 @@ import haiku as hk
 import jax.numpy as jnp
 from jax import Array
 
+from shardformer import collectives
 from shardformer.config import Config
 from shardformer.config.names import MP
 from shardformer.kernels import vocabulary_loss
 from shardformer.kernels.vocabulary_loss import TokenLoss, Vocabulary
 from shardformer.layout.float_weights import FLOAT, FloatWeights
-from shardformer.parallel import collectives
 from shardformer.shards.norm import Norm
 from shardformer.shards.parameters import weight, zeros
 

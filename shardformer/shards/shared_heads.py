@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from shardformer import collectives
 from shardformer.config.names import LAYERS, MP, OF_KEY_VALUE_HEADS
-from shardformer.parallel import collectives
 from shardformer.shards.layer import LayerFeature, LayerInputs
 
 

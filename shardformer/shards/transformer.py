@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from shardformer import collectives
 from shardformer.config.names import PP, PREFIX, is_factor_of_product, is_stacked
 from shardformer.kernels.attention import Attention, AttentionOptions, Cache, Plain
 from shardformer.kernels.vocabulary_loss import TokenLoss
 from shardformer.layout import Layout
-from shardformer.layout.choose_attention import Rows
+from shardformer.layout.attention_limits import Rows
 from shardformer.layout.choose_layers import Loop
-from shardformer.parallel import collectives, pipeline
 from shardformer.shards import layer_groups
 from shardformer.shards.dropout import Dropout
 from shardformer.shards.embedding import EmbeddingShard
@@ -264,6 +264,8 @@ class CausalTransformerShard:
 
     def _run_stages(self, layout, stacked, x_BTD, options: AttentionOptions, dropout: Dropout | None):
         """Runs the layers as pipeline stages; a backward pass that recomputes does so for a stage at a time."""
+        from shardformer.parallel import pipeline  # not imported without stages
+
         c, schedule = self.config, layout.pipeline
         layers_of = pipeline.distribute(stacked, schedule.rounds)
 

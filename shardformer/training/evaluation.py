@@ -4,14 +4,16 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from shardformer.devices import processes
 from shardformer.model import Sums
-from shardformer.training.monitor import Monitor
 from shardformer.training.trainer import Trainer, choose_steps_ahead
+
+if TYPE_CHECKING:
+    from shardformer.training.monitor import Monitor
 
 
 class EvaluationStopped(Exception):
@@ -47,7 +49,11 @@ class Evaluator:
     """A source of batches, the trainer's compiled sums over it, and the monitor of a run with other scores."""
 
     def __init__(
-        self, trainer: Trainer, corpus: Any, monitor: Monitor | None = None, loss: Callable[[Any], float] | None = None
+        self,
+        trainer: Trainer,
+        corpus: Any,
+        monitor: "Monitor | None" = None,
+        loss: Callable[[Any], float] | None = None,
     ):
         """Takes a `Corpus` or another source of batches; `loss` computes one from parameters, instead of validation."""
         self.trainer, self.corpus, self.monitor, self.own_loss = trainer, corpus, monitor, loss

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardformer.__main__ import main
-from shardformer.analysis import compiling, live, memory, plan, traced
+from shardformer.analysis import compiling, live, memory, plan, temporaries, traced
 from shardformer.config.names import HOST, is_stacked
 from shardformer.config.presets import preset
 from shardformer.devices import chips
@@ -98,7 +98,7 @@ def test_adapter_activations_are_near_the_compilers(changes, compiled):
     """MB of arguments and temporaries, jax 0.10.2: XLA keeps nothing for the gradients of frozen weights."""
     sizes = {"layers": 4, "dtype": "float32", "batch": 32, "mesh": "4x2", "dropout": 0.0, "vocab": 65}
     config = preset("shakespeare_char").replace(lora_rank=8, **sizes, **changes)
-    estimate = memory.predict_bytes(config).total + memory.estimate_temporaries(resolve(config))
+    estimate = memory.predict_bytes(config).total + temporaries.estimate_temporaries(resolve(config))
     assert estimate == pytest.approx(compiled * 1e6, rel=0.10)
 
 
@@ -110,16 +110,16 @@ def test_mesh_auto_of_a_tpu_needs_what_its_plan_estimates(monkeypatch):
     sizes = {"d_model": 512, "heads": 4, "seq": 1024, "batch": 64, "vocab": 50_400, "dtype": "bfloat16"}
     config = shared.tiny(mesh="8x1", zero=3, **sizes)
     planned = plan.estimate(config, chips.parse_slice("v5e:2x4"))
-    on_cpu = memory.predict_needed(config)
+    on_cpu = temporaries.predict_needed(config)
     simulate_devices(monkeypatch, devices)
-    assert memory.predict_needed(config) == planned.estimate > planned.stored.total
+    assert temporaries.predict_needed(config) == planned.estimate > planned.stored.total
     assert planned.estimate != on_cpu
 
 
 def test_small_run_is_bounded_without_a_trace(monkeypatch):
     config, large = shared.tiny(mesh="2x1", vocab=64), shared.tiny(mesh="2x1", vocab=64, batch=2_000_000)
-    exact = memory.predict_needed(config)
-    monkeypatch.setattr(memory, "predict_needed", lambda config: -1)
+    exact = temporaries.predict_needed(config)
+    monkeypatch.setattr(temporaries, "predict_needed", lambda config: -1)
     assert exact < memory.predict_unless_small(config)
     assert memory.predict_unless_small(large) == -1
 
@@ -133,7 +133,7 @@ def test_small_run_is_bounded_without_a_trace(monkeypatch):
     ],
 )
 def test_model_that_the_bound_does_not_count_is_traced(changes, monkeypatch):
-    monkeypatch.setattr(memory, "predict_needed", lambda config: -1)
+    monkeypatch.setattr(temporaries, "predict_needed", lambda config: -1)
     assert memory.predict_unless_small(shared.tiny(mesh="2x1", vocab=64, **changes)) == -1
 
 
@@ -161,7 +161,7 @@ def test_distillation_is_near_the_compilers(keys, tmp_path):
     predicted = memory.predict_bytes(config)
     plain = memory.predict_bytes(config.replace(objective="lm", teacher=""))
     assert predicted.parameters - plain.parameters == memory.predict_bytes(teacher).parameters
-    estimate = predicted.total + memory.estimate_temporaries(resolve(config))
+    estimate = predicted.total + temporaries.estimate_temporaries(resolve(config))
     assert estimate == pytest.approx(compiled_bytes(config), rel=0.10)
 
 
@@ -203,6 +203,6 @@ def test_offloaded_state_outside_of_layers_is_on_the_device_during_a_step():
         leaves = (leaf for module, leaves in shapes.items() if is_counted(module) for leaf in leaves.values())
         return sum(2 * 4 * leaf.size for leaf in leaves if leaf.ndim >= 2)
 
-    hosted, kept = (memory.estimate_temporaries(resolve(config.replace(offload=o))) for o in ("optimizer", "none"))
+    hosted, kept = (temporaries.estimate_temporaries(resolve(config.replace(offload=o))) for o in ("optimizer", "none"))
     assert hosted - kept == moment_bytes(lambda module: not is_stacked(module))
     assert hosted - kept < moment_bytes(lambda module: True)

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from shardformer.__main__ import main
-from shardformer.analysis import compiling, live, memory, pictures, plan, traced
+from shardformer.analysis import compiling, live, memory, pictures, plan, temporaries, traced
 from shardformer.cli.arguments import parse_settings
 from shardformer.config.presets import preset
 from shardformer.devices import chips
@@ -90,7 +90,7 @@ BY_XLA_FOR_CPU = [
 @pytest.mark.parametrize(("changes", "compiled"), BY_XLA_FOR_CPU, ids=str)
 def test_estimates_are_near_the_cpu_compilers(changes, compiled):
     config = preset("shakespeare_char").replace(vocab=65, **changes)
-    estimate = memory.predict_bytes(config).total + memory.estimate_temporaries(resolve(config))
+    estimate = memory.predict_bytes(config).total + temporaries.estimate_temporaries(resolve(config))
     assert estimate == pytest.approx(compiled * 1e6, rel=0.10)
 
 
@@ -167,7 +167,7 @@ def test_lines_of_a_sweep_fit_100_columns():
 
 def test_temporaries_in_fast_memory_are_named():
     small = plan.estimate(shared.tiny(mesh="1x1"), chips.parse_slice("v5e:1x1"))
-    assert small.temporaries == 0 < memory.estimate_temporaries(resolve(small.config))
+    assert small.temporaries == 0 < temporaries.estimate_temporaries(resolve(small.config))
     assert re.search(r"activations, temporaries  in fast memory +estimated", plan.format_needs(small))
     assert "in fast memory" in plan.format_sweep([small])
     slow = plan.estimate(small.config, chips.parse_slice("h100:1"))
@@ -200,7 +200,7 @@ def test_update_traffic_excludes_frozen_weights():
 
 @pytest.mark.slow
 def test_the_estimate_is_near_what_this_cpu_compiles(measured):
-    estimated = memory.estimate_temporaries(resolve(measured.config)) + measured.predicted.total
+    estimated = temporaries.estimate_temporaries(resolve(measured.config)) + measured.predicted.total
     assert estimated == pytest.approx(measured.compiled_state + measured.compiled_temporaries, rel=0.15)
 
 

@@ -11,14 +11,13 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from shardformer import jax_releases
+from shardformer import collectives, jax_releases
 from shardformer.__main__ import main
 from shardformer.analysis import dense_reference, verify
 from shardformer.kernels.attention import Plain
 from shardformer.layout import mesh, specs
 from shardformer.model import Model
 from shardformer.model import model as model_module
-from shardformer.parallel import collectives
 from shardformer.shards import layer
 from shardformer.shards import parameters as shard_parameters
 from shardformer.shards.dropout import Dropout

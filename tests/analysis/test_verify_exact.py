@@ -217,7 +217,7 @@ def test_program_without_a_trace_has_no_repair(broken):
     def fail(_):
         raise ValueError("no trace")
 
-    traced.parameter_shapes(SUMMED)
+    Model.abstract_parameters(SUMMED)
     break_branch(broken, fail)
     with pytest.raises(RunError, match=r"JAX rejects tests/analysis/test_verify_exact.py:\d+ \(fail\): no trace"):
         verify_exact.verify_exactly(SUMMED)

@@ -11,7 +11,7 @@ import pytest
 from shardformer.__main__ import main
 from shardformer.cli import data_command
 from shardformer.cli.loading import ShownProgress
-from shardformer.data import Characters, builtin, prepare, sources, tfrecords
+from shardformer.data import Characters, builtin, file_sources, prepare, tfrecords
 from shardformer.data.source import SourceOptions
 from shardformer.data.token_folder import TokenFolder
 from shardformer.data.vocabulary import Bytes
@@ -185,7 +185,7 @@ def test_progress_of_a_packed_file_is_shown_as_it_is_read(tmp_path, monkeypatch)
     lines = "".join(f"{hashlib.sha256(str(n).encode()).hexdigest()}\n" for n in range(60_000))
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(lines.encode()))
     calls = []
-    recipe = sources.find_recipe([str(tmp_path / "a.txt.gz")], SourceOptions())
+    recipe = file_sources.find_recipe([str(tmp_path / "a.txt.gz")], SourceOptions())
     prepare.prepare(recipe, Bytes(), tmp_path / "out", lambda done, total: calls.append(done / total), 0.0)
     assert calls == sorted(calls)
     assert len([share for share in calls if 0.05 < share < 0.95]) >= 3

@@ -106,19 +106,6 @@ def test_groups_hold_every_key_once():
     assert len(names) == len(set(names))
 
 
-WERE_ZERO = {name for name, field in FIELDS.items() if parsing.is_optional(field.type)}
-WERE_ZERO -= {"embed_scale", "expert_width", "sft_weight"}  # never written as 0, or with the meaning of 0
-
-
-@pytest.mark.parametrize("name", sorted(WERE_ZERO))
-def test_zero_means_none_in_old_files_only(name):
-    stored = json.loads(Config.of(vocab=60).to_json()) | {name: 0}
-    assert config.parse_config(json.dumps(stored), "config.json").get(name) is None
-    with pytest.raises(UsageError, match=f"{name} must be (at least 1|above [01])"):
-        Config.of(**parsing.parse_overrides([f"{name}=0"], Config))
-    assert parsing.parse_overrides([f"{name}={FIELDS[name].metadata['none']}"], Config) == {name: None}
-
-
 @pytest.mark.parametrize(
     ("pattern", "windows"),
     [("", (4, 4, 4, 4, 4)), ("fw", (None, 4, None, 4, None)), ("wwf", (4, 4, None, 4, 4)), ("wwwwwwf", (4,) * 5)],

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from shardformer.data import corpus, prepare, sources, tfrecords
-from shardformer.data.sources import SourceOptions
+from shardformer.data import corpus, file_sources, prepare, tfrecords
+from shardformer.data.source import SourceOptions
 from shardformer.data.vocabulary import Bytes
 from shardformer.errors import RunError, UsageError
 from shardformer.storage import BucketPath
@@ -48,7 +48,7 @@ def assert_same(in_bucket: corpus.Corpus, on_disk: corpus.Corpus, name: str):
 @pytest.fixture
 def prepared(tmp_path):
     (tmp_path / "pages.jsonl").write_text("".join(json.dumps({"text": f"page {i} " * 9}) + "\n" for i in range(90)))
-    recipe = sources.find_recipe([str(tmp_path / "pages.jsonl")], SourceOptions(share=0.2))
+    recipe = file_sources.find_recipe([str(tmp_path / "pages.jsonl")], SourceOptions(share=0.2))
     return prepare.prepare(recipe, Bytes(), tmp_path / "tokens").path
 
 

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from shardformer import Config, data
-from shardformer.data import shakespeare, sources, text_files
+from shardformer.data import file_sources, shakespeare, text_files
 from shardformer.data.prepare import prepare
-from shardformer.data.source import OpenedSource
-from shardformer.data.text_sources import Texts
+from shardformer.data.source import OpenedSource, SourceOptions, Texts
 from shardformer.data.vocabulary import Bytes
 from shardformer.data.windows import Split
 from shardformer.errors import UsageError
@@ -82,7 +81,7 @@ def test_no_document_in_validation_names_the_fix(tmp_path):
 def _prepare(folder):
     """One document, for training."""
     (folder / "one.jsonl").write_text('{"text": "a document for training"}\n')
-    recipe = sources.find_recipe([str(folder / "one.jsonl")], sources.SourceOptions())
+    recipe = file_sources.find_recipe([str(folder / "one.jsonl")], SourceOptions())
     return prepare(recipe, Bytes(), folder / "tokens").path
 
 

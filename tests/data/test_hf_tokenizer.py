@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from shardformer.data import builtin, hf_tokenizer, load_vocabulary
-from shardformer.data.text_files import cut_text
+from shardformer.data.text_cuts import cut_text
 from shardformer.errors import RunError, UsageError
 from tests.surroundings import change_text_limits
 

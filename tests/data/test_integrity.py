@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from shardformer import Config, data
-from shardformer.data import digests, prepare, sources
+from shardformer.data import digests, file_sources, prepare, sources
 from shardformer.data.recipe import Recipe, split_of_text
 from shardformer.data.source import SourceOptions
 from shardformer.data.token_folder import TokenFolder
@@ -20,9 +20,6 @@ from shardformer.errors import RunError, UsageError
 from tests.surroundings import before_call, change_text_limits
 
 DOCUMENTS = [f"document {n}: {'word ' * (n % 7)}é\n" for n in range(300)]
-# Of DOCUMENTS and of PROMPTS below, by the last version that wrote format 1 (424f664).
-FORMAT_1 = "77cb436ebab260f3d9ac12b27e6e1653ca531bcebe1e9423eef274225c5c573d"
-FORMAT_1_PROMPTS = "13beed9ade12f26695d5ab7c418e79b8959a335cbda3f0e9a689561369c4e8ca"
 PROMPTS = [{"prompt": f"Q{n}? ", "completion": f"A{n}!"} for n in range(40)]
 
 
@@ -42,7 +39,7 @@ def write_texts(path: Path, texts=DOCUMENTS) -> Path:
 
 
 def find_recipe(path: Path, **changes) -> Recipe:
-    return dataclasses.replace(sources.find_recipe([str(path)], SourceOptions()), **changes)
+    return dataclasses.replace(file_sources.find_recipe([str(path)], SourceOptions()), **changes)
 
 
 def load(name, **options):
@@ -92,14 +89,14 @@ def test_a_resume_reads_all_data_before_it_starts(folder, monkeypatch):
     change_one_byte(folder / "part_00000.train.bin")
     monkeypatch.setattr(digests, "stamp_file", lambda path: [1, 2, 3])  # a file system that hides every change
     with pytest.raises(RunError, match=r"part_00000\.train\.bin is damaged"):
-        load(folder, started_with=corpus.fingerprint, resumes=True)
+        load(folder, resumes=True)
 
 
 def test_sound_data_passes_the_check(folder):
     corpus = load(folder)
     corpus.checks[0].wait()
     assert next(corpus.train_batches(Config.of(seq=4, batch=2)))["tokens"].shape == (2, 4)
-    assert load(folder, started_with=corpus.fingerprint, resumes=True).checks == ()
+    assert load(folder, resumes=True).checks == ()
 
 
 def test_a_changed_cache_is_damaged(tmp_path, cache):
@@ -231,32 +228,10 @@ def test_texts_without_words_are_shared_out():
     assert all(60 <= chosen.count(split) <= 140 for split in ("validation", "test"))
 
 
-def test_format_1_is_prepared_as_it_was(tmp_path):
-    """A run started with an earlier version reads the same data."""
-    recipe = find_recipe(write_texts(tmp_path / "a.jsonl"), format=1)
-    found = prepare.prepare(recipe, Bytes(), tmp_path / "out")
-    assert found.fingerprint == FORMAT_1
-    found.check_contents()
-    prompts = find_recipe(write_records(tmp_path / "q.jsonl", PROMPTS), format=1)
-    assert prepare.prepare(prompts, Bytes(), tmp_path / "q").fingerprint == FORMAT_1_PROMPTS
-
-
-def test_a_run_resumes_by_the_rule_that_it_began_with(tmp_path):
-    path = write_texts(tmp_path / "a.jsonl")
-    assert load(path, started_with=FORMAT_1).fingerprint == FORMAT_1
-    new = load(path)
-    assert new.fingerprint.startswith("2-")
-    assert load(path, started_with=new.fingerprint).fingerprint == new.fingerprint
-
-
-def test_a_mixture_resumes_by_the_rule_that_it_began_with(tmp_path):
+def test_a_mixture_of_prepared_data_has_their_mark(tmp_path):
     np.arange(200, dtype="<u2").tofile(tmp_path / "x.bin")
-    name = f"{write_texts(tmp_path / 'a.jsonl')}=3,{tmp_path / 'x.bin'}"
-    old, new = load(name, started_with=FORMAT_1), load(name)
-    assert not old.fingerprint.startswith("2-")
-    assert new.fingerprint.startswith("2-")
-    assert load(name, started_with=old.fingerprint).fingerprint == old.fingerprint
-    assert load(name, started_with=new.fingerprint).fingerprint == new.fingerprint
+    assert load(tmp_path / "x.bin").fingerprint[:2] != "2-"
+    assert load(f"{write_texts(tmp_path / 'a.jsonl')}=3,{tmp_path / 'x.bin'}").fingerprint[:2] == "2-"
 
 
 def test_bpe_learns_from_training_documents_only(tmp_path):
@@ -264,7 +239,7 @@ def test_bpe_learns_from_training_documents_only(tmp_path):
     held = [text if split_of_text(text, 0.05) == "train" else text.replace("qqqq", "zzzz") for text in texts]
     path = write_texts(tmp_path / "a.jsonl", held)
     recipe = find_recipe(path)
-    sample = "".join(sources.TextFiles(recipe).sample())
+    sample = "".join(file_sources.TextFiles(recipe).sample())
     splits = {text: split_of_text(text, 0.05) for text in held}
     assert sample == "".join(text for text in held if splits[text] == "train")
     assert 300 < sum(split == "train" for split in splits.values()) < 400
@@ -274,6 +249,6 @@ def test_bpe_learns_from_the_training_part_of_one_long_text(tmp_path, monkeypatc
     change_text_limits(monkeypatch, in_memory=1000)
     (tmp_path / "a.txt").write_text("train me\n" * 950 + "held out\n" * 50)
     source = sources.find_source(str(tmp_path / "a.txt"), SourceOptions(), print)
-    assert isinstance(source, sources.TextFiles)
+    assert isinstance(source, file_sources.TextFiles)
     assert set("".join(source.sample())) == set("train me\n")
     assert source.characters("test") == set("held out\n")

@@ -8,7 +8,7 @@ import tracemalloc
 
 import pytest
 
-from shardformer.data import json_records, sources, text_files
+from shardformer.data import file_sources, json_records, text_files
 from shardformer.data.digests import digest_files
 from shardformer.data.source import SourceOptions
 from shardformer.errors import UsageError
@@ -20,7 +20,7 @@ LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
 
 
 def read(path, **options) -> list[str]:
-    recipe = sources.find_recipe([str(path)], SourceOptions(**options))
+    recipe = file_sources.find_recipe([str(path)], SourceOptions(**options))
     return [piece.text for piece in recipe.pieces("train", "validation", "test")]
 
 
@@ -142,7 +142,7 @@ def test_endless_empty_lines_are_rejected(tmp_path, monkeypatch):
 def test_folder_that_learned_records_as_text_is_not_reused(tmp_path):
     write(tmp_path, "a.json", ARRAY)
     write(tmp_path, "b.json", LINES)
-    found = sources.find_recipe([str(tmp_path)], SourceOptions())
+    found = file_sources.find_recipe([str(tmp_path)], SourceOptions())
     files = [(str(path), digest) for path, digest in zip(found.files, digest_files(found.files), strict=True)]
-    earlier = json.dumps([found.format, files, ["text", found.share, False]])
+    earlier = json.dumps([2, files, ["text", found.share, False]])
     assert found.identity() != hashlib.sha256(earlier.encode()).hexdigest()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from shardformer import Config, data
-from shardformer.data import listing, sources
+from shardformer.data import file_sources, listing, sources
 from shardformer.data.source import SourceOptions
 from shardformer.errors import UsageError
 from tests.surroundings import let_fail
@@ -105,7 +105,7 @@ def test_a_data_set_of_feather_files_is_rejected(tmp_path):
 def test_files_of_other_formats_are_named(tmp_path, name, message):
     write(tmp_path / name, b"\xff\xfe")
     with pytest.raises(UsageError, match=message):
-        sources.find_recipe([str(tmp_path / name)], SourceOptions())
+        file_sources.find_recipe([str(tmp_path / name)], SourceOptions())
 
 
 def test_a_pattern_over_links_to_its_own_folder_ends(tmp_path):
@@ -144,7 +144,7 @@ def test_all_files_that_are_not_utf8_are_named_first(tmp_path, monkeypatch):
     let_fail(monkeypatch, os, "rename", AssertionError("nothing is prepared"))
     with pytest.raises(UsageError, match=r"2 of 5 files are not UTF-8: .*1\.txt, .*3\.txt; convert them"):
         data.load_corpus(Config.of(data=str(tmp_path / "texts"), seq=4, batch=2), lambda _: None)
-    assert isinstance(source, sources.TextFiles)
+    assert isinstance(source, file_sources.TextFiles)
     assert not (tmp_path / "cache").exists()
 
 

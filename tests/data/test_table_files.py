@@ -6,7 +6,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from shardformer.data import sources
+from shardformer.data import file_sources
 from shardformer.data.chat.chat_files import read_conversations
 from shardformer.data.source import SourceOptions
 from shardformer.data.text_files import FileRange, read_pieces
@@ -44,7 +44,7 @@ def save(folder, rows, **state):
 
 
 def find(path, **options):
-    return sources.find_recipe([str(path)], SourceOptions(**options), lambda _: None)
+    return file_sources.find_recipe([str(path)], SourceOptions(**options), lambda _: None)
 
 
 @pytest.mark.parametrize(("name", "file"), [("x.parquet", False), ("x.arrow", False), ("x.arrow", True)])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from shardformer import Config, data
-from shardformer.data import tfrecords
+from shardformer.data import record_format, tfrecords
 from shardformer.data.tensorflow import import_tensorflow
 from shardformer.data.windows import RowLayout
 from shardformer.errors import RunError, UsageError
@@ -51,11 +51,11 @@ def index(tmp_path):
 
 
 def test_a_known_checksum():
-    assert tfrecords.crc32c(np.frombuffer(b"123456789", np.uint8)[None])[0] == 0xE3069283
-    long = np.random.RandomState(0).randint(0, 256, (2, 3 * tfrecords.BLOCK + 2)).astype(np.uint8)
+    assert record_format.crc32c(np.frombuffer(b"123456789", np.uint8)[None])[0] == 0xE3069283
+    long = np.random.RandomState(0).randint(0, 256, (2, 3 * record_format.BLOCK + 2)).astype(np.uint8)
     changed = long.copy()
     changed[0, 5000] ^= 1
-    assert (tfrecords.crc32c(long) == tfrecords.crc32c(changed)).tolist() == [False, True]
+    assert (record_format.crc32c(long) == record_format.crc32c(changed)).tolist() == [False, True]
 
 
 @pytest.mark.slow

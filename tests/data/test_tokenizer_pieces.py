@@ -12,9 +12,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from shardformer import Config
 from shardformer.convert import hf
 from shardformer.convert.runs import open_vocabulary
-from shardformer.data import builtin, hf_tokenizer, prepare, sources, text_files
+from shardformer.data import builtin, file_sources, hf_tokenizer, prepare, text_cuts, text_files
 from shardformer.data.source import SourceOptions
-from shardformer.data.text_files import LINE, LINE_BEFORE_WORD, SPACE_BEFORE_WORD
+from shardformer.data.text_cuts import LINE, LINE_BEFORE_WORD, SPACE_BEFORE_WORD
 from shardformer.errors import UsageError
 from tests.surroundings import change_text_limits
 
@@ -141,7 +141,7 @@ def test_files_have_the_ids_of_the_full_text(documents, small_pieces, tmp_path, 
     content = json.dumps({"text": TEXT}) + "\n" if name.endswith(".jsonl") else TEXT
     path = tmp_path / name
     path.write_bytes(gzip.compress(content.encode()) if name.endswith(".gz") else content.encode())
-    recipe = sources.find_recipe([str(path)], SourceOptions(named_validation=True))
+    recipe = file_sources.find_recipe([str(path)], SourceOptions(named_validation=True))
     vocabulary = hf_tokenizer.HfTokenizer(kind, documents[kind])
     tokens = prepare.prepare(recipe, vocabulary, tmp_path / "out").split("train").tokens
     assert tokens.take(0, len(tokens)).tolist() == encode_by_package(documents[kind], TEXT)
@@ -150,7 +150,7 @@ def test_files_have_the_ids_of_the_full_text(documents, small_pieces, tmp_path, 
 @pytest.mark.parametrize("kind", CAN_BE_CUT)
 def test_long_texts_of_common_tokenizers_are_cut(documents, small_pieces, kind):
     breaks = hf_tokenizer.HfTokenizer(kind, documents[kind]).breaks
-    assert len(text_files.cut_text(TEXT, breaks)) > 20
+    assert len(text_cuts.cut_text(TEXT, breaks)) > 20
 
 
 def test_breaks_of_known_tokenizers(documents):
@@ -163,7 +163,7 @@ def test_breaks_of_known_tokenizers(documents):
 def test_a_cut_at_any_line_changes_ids(documents):
     """The negative twin: these tokenizers need other split points than most."""
     for kind in ("no_words", "o200k", "add_prefix_space"):
-        pieces = text_files.cut_text(TEXT, (LINE,), 200)
+        pieces = text_cuts.cut_text(TEXT, (LINE,), 200)
         ids = [n for piece in pieces for n in encode_by_package(documents[kind], piece)]
         assert ids != encode_by_package(documents[kind], TEXT)
 
@@ -179,7 +179,7 @@ def test_a_document_that_cannot_be_cut_is_bounded(documents, monkeypatch, tmp_pa
     tokenizer = hf_tokenizer.HfTokenizer("x", documents["no_words"])
     for name in ("a.txt", "a.txt.gz"):
         (tmp_path / name).write_bytes(gzip.compress(TEXT.encode()) if name.endswith(".gz") else TEXT.encode())
-        recipe = sources.find_recipe([str(tmp_path / name)], SourceOptions(named_validation=True))
+        recipe = file_sources.find_recipe([str(tmp_path / name)], SourceOptions(named_validation=True))
         with pytest.raises(UsageError, match=r"holds a document of more than 10,000 characters"):
             prepare.prepare(recipe, tokenizer, tmp_path / "out")
 

@@ -125,12 +125,6 @@ def test_same_data(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_tokens_of_an_earlier_version_are_named_as_a_reason(tmp_path):
-    (tmp_path / "vocabulary.json").write_text(Bytes().documents(**OF_DATA)["vocabulary.json"])
-    with pytest.raises(UsageError, match=r"or the run is of an earlier version, which cut \.txt\.gz files"):
-        check_same_data(tmp_path, source=OF_DATA["source"], fingerprint="0" * 64)
-
-
 @settings(deadline=None)
 @given(st.text())
 def test_bytes_know_every_text(text):

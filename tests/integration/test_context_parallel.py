@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from shardformer import checkpoint
-from shardformer.analysis import memory, pictures
+from shardformer.analysis import memory, pictures, temporaries
 from shardformer.layout import mesh, resolve
 from shardformer.model import Model
 from shardformer.parallel import context
@@ -124,12 +124,12 @@ def test_every_shard_has_the_same_causal_work(cp):
     assert max(plain) > 1.4 * min(plain)
 
 
-def temporaries(name: str, compiled: bool) -> int:
+def measure_temporaries(name: str, compiled: bool) -> int:
     """Returns the bytes of activations of a long row on one device."""
     config = shared.tiny(mesh=name, layers=6, seq=512, d_model=64, batch=1, attention="blocks")
     gradients = memory.predict_bytes(config).gradients
     if not compiled:
-        return memory.estimate_temporaries(resolve(config)) - gradients
+        return temporaries.estimate_temporaries(resolve(config)) - gradients
     m, tokens = Model.on(config, mesh.make(config)), jax.ShapeDtypeStruct((1, 512), np.int32)
     step = jax.jit(m.loss_and_grad).lower(m.abstract, {"tokens": tokens, "targets": tokens}, KEY).compile()
     return step.memory_analysis().temp_size_in_bytes - gradients
@@ -137,7 +137,7 @@ def temporaries(name: str, compiled: bool) -> int:
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_activations_fall_to_their_share(compiled):
-    assert temporaries("cp4", compiled) < 1.05 * temporaries("1x1", compiled) / 4
+    assert measure_temporaries("cp4", compiled) < 1.05 * measure_temporaries("1x1", compiled) / 4
 
 
 def add_up(g):

@@ -9,6 +9,7 @@ import pytest
 
 from shardformer import exact
 from shardformer.analysis import traced
+from shardformer.model import Model
 from shardformer.model.measuring import measure_routes
 from tests import meshes, shared
 from tests.integration.expert_reference import FAULTS, Reference
@@ -89,7 +90,7 @@ def parameters(row: int) -> dict:
             scale = {"tokens": 1.0, "router": 0.4, "router_bias": 0.2, "scale": 0.1}.get(name, 0.2)
             return (scale * draw.normal(size=leaf.shape) + (name == "scale")).astype(np.float32)
 
-        params = jax.tree.map_with_path(fill, traced.parameter_shapes(config))
+        params = jax.tree.map_with_path(fill, Model.abstract_parameters(config))
         if Reference(config, batch()).run(in_float64(params))[3] > GAP:
             return params
     raise AssertionError("every draw has a near-tie")

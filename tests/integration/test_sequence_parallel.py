@@ -10,13 +10,12 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from shardformer import inference
-from shardformer.analysis import memory
+from shardformer import collectives, inference
+from shardformer.analysis import temporaries
 from shardformer.analysis.program_collectives import parse_collectives
 from shardformer.kernels.threefry import keep_mask
 from shardformer.layout import mesh, resolve
 from shardformer.model import Decoder, Model
-from shardformer.parallel import collectives
 from shardformer.shards import Dropout, dropout, transformer
 from tests import meshes, sharded, shared
 
@@ -88,7 +87,7 @@ def temporary(split):
     m = Model.on(config, mesh.make(config))
     batch = {name: jax.ShapeDtypeStruct((8, 128), np.int32) for name in ("tokens", "targets")}
     compiled = jax.jit(m.loss_and_grad).lower(m.abstract, batch, KEY).compile()
-    return compiled.memory_analysis().temp_size_in_bytes, memory.estimate_temporaries(resolve(config))
+    return compiled.memory_analysis().temp_size_in_bytes, temporaries.estimate_temporaries(resolve(config))
 
 
 @pytest.mark.slow

@@ -12,11 +12,12 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from shardformer import collectives
 from shardformer.analysis import program_collectives
 from shardformer.config.names import MATRICES
 from shardformer.layout import mesh, specs
 from shardformer.model import Decoder
-from shardformer.parallel import collectives, replicas
+from shardformer.parallel import replicas
 from shardformer.shards import layer
 from shardformer.training.trainer import Trainer
 from tests import sharded, shared, wire

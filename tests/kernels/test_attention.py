@@ -9,10 +9,9 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from shardformer import exact
+from shardformer import collectives, exact
 from shardformer.kernels.attention import AttentionOptions, Cache, Plain
 from shardformer.kernels.blockwise_attention import Blocks
-from shardformer.parallel import collectives
 from shardformer.shards.dropout import Dropout
 from tests import asserts, sharded, shared
 

@@ -14,10 +14,11 @@ from jax.experimental.pallas.ops.tpu import splash_attention
 from jax.sharding import PartitionSpec as P
 
 from shardformer import exact
-from shardformer.analysis import memory
+from shardformer.analysis import temporaries
+from shardformer.devices.chips import Hardware
 from shardformer.errors import UsageError
 from shardformer.kernels.attention import ATTENDED
-from shardformer.kernels.fused_attention import EVERYTHING, Hardware, Range, attend_by_kernel
+from shardformer.kernels.fused_attention import EVERYTHING, Range, attend_by_kernel
 from shardformer.layout import mesh, resolve
 from shardformer.model import Model
 from tests import asserts, sharded, shared
@@ -201,4 +202,4 @@ def test_hardware_describes_a_device(capability, found):
 def test_fused_is_rejected_on_a_cpu_and_can_be_planned():
     with pytest.raises(UsageError, match="attention=fused: cpu devices have no kernel; give attention=auto"):
         shared.trainer(mesh="1x1", attention="fused")
-    assert memory.estimate_temporaries(resolve(shared.tiny(mesh="1x1", attention="fused")))
+    assert temporaries.estimate_temporaries(resolve(shared.tiny(mesh="1x1", attention="fused")))

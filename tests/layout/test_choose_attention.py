@@ -3,20 +3,15 @@
 import pytest
 
 from shardformer.cli.show_command import format_choices
+from shardformer.devices.chips import CPU, Hardware
 from shardformer.errors import UsageError
 from shardformer.kernels.attention import AttentionOptions, Plain
 from shardformer.kernels.blockwise_attention import Blocks
-from shardformer.kernels.fused_attention import CPU, Hardware, Kernel
+from shardformer.kernels.fused_attention import Kernel
 from shardformer.layout import resolve
-from shardformer.layout.choose_attention import (
-    EXCHANGE,
-    Rows,
-    choose_attention,
-    choose_ring_or_gather,
-    find_waits,
-    reason_against_kernel,
-    reason_against_ring,
-)
+from shardformer.layout.attention_limits import Rows, reason_against_kernel
+from shardformer.layout.choose_attention import choose_attention
+from shardformer.layout.choose_context import EXCHANGE, choose_ring_or_gather, find_waits, reason_against_ring
 from shardformer.layout.choose_layers import Loop
 from shardformer.parallel.ring_attention import Gathered, Ring
 from tests import shared

@@ -2,11 +2,9 @@
 
 import pytest
 
-from shardformer.devices.chips import CHIPS
-from shardformer.kernels.fused_attention import CPU, Hardware
+from shardformer.devices.chips import CHIPS, CPU, Hardware, describe_chip
 from shardformer.layout import resolve
 from shardformer.layout.choose_replicas import choose_scattering
-from shardformer.layout.mesh import describe_chip
 from shardformer.parallel.replicas import Replicated, Zero1, Zero3
 from shardformer.parallel.scattering import Scattering
 from tests import shared

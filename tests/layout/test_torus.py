@@ -6,7 +6,6 @@ import types
 import numpy as np
 import pytest
 
-from shardformer.analysis import traced
 from shardformer.layout import mesh, torus
 from tests import shared
 
@@ -52,4 +51,4 @@ def test_the_dimensions_that_dp_takes(points, dp, mp, expected):
 
 def test_devices_without_coordinates_are_one_dimension():
     assert torus.factor_dp(mesh.make(shared.tiny(mesh="8x1"))) == (8,)
-    assert torus.factor_dp(traced.abstract_mesh(shared.tiny(mesh="4x2"))) == (4,)
+    assert torus.factor_dp(mesh.make_abstract(shared.tiny(mesh="4x2"))) == (4,)

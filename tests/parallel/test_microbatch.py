@@ -10,8 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from shardformer import exact
-from shardformer.parallel import collectives
+from shardformer import collectives, exact
 from shardformer.parallel.microbatch import AccumulationType, micro_grad, micro_vmap, microbatch
 from tests import asserts, sharded, shared
 

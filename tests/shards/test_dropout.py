@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from shardformer import collectives
 from shardformer.layout import mesh
 from shardformer.model import Model
-from shardformer.parallel import collectives
 from shardformer.shards import Dropout
 from tests import sharded, shared
 from tests.surroundings import before_call

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shardformer.parallel import collectives
+from shardformer import collectives
 from shardformer.shards.embedding import EmbeddingShard
 from tests import asserts, sharded, shared
 

@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from shardformer import exact
+from shardformer.devices.chips import Hardware
 from shardformer.kernels import vocabulary_loss
-from shardformer.kernels.fused_attention import Hardware
 from shardformer.layout import resolve
 from shardformer.layout.float_weights import FloatWeights
 from shardformer.shards.projection import ProjectionShard

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from shardformer.analysis import verify_exact
+from shardformer.devices.chips import CPU, Hardware
 from shardformer.kernels import fused_attention
-from shardformer.kernels.fused_attention import CPU, Hardware
 from shardformer.layout import mesh, resolve
 from shardformer.training.trainer import Trainer
 from tests import asserts, shared

@@ -22,7 +22,7 @@ PLAIN = {
     "model/model.py",
     "optim/chain.py",
     "optim/schedule.py",
-    "parallel/collectives.py",
+    "collectives.py",
     "parallel/replicas.py",
     "shards/embedding.py",
     "shards/layer.py",

@@ -10,7 +10,7 @@ import pytest
 
 from shardformer import checkpoint
 from shardformer.data import Characters, Corpus, load_vocabulary
-from shardformer.data.text_sources import Texts
+from shardformer.data.source import Texts
 from shardformer.errors import RunError, UsageError
 from shardformer.layout import mesh
 from shardformer.model import Model

@@ -9,7 +9,7 @@ import pytest
 from shardformer import exact
 from shardformer.analysis import traced, verify_exact
 from shardformer.config.names import LAYERS, ROUTER_BIAS
-from shardformer.model import Loss
+from shardformer.model import Loss, Model
 from shardformer.training.step import add_if_finite
 from tests import shared
 
@@ -41,7 +41,7 @@ def apply(trainer, gradients: list, losses=(1.0, 1.0, 1.0), numbers=None, change
     params = verify_exact.draw_parameters(trainer.config)
     state = exact.run(trainer.update.start, params, shapes=(trainer.model.shapes,)).outputs
     shapes = trainer.abstract, Loss(*[jax.ShapeDtypeStruct((), np.float32)] * 3), trainer.model.trainable.select(
-        traced.parameter_shapes(trainer.config)
+        Model.abstract_parameters(trainer.config)
     ), jax.ShapeDtypeStruct((), np.int32)  # fmt: skip
     state = change(state)
     result = [(state, None)]

@@ -3,6 +3,7 @@
 import bisect
 import dataclasses
 import functools
+from typing import ClassVar
 
 import numpy as np
 
@@ -18,12 +19,18 @@ SCANNED = 1 << 24  # tokens of a split's mask that are read at a time
 class ChatSplit:
     """The conversations of one split: their ids, where each one ends, and 1 for every token with a loss."""
 
+    is_chat: ClassVar[bool] = True
+    is_pairs: ClassVar[bool] = False
+
     tokens: Tokens
     ends: np.ndarray
     learned: Tokens
 
     def make_windows(self, layout: RowLayout) -> "ChatWindows":
         return ChatWindows(self, layout)
+
+    def describe(self, name: str, layout: RowLayout) -> list[str]:
+        return [describe_rows(name, self.make_windows(layout))]
 
     @functools.cached_property
     def trained_ends(self) -> np.ndarray:

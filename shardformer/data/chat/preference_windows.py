@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 import numpy as np
 
@@ -17,10 +18,14 @@ MOST_PAIRS = 16  # in one packed row; the size of the arrays of pairs, which is 
 class PreferenceSplit(ChatSplit):
     """The pairs of one split: documents 2n and 2n + 1 are the chosen and the rejected side of pair n."""
 
+    is_pairs: ClassVar[bool] = True
     references: np.ndarray | None = None  # log-probabilities [pairs, 2 or 4] under the model that training starts from
 
     def make_windows(self, layout: RowLayout) -> "PreferenceWindows":  # type: ignore[override]
         return PreferenceWindows(self, layout)
+
+    def describe(self, name: str, layout: RowLayout) -> list[str]:
+        return [describe_pairs(name, self.make_windows(layout))]
 
     @property
     def count(self) -> int:

@@ -10,13 +10,12 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from shardformer.devices import programs
-from shardformer.inference.generator import CHUNK, SMALLEST_CACHE, place, round_up
+from shardformer.inference.generator import CHUNK, SMALLEST_CACHE, place, round_up, round_up_tokens
 from shardformer.inference.sampling import Drawing, choose_tokens
 from shardformer.inference.unstacking import Unstacking
 from shardformer.kernels.attention import Cache
 from shardformer.kernels.threefry import THREEFRY
 from shardformer.model import ROWS, Chunk, Decoder, Model
-from shardformer.parallel.context import round_up_tokens
 
 LONGEST_CHUNK = 256  # tokens of a context that are read at once
 MOST_TOP = 20  # most likely tokens that a position can report

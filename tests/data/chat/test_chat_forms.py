@@ -7,10 +7,10 @@ import json
 
 import pytest
 
-from shardformer.data import prepare, sources
+from shardformer.data import file_sources, prepare
 from shardformer.data.chat.chat_files import are_chat_files, mask_tokens, read_conversations
 from shardformer.data.row_report import RowError
-from shardformer.data.sources import SourceOptions
+from shardformer.data.source import SourceOptions
 from tests.data.chat.chat_formats import FORMS, TEMPLATES
 from tests.data.chat.record_formats import GOLDENS, checksum
 from tests.data.chat.test_chat_families import open_family
@@ -81,7 +81,7 @@ def test_ids_and_masks_of_prompts_as_text(name, family, tmp_path):
     """TRL encodes them joined and ends with eos_token; here they are encoded apart and end with the end of text."""
     template, vocabulary, _ = family
     form = FORMS[name]
-    recipe = sources.find_recipe([str(form.write(tmp_path / "data"))], SourceOptions(named_validation=True))
+    recipe = file_sources.find_recipe([str(form.write(tmp_path / "data"))], SourceOptions(named_validation=True))
     split = prepare.prepare(recipe, vocabulary, tmp_path / "out", lambda *_: None).split("train")
     start, joined = 0, []
     for golden, end, prompt in zip(FOUND[template][name], split.ends, split.prompts, strict=True):

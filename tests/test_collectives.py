@@ -6,12 +6,11 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from shardformer import exact
+from shardformer import collectives, exact
 from shardformer.analysis import dense_reference as reference
 from shardformer.analysis import verify_exact
 from shardformer.layout import mesh
 from shardformer.model import Model
-from shardformer.parallel import collectives
 from tests import asserts, sharded, shared
 
 X = sharded.normal(0, 3, 8)

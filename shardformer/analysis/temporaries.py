@@ -1,0 +1,81 @@
+"""Estimates the bytes that a step needs besides its state, from its trace; touches no device."""
+
+import dataclasses
+
+import jax
+
+from shardformer.analysis import liveness, traced
+from shardformer.analysis.memory import list_offloaded, predict_bytes, shard_bytes
+from shardformer.config import Config
+from shardformer.config.names import EXPERT_MATRICES, MATRICES, SHARED_MATRICES, is_stacked
+from shardformer.devices.chips import describe_hardware, find_chip
+from shardformer.layout import Layout, resolve, torus
+from shardformer.training.trainer import Trainer
+
+
+def estimate_temporaries(layout: Layout) -> int:
+    """Estimates the bytes besides `predict_bytes` while a step runs, mostly activations; see liveness.py.
+
+    XLA widens bfloat16 to float32 on a CPU. The attention kernel of a TPU pads heads.
+    """
+    config, platform = layout.config, layout.hardware.platform
+    cpu, gradients = platform == "cpu", predict_bytes(config).gradients
+    head_size = config.model.head_size if platform == "tpu" and layout.attention.uses_kernel else 0
+    trainer, bodies = traced.trace(_widen(layout) if cpu else layout)
+    at_worst = max(liveness.peak_bytes(body, cpu, head_size) for body in bodies)
+    besides = max(at_worst - gradients, gradients)  # the optimizer's updates are as large as the gradients
+    if config.optimizer.offload != "none":
+        # A TPU copies the state of the others before the backward pass, and back during the loop over layers.
+        of_layer, of_others = _measure_streams(trainer)
+        besides = max(at_worst - gradients, 2 * of_layer) + of_others
+    return besides + (0 if cpu else _cast_bytes(trainer))
+
+
+def _measure_streams(trainer: Trainer) -> tuple[int, int]:
+    """Returns the bytes of the offloaded state of one layer, and of all parameters outside of the layers."""
+    of_layer, of_others = 0, 0
+    for path, leaf in list_offloaded(trainer.abstract):
+        count = shard_bytes(leaf, leaf.sharding)
+        if is_stacked(path[-2].key):
+            of_layer += count // leaf.shape[0]
+        else:
+            of_others += count
+    return of_layer, of_others
+
+
+def _widen(layout: Layout) -> Layout:
+    config = layout.config.replace(dtype="float32", param_dtype="float32")
+    widened = resolve(config, layout.hardware, layout.torus)
+    return dataclasses.replace(widened, attention=layout.attention, loss_chunk=layout.loss_chunk)
+
+
+def _cast_bytes(trainer: Trainer) -> int:
+    """Returns the bytes of cast matrices: XLA casts the stacked matrices of all layers before the loop over them.
+
+    With zero=3 these are a device's parts, which each layer then gathers.
+    """
+    config = trainer.config
+    if config.optimizer.param_dtype == config.parallel.dtype or config.parallel.zero == 1:
+        return 0  # zero=1 gathers all layers before the loop, in the matmul dtype
+    layers = trainer.abstract.params["transformer/layers"]
+    names = [name for name in (*MATRICES, *EXPERT_MATRICES, *SHARED_MATRICES) if name in layers]
+    return sum(shard_bytes(layers[name], layers[name].sharding) // 2 for name in names)
+
+
+def predict_needed(config: Config) -> int:
+    """Returns the bytes that each device of this program needs to train: exact state, and estimated temporaries."""
+    predicted, devices = predict_bytes(config), jax.devices()
+    stored = predicted.total
+    if devices[0].platform == "cpu":  # whose one memory is the host's
+        return stored + predicted.host + estimate_temporaries(resolve(config))
+    chip = find_chip(devices[0].device_kind)
+    fast_memory = int(chip.fast_memory) if chip else 0  # XLA fills it first
+    hardware = describe_hardware(devices[0])
+    layout = resolve(config, hardware, torus.factor_slice(config, hardware, _find_torus(devices)))
+    return stored + max(estimate_temporaries(layout) - fast_memory, 0)
+
+
+def _find_torus(devices: list) -> tuple[int, ...]:
+    """Returns the sizes of the dimensions that the coordinates of TPUs span; () for other devices."""
+    places = [device.coords for device in devices if getattr(device, "coords", None) is not None]
+    return tuple(max(line) - min(line) + 1 for line in zip(*places, strict=True))
