@@ -1,7 +1,8 @@
 """The fastest settings that fit on chips that need not exist: mesh, zero, remat and accum, chosen together.
 
-Tracing a step takes seconds, and a slice has hundreds of settings. Bounds by formula leave out those whose state or
-stored activations are too large, and order the rest by time. The first of them are then estimated by a trace.
+Tracing a step takes seconds, and a slice has hundreds of settings. Bounds by formula leave out those whose state,
+gradients or stored activations are too large, and order the rest by time. The first of them are then estimated by a
+trace: their bytes, and if they fit, their time, which needs another trace.
 """
 
 import contextlib
@@ -36,8 +37,8 @@ class Candidate(NamedTuple):
     bytes: int
 
 
-def choose(config: Config, chips: Slice, free: tuple[str, ...], say: Callable[[str], None]) -> list[Plan]:
-    """Returns at most three plans that fit, the fastest first; () if none is found.
+def choose(config: Config, chips: Slice, free: tuple[str, ...], say: Callable[[str], object]) -> list[Plan]:
+    """Returns at most three plans that fit, the fastest by the forecast first; [] if none is found.
 
     `free` are those of CHOSEN that may change. The mesh is chosen too.
     """
@@ -45,36 +46,32 @@ def choose(config: Config, chips: Slice, free: tuple[str, ...], say: Callable[[s
     waiting = sorted(list_candidates(config, chips, free), key=lambda each: (each.seconds, each.bytes))
     result: list[Plan] = []
     fitting = set[Config]()  # the settings with accum=1 of the plans that fit: more microbatches are slower
-    traces, traced = 0, dict[Config, Plan]()  # by the settings with accum=1: the plan with the most microbatches
+    traces, traced = 0, dict[Config, tuple[int, int]]()  # by the settings with accum=1: (accum, temporaries)
     for candidate in waiting:
         slowest = max((each.times.seconds for each in result), default=math.inf)
         if traces >= MOST_TRACES or (len(result) >= BEST and candidate.seconds > slowest):
             break
         settings = candidate.config.replace(accum=1)
         before = traced.get(settings)
-        if settings in fitting or max(candidate.bytes, _bound_by(before, candidate.config)) > limit:
+        stored, accum = memory.predict_bytes(candidate.config).total, candidate.config.training.accum
+        bound = stored + before[0] * before[1] // accum if before else 0  # each microbatch has a share of the rows
+        if settings in fitting or max(candidate.bytes, bound) > limit:
             continue
         traces += 1
-        traced[settings] = estimated = plan.estimate(candidate.config, chips)
-        if estimated.estimate <= limit:
+        traced[settings] = accum, (temporaries := plan.estimate_temporaries(candidate.config, chips))
+        if stored + temporaries <= limit:
             fitting.add(settings)
+            estimated = plan.estimate(candidate.config, chips)
             # With zero=3 and a fused kernel, remat=none and remat=dots are one program: it is listed once.
             if not any(_are_equal(estimated, other) for other in result):
                 result.append(estimated)
-        say(f"{describe(candidate.config)}: {format_bytes(estimated.estimate)} of {format_bytes(chips.chip.memory)}")
-    return sorted(result, key=lambda each: each.times.seconds)[:BEST]
+        say(f"{describe(candidate.config)}: {format_bytes(stored + temporaries)} of {format_bytes(chips.chip.memory)}")
+    return sorted(result, key=lambda each: each.forecast)[:BEST]
 
 
 def _are_equal(a: Plan, b: Plan) -> bool:
     """Returns whether two plans need the same bytes and time on the same mesh."""
     return (a.config.parallel.mesh, a.estimate, a.times) == (b.config.parallel.mesh, b.estimate, b.times)
-
-
-def _bound_by(before: Plan | None, config: Config) -> float:
-    """Returns the bytes at least, by a plan that differs in accum only: each microbatch has a share of the rows."""
-    if before is None:
-        return 0.0
-    return before.stored.total + before.temporaries * before.config.training.accum / config.training.accum
 
 
 def list_candidates(config: Config, chips: Slice, free: tuple[str, ...]) -> Iterator[Candidate]:
@@ -83,7 +80,7 @@ def list_candidates(config: Config, chips: Slice, free: tuple[str, ...]) -> Iter
     remats = ("none", "dots", "full") if "remat" in free else (config.parallel.remat,)
     for zero in levels:
         changed = config.replace(mesh="auto", zero=zero, **({"accum": 0} if "accum" in free else {}))
-        state: dict[str, int] = {}
+        state, gradients = dict[str, int](), dict[str, int]()
         for candidate in candidates(changed, chips.count):
             if zero and candidate.parallel.dp == 1:
                 continue
@@ -92,12 +89,21 @@ def list_candidates(config: Config, chips: Slice, free: tuple[str, ...]) -> Iter
             name = candidate.parallel.mesh
             if name not in state:
                 state[name] = memory.predict_bytes(candidate.replace(accum=1)).total
+                gradients[name] = bound_gradients(candidate.replace(accum=1))
             if state[name] > chips.chip.memory:
                 continue
             for remat in remats:
                 with contextlib.suppress(UsageError):
                     each = candidate.replace(remat=remat)
-                    yield Candidate(each, bound_seconds(each, chips), state[name] + bound_activations(each))
+                    needed = state[name] + max(bound_activations(each), gradients[name])
+                    yield Candidate(each, bound_seconds(each, chips), needed)
+
+
+def bound_gradients(config: Config) -> int:
+    """Returns the bytes of the gradients that zero=1 holds, at least, before it scatters them."""
+    if config.parallel.zero != 1:
+        return 0
+    return memory.predict_bytes(config.replace(zero=0)).gradients - memory.predict_bytes(config).gradients
 
 
 def bound_activations(config: Config) -> int:
@@ -148,24 +154,24 @@ def format_best(plans: list[Plan], tokens: float | None, price: float | None) ->
         header += ["days", *(["cost"] if price else [])]
     rows = []
     for each in plans:
-        row = [describe(each.config), format_bytes(each.bytes), f"{each.times.seconds * 1e3:,.0f}"]
+        row = [describe(each.config), format_bytes(each.bytes), f"{each.forecast * 1e3:,.0f}"]
         row += [f"{each.tokens_per_second:,.0f}", f"{each.utilization:.0%}"]
         if tokens:
             days, cost = measure_budget(each, tokens, price)
             row += [f"{days:,.1f}", *([f"{cost:,.0f}"] if cost is not None else [])]
         rows.append(row)
-    return f"{format_table(rows, header)}\nthe fastest that are estimated to fit, at the chip's peak rates"
+    return f"{format_table(rows, header)}\nthe fastest that are estimated to fit; {plan.describe_error(plans[0])}"
 
 
-def format_budget(plan: Plan, tokens: float, price: float | None) -> str:
-    """Formats the days of a number of tokens, and their cost."""
-    days, cost = measure_budget(plan, tokens, price)
+def format_budget(planned: Plan, tokens: float, price: float | None) -> str:
+    """Formats the days of a number of tokens, and their cost, by the forecast."""
+    days, cost = measure_budget(planned, tokens, price)
     charged = f" and cost {cost:,.0f}, at {price:g} for a chip and hour" if cost is not None else ""
-    return f"{tokens:.3g} tokens take {days:,.1f} days at best on {plan.chips}{charged}"
+    return f"{tokens:.3g} tokens take {days:,.1f} days on {planned.chips}{charged}; {plan.describe_error(planned)}"
 
 
-def measure_budget(plan: Plan, tokens: float, price: float | None) -> tuple[float, float | None]:
-    """Returns the days that a number of tokens takes at the predicted speed, and the cost of all chips."""
-    hours = tokens / plan.tokens_per_second / 3600
-    chips = math.prod(plan.chips.shape)
+def measure_budget(planned: Plan, tokens: float, price: float | None) -> tuple[float, float | None]:
+    """Returns the days that a number of tokens takes at the forecast speed, and the cost of all chips."""
+    hours = tokens / planned.tokens_per_second / 3600
+    chips = math.prod(planned.chips.shape)
     return hours / 24, None if price is None else hours * chips * price

@@ -54,12 +54,20 @@ class Plan(NamedTuple):
         return not refused and self.bytes <= self.chips.chip.memory
 
     @property
+    def forecast(self) -> float:
+        """The seconds that a step is expected to take: by the compiler's schedule if there is one."""
+        if self.compiled and self.compiled.timeline:
+            return self.compiled.timeline.seconds
+        return roofline.forecast_seconds(self.times, self.config, self.chips)
+
+    @property
     def tokens_per_second(self) -> float:
-        return self.config.training.batch * self.config.model.seq / self.times.seconds
+        """The forecast speed."""
+        return self.config.training.batch * self.config.model.seq / self.forecast
 
     @property
     def utilization(self) -> float:
-        """Model FLOPs over the chips' peak (MFU)."""
+        """Model FLOPs over the chips' peak (MFU), by the forecast."""
         return self.tokens_per_second / flops.peak_tokens_per_second(self.config, self.chips.chip)
 
 
@@ -80,9 +88,10 @@ def resolve(config: Config, chips: Slice) -> Config:
     return next((c for c in shapes if _is_estimated_to_fit(c, chips)), shapes[-1])
 
 
-def fits_by_data_parallelism(config: Config, chips: Slice) -> bool:
-    """Returns whether a config of dp alone is estimated to fit: no other mesh is faster for a model that fits."""
-    return config.parallel.mp == config.parallel.pp == 1 and _is_estimated_to_fit(config, chips)
+def find_data_parallel(config: Config, chips: Slice) -> Config | None:
+    """Resolves mesh=auto to dp alone, None if that is not estimated to fit: no mesh is faster for a model that fits."""
+    alone = (each for each in _meshes(config, chips) if each.parallel.mp == each.parallel.pp == 1)
+    return next((each for each in alone if _is_estimated_to_fit(each, chips)), None)
 
 
 def _meshes(config: Config, chips: Slice) -> Iterator[Config]:
@@ -103,7 +112,7 @@ def estimate(config: Config, chips: Slice) -> Plan:
     sent = traced.find_collectives(layout)
     traffic = traced.traffic_bytes(layout) + 2 * _updated_bytes(config, stored)  # read and written
     times = roofline.predict_times(layout, chips, traffic, sent, stored.host)
-    return Plan(config, chips, stored, _temporaries(config, chips), sent, times)
+    return Plan(config, chips, stored, estimate_temporaries(config, chips), sent, times)
 
 
 def resolve_on(config: Config, chips: Slice) -> Layout:
@@ -119,7 +128,7 @@ def _updated_bytes(config: Config, stored: DeviceBytes) -> int:
     return stored.total + stored.host - stored.parameters + parameters  # the host's part passes through
 
 
-def _temporaries(config: Config, chips: Slice) -> int:
+def estimate_temporaries(config: Config, chips: Slice) -> int:
     """Returns the temporaries in main memory: XLA fills the chip's fast memory first."""
     return max(temporaries.estimate_temporaries(resolve_on(config, chips)) - int(chips.chip.fast_memory), 0)
 
@@ -168,7 +177,7 @@ def propose(plan: Plan) -> Config | None:
 def _is_estimated_to_fit(config: Config, chips: Slice) -> bool:
     stored = memory.predict_bytes(config).total  # cheaper than the estimate of temporaries
     limit = chips.chip.memory
-    return stored <= limit and (stored + _temporaries(config, chips)) * MARGIN <= limit
+    return stored <= limit and (stored + estimate_temporaries(config, chips)) * MARGIN <= limit
 
 
 def sweep(config: Config, chips: Slice) -> list[Plan]:
@@ -201,7 +210,7 @@ def format_needs(plan: Plan) -> str:
 
 
 def format_speed(plan: Plan) -> str:
-    """Formats what a step sends, and the least time that it can take."""
+    """Formats what a step sends, the least time that it can take, and the forecast."""
     return f"\n{format_collectives(plan.config, plan.sent)}\n\n{_format_times(plan)}\n"
 
 
@@ -281,10 +290,24 @@ def _format_times(plan: Plan) -> str:
     rows.append(["step", _milliseconds(times.seconds)])
     return (
         format_table(rows, ["at best", "ms a step"])
-        + f"\n{times.binding} binds: at most {plan.tokens_per_second:,.0f} tokens/s, {plan.utilization:.0%} MFU.\n"
-        "This is a bound at the chip's peak rates, not a forecast.\n"
+        + f"\n{times.binding} binds: these are bounds at the chip's peak rates\n{format_forecast(plan)}\n"
         f"chip constants: {plan.chips.chip.source}{_describe_link(plan)}"
     )
+
+
+def format_forecast(plan: Plan) -> str:
+    """Formats the expected speed with its error."""
+    return (
+        f"forecast: {_milliseconds(plan.forecast)} ms a step, {plan.tokens_per_second:,.0f} tokens/s, "
+        f"{plan.utilization:.0%} MFU; {describe_error(plan)}"
+    )
+
+
+def describe_error(plan: Plan) -> str:
+    """Describes the typical error of a forecast, or the compiler's schedule that it comes from."""
+    if plan.compiled and plan.compiled.timeline:
+        return "by the compiler's schedule; no chip ran it"
+    return f"typical error {roofline.FORECAST_ERROR:.0%}, against published steps of large models"
 
 
 def _describe_link(plan: Plan) -> str:
@@ -333,7 +356,7 @@ def format_sweep(plans: list[Plan]) -> str:
     return (
         format_table([_sweep_row(plan) for plan in plans], [*header, "too much"])
         + f"\n{fitting} of {len(plans)} are estimated to fit, the fastest first; the others by how much they lack.\n"
-        "Times are ms at the chip's peak rates; exposed: on the wire, while nothing is computed.\n"
+        "Times are ms at the chip's peak rates, MFU is forecast; exposed: wire while nothing is computed.\n"
         "Nothing was compiled"
     )
 

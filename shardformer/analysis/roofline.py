@@ -15,6 +15,12 @@ from shardformer.layout import Layout
 from shardformer.model import flops
 from shardformer.parallel.replicas import Replicated, Zero
 
+# The forecast is fitted on the published and compiled steps of tests/analysis/test_forecast.py: arithmetic at a share
+# of the peak, then the part of the traced memory traffic's seconds that no arithmetic hides.
+ARITHMETIC_SHARE, SHARE_WITH_EXPERTS = 0.85, 0.75
+EXPOSED_TRAFFIC = {"tpu": 0.75, "gpu": 1.25}
+FORECAST_ERROR = 0.15  # the root mean square of the logarithms of forecast / published
+
 
 class Roofline(NamedTuple):
     """The seconds of one step that each resource takes at its peak rate.
@@ -57,6 +63,13 @@ def predict_times(
         )
     memory, link = traffic / chips.chip.bandwidth, hosted / chips.chip.host_link
     return Roofline(compute, memory, wire[True], wire[False], link)
+
+
+def forecast_seconds(times: Roofline, config: Config, chips: Slice) -> float:
+    """Returns the seconds that a step is expected to take; `FORECAST_ERROR` is the typical error."""
+    share = SHARE_WITH_EXPERTS if config.experts.experts else ARITHMETIC_SHARE
+    working = times.compute / share + EXPOSED_TRAFFIC[chips.platform] * times.memory
+    return max(working, times.memory, times.overlapped_wire) + times.exposed_wire + times.host_link
 
 
 def _overlaps(collective: Collective, axes: str, replicas: Replicated) -> bool:

@@ -1,8 +1,12 @@
 """`plan`: memory, collectives and time of a step on chips that are not available."""
 
+import contextlib
 import dataclasses
+import sys
+from collections.abc import Callable, Iterator
 
 import jax
+from rich.console import Console
 
 from shardformer import storage
 from shardformer.analysis import best_settings, compiling, plan, traced
@@ -30,7 +34,7 @@ class PlanOptions:
     )
     picture: str = key("", "with sweep=true: a picture to write, such as plan.png")
     tokens: float | None = key(
-        None, "tokens of the run, such as 2e12: prints the days that they take at the predicted speed", none="none"
+        None, "tokens of the run, such as 2e12: prints the days that they take at the forecast speed", none="none"
     )
     price: float | None = key(None, "price of a chip for an hour, in any currency: prints the cost", none="none")
 
@@ -75,16 +79,28 @@ def _choose_settings(settings: Config, bought: Slice, options: PlanOptions, give
 
     They change only if data parallelism alone does not fit: then the three best are printed.
     """
-    simplest = plan.resolve(settings, bought)
     free = tuple(name for name in best_settings.CHOSEN if name not in given)
-    if settings.parallel.mesh != "auto" or not free or plan.fits_by_data_parallelism(simplest, bought):
-        return simplest
+    if settings.parallel.mesh != "auto" or not free:
+        return plan.resolve(settings, bought)
+    if alone := plan.find_data_parallel(settings, bought):
+        return alone
     say(f"mesh=auto: looking for settings of {', '.join(('mesh', *free))} that fit on {bought}")
-    best = best_settings.choose(settings, bought, free, say)
+    with _show_search() as show:
+        best = best_settings.choose(settings, bought, free, show)
     if not best:
-        return simplest
+        return plan.resolve(settings, bought)
     say(f"{best_settings.format_best(best, options.tokens, options.price)}\n")
     return best[0].config
+
+
+@contextlib.contextmanager
+def _show_search() -> Iterator[Callable[[str], object]]:
+    """Yields the function that shows an estimated setting: in one line of a terminal that changes, else a line each."""
+    if not sys.stdout.isatty():
+        yield say
+        return
+    with Console().status("ordering all settings by their bounds") as status:
+        yield status.update
 
 
 def _plan_one(settings: Config, bought: Slice, options: PlanOptions) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from shardformer.__main__ import main
-from shardformer.analysis import best_settings, plan
+from shardformer.analysis import best_settings, memory, plan, roofline
 from shardformer.config.presets import preset
 from shardformer.devices import chips
 from tests import runs, shared
@@ -34,8 +34,36 @@ def best():
 def test_best_settings_fit_and_are_sorted_by_time(best):
     assert 1 <= len(best) <= best_settings.BEST
     assert all(each.estimate <= 400_000 for each in best)
-    seconds = [each.times.seconds for each in best]
+    seconds = [each.forecast for each in best]
     assert seconds == sorted(seconds)
+
+
+@pytest.mark.slow
+def test_no_setting_that_fits_is_faster_than_the_best():
+    config, slice_ = shared.tiny(mesh="auto", batch=64, remat="dots", accum=2), with_memory(800_000)
+    result = best_settings.choose(config, slice_, ("zero",), silent)
+    plans = [plan.estimate(each.config, slice_) for each in best_settings.list_candidates(config, slice_, ("zero",))]
+    seconds = [each.times.seconds for each in plans if each.estimate <= 800_000 / plan.MARGIN]
+    assert 0 < len(seconds) < len(plans)
+    assert min(each.times.seconds for each in result) <= min(seconds)
+
+
+def test_time_is_estimated_only_of_settings_that_fit(monkeypatch):
+    """The time needs a second trace, so a search over settings that do not fit takes half as long without it."""
+    temporaries = iter([9_000_000, 100_000, 100_000])
+    timed = []
+
+    def estimate(config, chips):
+        timed.append(config)
+        return plan.Plan(config, chips, memory.predict_bytes(config), 100_000, [], roofline.Roofline(1, 0, 0, 0))
+
+    monkeypatch.setattr(plan, "estimate_temporaries", lambda *_: next(temporaries, 9_000_000))
+    monkeypatch.setattr(plan, "estimate", estimate)
+    shown = []
+    config = shared.tiny(mesh="auto", batch=64, remat="none", accum=1)
+    result = best_settings.choose(config, with_memory(9_000_000), ("zero",), shown.append)
+    assert len(shown) > len(timed) == 2
+    assert {each.config for each in result} <= set(timed)
 
 
 @pytest.mark.slow
@@ -54,11 +82,12 @@ def test_given_keys_stay():
 
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
-@pytest.mark.parametrize("mesh", ["8x1", "2x4"])
-def test_bounds_are_below_the_estimate(mesh, remat):
-    config = shared.tiny(mesh=mesh, remat=remat, batch=64, layers=4)
+@pytest.mark.parametrize(("mesh", "zero"), [("8x1", 0), ("2x4", 0), ("4x2", 1)])
+def test_bounds_are_below_the_estimate(mesh, zero, remat):
+    config = shared.tiny(mesh=mesh, remat=remat, zero=zero, batch=64, layers=4)
     estimated = plan.estimate(config, EIGHT)
     assert best_settings.bound_activations(config) < estimated.temporaries
+    assert best_settings.bound_gradients(config) < estimated.temporaries
     assert best_settings.bound_seconds(config, EIGHT) <= estimated.times.seconds * 1.001
 
 
@@ -70,6 +99,15 @@ def test_large_model_gets_settings_that_fit():
     assert all(each.fits and each.config.parallel.devices == slice_.count for each in result)
     assert result[0].utilization > 0.5
     assert len({(each.config.parallel.mesh, each.estimate, each.times) for each in result}) == len(result)
+
+
+def test_unscattered_gradients_of_zero1_are_a_bound():
+    """Few rows: the gradients need more than the activations, and a device keeps an eighth of them."""
+    config = shared.tiny(mesh="8x1", zero=1, batch=8, d_model=64)
+    bound, full = best_settings.bound_gradients(config), memory.predict_bytes(config.replace(zero=0)).gradients
+    assert full / 2 < bound < full
+    assert bound <= plan.estimate(config, EIGHT).temporaries
+    assert best_settings.bound_gradients(config.replace(zero=3)) == 0
 
 
 def test_budget_is_tokens_over_speed_and_all_chips():
