@@ -5,7 +5,7 @@ import functools
 import jax
 
 from shardformer import exact
-from shardformer.analysis import traced, verify_exact
+from shardformer.analysis import dense_reference, traced, verify_exact
 from shardformer.analysis.verify import Difference
 from shardformer.analysis.verify_exact import Result
 from shardformer.config import Config
@@ -53,6 +53,11 @@ def compute_gradients(config: Config, batch: dict | None = None, params: dict | 
 @functools.cache
 def compute_on_one_device(config: Config) -> Result:
     return compute_gradients(config)
+
+
+def compute_logits(config: Config, params: dict, tokens):
+    """Returns the logits [B, T, vocab] of the dense reference in float64; nothing is compiled."""
+    return exact.run(functools.partial(dense_reference.logits, config), params, tokens).outputs
 
 
 @functools.cache

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+TOKENS_AT_ONCE = 1024  # so many have activations in memory
 Params = dict[str, dict[str, Any]]  # module name -> parameter name -> array, as `Model.init` returns them
 
 ACTIVATIONS: dict[str, Callable] = {
@@ -90,45 +91,51 @@ def token_losses(config, params: Params, tokens, targets, masks: "Masks | None" 
 def losses_and_gradients(config, params: Params, batch: dict[str, Any], dropout_key=None):
     """Returns ((mean nats, mean squared log-partition), the gradients of the objective).
 
-    Goes through the rows of the batch one by one, so that only one row's activations are in memory. `dropout_key` is
-    the data of a threefry2x32 key.
+    Goes through the batch part by part, so that only the activations of a few rows are in memory. `dropout_key` is the
+    data of a threefry2x32 key.
     """
     weights = batch.get("weights", np.ones(batch["tokens"].shape, np.float32))
+    size = count_rows_of_part(*weights.shape)
     rows = {**batch, "weights": weights / weights.sum(), "example": np.arange(len(weights))}
-    rows = jax.tree.map(jnp.asarray, rows)
+    parts = jax.tree.map(lambda x: jnp.reshape(x, (-1, size, *x.shape[1:])), rows)
 
-    def run_row(params, row):
-        masks, routes = make_masks(config, dropout_key, row["example"][None]), []
+    def run_part(params, part):
+        masks, routes = make_masks(config, dropout_key, part["example"]), []
         nats, squares = token_losses(
-            config, params, row["tokens"][None], row["targets"][None], masks,
-            None if "documents" not in row else row["documents"][None], routes,
+            config, params, part["tokens"], part["targets"], masks, part.get("documents"), routes
         )  # fmt: skip
-        return (row["weights"] * nats[0]).sum(), (row["weights"] * squares[0]).sum(), routes
+        return (part["weights"] * nats).sum(), (part["weights"] * squares).sum(), routes
 
-    def count_row(row):
-        return jnp.stack([chosen.sum((0, 1)) for chosen, _, _ in run_row(params, row)[2]])
+    def count_part(part):
+        return jnp.stack([chosen.sum((0, 1)) for chosen, _, _ in run_part(params, part)[2]])
 
-    counts: Any = jax.lax.map(count_row, rows).sum(0) if config.experts.experts else None  # [layers, experts]
+    counts: Any = jax.lax.map(count_part, parts).sum(0) if config.experts.experts else None  # [layers, experts]
 
-    def row_objective(params, row):
-        *sums, routes = run_row(params, row)
+    def part_objective(params, part):
+        *sums, routes = run_part(params, part)
         objective = sums[0] + config.training.z_loss * sums[1]
         if routes:
-            objective = objective + _router_losses(config, routes, counts) / len(weights)
+            objective = objective + _router_losses(config, routes, counts) * size / len(weights)
         return objective, tuple(sums)
 
-    def add_row(total, row):
-        (_, sums), gradients = jax.value_and_grad(row_objective, has_aux=True)(params, row)
+    def add_part(total, part):
+        (_, sums), gradients = jax.value_and_grad(part_objective, has_aux=True)(params, part)
         return jax.tree.map(jnp.add, total, (sums, gradients)), None
 
     zero = jnp.zeros((), params["transformer/embed"]["tokens"].dtype)
     start = (zero, zero), jax.tree.map(jnp.zeros_like, params)
-    losses, gradients = jax.lax.scan(add_row, start, rows)[0]
+    losses, gradients = jax.lax.scan(add_part, start, parts)[0]
     if "router_bias" in params["transformer/layers"]:  # its gradient is by definition the mean excess of a row
         excess = (counts * config.experts.experts - counts.sum(1, keepdims=True)) / len(weights)
         layers = gradients["transformer/layers"] | {"router_bias": excess}
         gradients = gradients | {"transformer/layers": layers}
     return losses, gradients
+
+
+def count_rows_of_part(rows: int, tokens: int) -> int:
+    """Returns how many rows of a batch are computed at once."""
+    most = max(1, TOKENS_AT_ONCE // tokens)
+    return max(size for size in range(1, min(rows, most) + 1) if rows % size == 0)
 
 
 class Masks:
@@ -319,7 +326,7 @@ def _mix_experts(c, p, h, routes: list | None):
 
 
 def _router_losses(c, routes: list, counts):
-    """Returns the balance loss and the router's z-loss of a row, summed over layers; `counts` are of the batch."""
+    """Returns the balance loss and the router's z-loss of some rows, summed over layers; `counts` are of the batch."""
     total = 0.0
     for (_, shares, log_z), count in zip(routes, counts, strict=True):
         load = jax.lax.stop_gradient(count / count.sum())

@@ -116,6 +116,7 @@ class Interpreter:
         self._rounds, self._memory, self._live = floats == "stored", memory, 0
         self._watch, self._change = watch, change
         self._running: list = []  # the equations around the running one, and this one
+        self._last_uses: dict[Any, dict[int, list]] = {}  # of the variables of each jaxpr
 
     @property
     def wire(self) -> list[Sent]:
@@ -134,7 +135,7 @@ class Interpreter:
     def run_jaxpr(self, jaxpr, constants: list[ndarray], arrays: list[ndarray], mesh: Mesh) -> list[ndarray]:
         """Runs equation after equation, and frees an array after its last use."""
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *arrays], strict=True))
-        last_use = _find_last_uses(jaxpr)
+        last_use = self._last_uses.get(jaxpr) or self._last_uses.setdefault(jaxpr, _find_last_uses(jaxpr))
 
         def read(atom) -> ndarray:
             if isinstance(atom, core.Literal):

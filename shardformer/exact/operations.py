@@ -4,6 +4,7 @@ A rule is a function (operation, *arrays) -> array or tuple of arrays. An array 
 (see lockstep.py), so a rule addresses its own axes from the end. Floats are float64, whatever the program stores.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -57,10 +58,12 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
+@functools.cache
 def is_float(dtype) -> bool:
     return dtypes.issubdtype(dtype, np.inexact)
 
 
+@functools.cache
 def working_dtype(dtype) -> np.dtype:
     """Returns the dtype that rules compute in for a stored dtype."""
     if dtypes.issubdtype(dtype, dtypes.prng_key):

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from shardformer.__main__ import main
-from shardformer.analysis import dense_reference
 from shardformer.config import Config
 from shardformer.config.names import LAYERS
 from shardformer.convert import families, hf_settings, hf_state, runs, safetensors_files, weight_files
@@ -23,6 +22,7 @@ from shardformer.inference import Generator, Sampling
 from shardformer.layout import mesh
 from shardformer.model import Decoder, Model
 from shardformer.training.run_folder import Run
+from tests import meshes
 from tests.convert.hf_models import FOLDER, LONGROPE, MODELS, NEW
 from tests.runs import FAILED, USAGE
 
@@ -65,14 +65,12 @@ def distance(name, shape) -> float:
 
 
 def distance_of_plain_model(name, **keys) -> float:
-    """Runs the plain model operation by operation: to compile each one takes five times longer."""
     golden, params = np.load(FOLDER / name / "golden.npz"), {}
     for path, leaf in params_of(FOLDER / name).items():
         module, _, leaf_name = path.rpartition("/")
         params.setdefault(module, {})[leaf_name] = leaf
     config = hf_settings.read_config(FOLDER / name)[1].replace(**keys)
-    logits = dense_reference.logits(config, params, golden["tokens"])
-    return float(np.abs(np.asarray(logits) - golden["logits"]).max())
+    return float(np.abs(meshes.compute_logits(config, params, golden["tokens"]) - golden["logits"]).max())
 
 
 def test_every_family_has_a_recorded_model():

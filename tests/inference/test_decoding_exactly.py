@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from shardformer import exact
-from shardformer.analysis import dense_reference as reference
 from shardformer.analysis import traced, verify_exact
 from shardformer.model import Chunk, Decoder
 from shardformer.shards.parameters import map_stacked
-from tests import shared
+from tests import meshes, shared
 from tests.inference.test_generator import ROWS
 
 SEQ, ROUNDS = 8, 3
@@ -45,7 +44,7 @@ def run(function, *arguments):
 def reference_logits(row: str) -> np.ndarray:
     """Returns the dense reference's logits [texts, SEQ, V] after each token."""
     decoder, params, _ = decoder_and_parameters(row, "1x1")
-    return run(functools.partial(reference.logits, decoder.model.config), params, texts())
+    return meshes.compute_logits(decoder.model.config, params, texts())
 
 
 def assert_logits(got, row: str, lengths) -> None:

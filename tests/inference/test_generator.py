@@ -14,7 +14,7 @@ from shardformer.inference.generator import Generator
 from shardformer.inference.sampling import Sampling
 from shardformer.layout import mesh
 from shardformer.model import Decoder, Model
-from tests import sharded, shared
+from tests import meshes, sharded, shared
 from tests.surroundings import before_call, counting_compilations
 
 SEQ = 8
@@ -224,7 +224,7 @@ def test_logprobs_equal_those_of_a_full_pass(row, name):
     (text,) = generator(name, **overrides).continue_prompts(params, [prompt(3)], sampling)
     ids = [*prompt(3).tolist(), *text.ids]
     config = model(name, **overrides).config
-    logits = np.asarray(reference.logits(config, shared.on_host(params), np.array([ids], np.int32)))[0]
+    logits = meshes.compute_logits(config, params, np.array([ids], np.int32))[0]
     logprobs = np.asarray(jax.nn.log_softmax(logits, axis=-1))
     np.testing.assert_allclose(text.logprobs, [logprobs[i + 2, ids[i + 3]] for i in range(5)], atol=1e-4)
 
@@ -270,7 +270,7 @@ def test_logprobs_include_entries_that_the_tokenizer_lacks():
     """A model may have more entries than its tokenizer, as GPT-J's 50,400 beside 50,257."""
     known = 7
     (row,) = generator().continue_prompts(parameters(), [[1, 2]], Sampling(tokens=3, temperature=2.0), known)
-    logits = reference.logits(model().config, shared.on_host(parameters()), np.array([[1, 2, *row.ids]], np.int32))[0]
+    logits = meshes.compute_logits(model().config, parameters(), np.array([[1, 2, *row.ids]], np.int32))[0]
     every, some = (np.asarray(jax.nn.log_softmax(logits[:, :size], axis=-1)) for size in (shared.VOCAB, known))
     np.testing.assert_allclose(row.logprobs, [every[i + 1, row.ids[i]] for i in range(3)], atol=1e-4)
     assert min(some[i + 1, row.ids[i]] - row.logprobs[i] for i in range(3)) > 0.1

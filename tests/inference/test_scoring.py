@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from shardformer.analysis import dense_reference as reference
 from shardformer.inference.scoring import Request, Scorer, score_documents
-from tests import shared
+from tests import meshes, shared
 from tests.inference.test_generator import SEQ, model, parameters, prompt
 
 
@@ -18,8 +17,7 @@ def plain(context, targets, **overrides) -> tuple[float, bool]:
         for place in range(end, end + size):
             padded = np.zeros((1, SEQ), np.int32)
             padded[0, : place - first] = ids[first:place]
-            params = shared.on_host(parameters(**overrides))
-            logits = np.asarray(reference.logits(model(**overrides).config, params, padded), np.float64)
+            logits = meshes.compute_logits(model(**overrides).config, parameters(**overrides), padded)
             logits = logits[0, place - first - 1, : model(**overrides).config.model.vocab]
             nats += np.log(np.exp(logits - logits.max()).sum()) + logits.max() - logits[ids[place]]
             greedy &= bool(logits.argmax() == ids[place])
@@ -45,8 +43,8 @@ def test_scores_equal_those_of_plain_passes(name, rows):
 
 @pytest.mark.slow
 def test_the_most_likely_token_is_greedy():
-    logits = reference.logits(model().config, shared.on_host(parameters()), prompt(5)[None])
-    likely = int(np.asarray(logits)[0, -1].argmax())
+    logits = meshes.compute_logits(model().config, parameters(), prompt(5)[None])
+    likely = int(logits[0, -1].argmax())
     right, wrong = Scorer(model(), 2).score(
         parameters(), [Request(prompt(5), [likely]), Request(prompt(5), [(likely + 1) % shared.VOCAB])]
     )

@@ -18,10 +18,9 @@ from shardformer.optim import chain
 from shardformer.parallel import microbatch as microbatch_module
 from shardformer.parallel.microbatch import AccumulationType, microbatch
 from shardformer.training.trainer import Trainer
-from tests import asserts, reference_update, shared
+from tests import asserts, reference_update, shared, tiers
 
 STEPS = 5
-IN_SHORT_TIER = 2  # rows of the matrix
 ROUNDED_CONSTANTS = 1e-6  # the rates and factors of the program are float32, those of the plain update are not
 RECIPES = {
     "ema": {"ema": 0.9},
@@ -175,7 +174,7 @@ def draw_batch(step):
 
 @pytest.mark.parametrize(
     ("mesh", "accumulated", "zero", "recipes"),
-    [*MATRIX[:IN_SHORT_TIER], *(pytest.param(*row, marks=pytest.mark.slow) for row in MATRIX[IN_SHORT_TIER:])],
+    tiers.shorten(MATRIX, 2),
 )
 def test_is_the_plain_dense_update(mesh, accumulated, zero, recipes):
     overrides = overrides_of(accumulated, zero, recipes)

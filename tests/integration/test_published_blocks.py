@@ -1,13 +1,9 @@
 """The blocks of published families on every kind of mesh: exactly the numbers of one device and of the plain model."""
 
-import functools
-
 import jax
 import numpy as np
 import pytest
 
-from shardformer import exact
-from shardformer.analysis import dense_reference as reference
 from shardformer.analysis import verify_exact
 from tests import asserts, meshes, shared
 from tests.integration.test_parity import worst_leaf
@@ -96,9 +92,6 @@ WRONG = [
 def test_each_key_changes_the_plain_models_numbers(name, changes):
     config = shared.tiny(mesh="1x1", **BLOCKS[name])
     params = perturb(shared.drawn(config, 0))
-    got, expected = (compute_logits(c, params) for c in (config.replace(**changes), config))
+    tokens = shared.batch()["tokens"]
+    got, expected = (meshes.compute_logits(c, params, tokens) for c in (config.replace(**changes), config))
     assert asserts.relative(got, expected) > 1e-3
-
-
-def compute_logits(config, params):
-    return exact.run(functools.partial(reference.logits, config), params, shared.batch()["tokens"]).outputs

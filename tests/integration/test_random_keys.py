@@ -4,6 +4,8 @@ Other objectives than the plain loss have formulas of their own in objective_ref
 with one device. A configuration that cannot run must be rejected by a UsageError.
 """
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -12,13 +14,16 @@ from shardformer import exact
 from shardformer.analysis import traced, verify_exact
 from shardformer.analysis.verify_exact import Result
 from shardformer.config.key_rules import check_zero
+from shardformer.errors import UsageError
 from shardformer.model import lora
 from tests import meshes, shared
 from tests.integration import objective_reference
 from tests.integration.random_keys import OBJECTIVES, draw_keys
 
+ACCEPTED, DRAWN = 200, 700
 SHORT = (1, 2, 9, 11, 22, 30, 47, 48, 53, 68)  # configurations of different meshes and features
 FORMULA, ONE_DEVICE = 1e-9, 1e-10  # relative differences
+WITH_STEPS = 10  # of so many configurations, one is trained for three steps as well
 
 
 @pytest.fixture(scope="module")
@@ -117,3 +122,34 @@ def test_options_of_pairs_equal_their_formula(keys):
 def test_wrong_formula_is_noticed(broken):
     broken(objective_reference, "smooth", lambda margin, share: -0.99 * jnp.log(jax.nn.sigmoid(margin)))
     assert find_wrong(shared.tiny(mesh="2x2", objective="dpo"))
+
+
+@pytest.mark.slow
+def test_random_configurations_are_right_or_rejected(teacher):
+    rejected: collections.Counter[str] = collections.Counter()
+    wrong, accepted = {}, 0
+    for seed in range(DRAWN):
+        try:
+            config = make_config(seed, teacher)
+        except UsageError as error:
+            rejected[name_rule(str(error))] += 1
+            continue
+        found = find_wrong(config) + (compare_steps(config) if accepted % WITH_STEPS == 0 else [])
+        if found:
+            wrong[seed] = found
+        meshes.forget_results()
+        accepted += 1
+        if accepted == ACCEPTED:
+            break
+    print(
+        f"{accepted} accepted; rejected by", *(f"{count:4} {rule}" for rule, count in rejected.most_common()), sep="\n"
+    )
+    assert wrong == {}
+    assert accepted == ACCEPTED
+
+
+def name_rule(message: str) -> str:
+    """Returns the message without its values."""
+    return " ".join(word for word in message.split(",")[0].split() if not any(c.isdigit() or c == "=" for c in word))[
+        :70
+    ]

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shardformer.analysis import dense_reference as reference
 from shardformer.kernels.linear import linear
 from shardformer.kernels.remat import Remat
 from shardformer.layout import mesh
@@ -16,7 +15,7 @@ from shardformer.model import Decoder, Measures, Model, lora
 from shardformer.model.model import average_tokens
 from shardformer.shards.layer import TransformerLayerShard
 from shardformer.shards.parameters import weight
-from tests import asserts, sharded, shared
+from tests import asserts, meshes, sharded, shared
 
 OPTIONS = {
     "tiny": {},
@@ -56,7 +55,7 @@ def test_logits_are_those_of_the_plain_model(name):
     assert got.shape == (8, 16, 64)
     assert got.dtype == jnp.float32
     assert got.sharding.spec == P("dp", None, "mp")
-    expected = jax.jit(functools.partial(reference.logits, model(**overrides).config))(shared.on_host(params), tokens)
+    expected = meshes.compute_logits(model(**overrides).config, params, tokens)
     assert asserts.relative(got[..., : shared.VOCAB], expected) < 1e-5
     assert (np.asarray(got[..., shared.VOCAB :]) == -np.inf).all()
 
@@ -88,7 +87,7 @@ def test_sums_are_weighted():
     weights = np.where(np.arange(16)[None] < np.arange(1, 9)[:, None], 1, 0).astype(np.float32)  # 36 of 128 targets
     sums = jax.jit(Measures(m).sums)
     got = sums(parameters(), batch | {"weights": weights})
-    out = jax.jit(functools.partial(reference.logits, m.config))(shared.on_host(parameters()), batch["tokens"])
+    out = meshes.compute_logits(m.config, parameters(), batch["tokens"])
     nats = -np.take_along_axis(jax.nn.log_softmax(out), batch["targets"][..., None], -1)[..., 0]
     assert float(got.tokens) == 36
     np.testing.assert_allclose(got.nats, (weights * nats).sum(), rtol=1e-5)

@@ -1,0 +1,13 @@
+"""Which cases of a test belong to the short tier: for tests that compile, where an exact test has all cases."""
+
+import pytest
+
+
+def shorten(cases, count: int = 1) -> list:
+    """Returns the cases for `parametrize`; those after the first `count` are of the full tier."""
+    cases = list(cases)
+    return [*cases[:count], *(pytest.param(*_as_tuple(case), marks=pytest.mark.slow) for case in cases[count:])]
+
+
+def _as_tuple(case) -> tuple:
+    return case if isinstance(case, tuple) else (case,)
