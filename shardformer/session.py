@@ -21,7 +21,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from shardformer import checkpoint, data, jax_releases, start_messages, storage
-from shardformer.analysis.memory import predict_unless_small
+from shardformer.analysis.needed_bytes import predict_unless_small
 from shardformer.checkpoint import Lock
 from shardformer.config import Config, check_given, check_zero
 from shardformer.data import Characters, Corpus, Data, TokenIds, Vocabulary

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from shardformer.config import Config
 from shardformer.config.names import AXES, EXPERT_MATRICES, HOST, LAYERS, MATRICES
 from shardformer.layout import Layout
-from shardformer.layout.mesh import device_memory, make_abstract
+from shardformer.layout.mesh import make_abstract
 from shardformer.model import lora
 from shardformer.tables import format_bytes, format_table
 from shardformer.training.trainer import Trainer
@@ -62,32 +62,6 @@ def list_offloaded(state) -> list[tuple]:
     """Returns (path, leaf) of the arrays of a training state in the host's memory."""
     leaves = jax.tree.leaves_with_path((state.optimizer, state.masters))
     return [(path, leaf) for path, leaf in leaves if leaf.sharding.memory_kind == HOST]
-
-
-def predict_unless_small(config: Config) -> int:
-    """Returns the bytes that each device needs to train, or an upper bound if that fits into a quarter of its memory.
-
-    The bound needs no trace of the step, which is a sixth of the CPU time of a small run's start. It does not count
-    experts, a teacher, or the history of L-BFGS.
-    """
-    if not (config.experts.experts or config.preferences.teacher or config.optimizer.name == "lbfgs"):
-        bound = _bound_needed(config)
-        if bound * len(jax.devices()) <= device_memory() / 4:
-            return bound
-    from shardformer.analysis import temporaries  # not imported for a small run
-
-    return temporaries.predict_needed(config)
-
-
-def _bound_needed(config: Config) -> int:
-    """Returns several times the bytes of a dense model's training step on one device with the full batch."""
-    model, tokens = config.model, config.training.batch * config.model.seq
-    activations = 16 * model.d_model + 8 * model.ff_size + 8 * model.heads * (model.seq + model.head_size)
-    matrices = 4 * model.heads * model.head_size * model.d_model + 3 * model.d_model * model.ff_size
-    elements = model.layers * (tokens * activations + 8 * matrices)
-    elements += 8 * (tokens + 2 * model.d_model) * (model.vocab + model.vocab_multiple)
-    elements += 8 * model.seq * model.d_model  # learned positions
-    return 16 * elements  # four times float32
 
 
 def cache_bytes(config: Config, samples: int = 1) -> int:

@@ -2,14 +2,10 @@
 
 import dataclasses
 
-import jax
-
 from shardformer.analysis import liveness, traced
 from shardformer.analysis.memory import list_offloaded, predict_bytes, shard_bytes
-from shardformer.config import Config
 from shardformer.config.names import EXPERT_MATRICES, MATRICES, SHARED_MATRICES, is_stacked
-from shardformer.devices.chips import describe_hardware, find_chip
-from shardformer.layout import Layout, resolve, torus
+from shardformer.layout import Layout, resolve
 from shardformer.training.trainer import Trainer
 
 
@@ -60,22 +56,3 @@ def _cast_bytes(trainer: Trainer) -> int:
     layers = trainer.abstract.params["transformer/layers"]
     names = [name for name in (*MATRICES, *EXPERT_MATRICES, *SHARED_MATRICES) if name in layers]
     return sum(shard_bytes(layers[name], layers[name].sharding) // 2 for name in names)
-
-
-def predict_needed(config: Config) -> int:
-    """Returns the bytes that each device of this program needs to train: exact state, and estimated temporaries."""
-    predicted, devices = predict_bytes(config), jax.devices()
-    stored = predicted.total
-    if devices[0].platform == "cpu":  # whose one memory is the host's
-        return stored + predicted.host + estimate_temporaries(resolve(config))
-    chip = find_chip(devices[0].device_kind)
-    fast_memory = int(chip.fast_memory) if chip else 0  # XLA fills it first
-    hardware = describe_hardware(devices[0])
-    layout = resolve(config, hardware, torus.factor_slice(config, hardware, _find_torus(devices)))
-    return stored + max(estimate_temporaries(layout) - fast_memory, 0)
-
-
-def _find_torus(devices: list) -> tuple[int, ...]:
-    """Returns the sizes of the dimensions that the coordinates of TPUs span; () for other devices."""
-    places = [device.coords for device in devices if getattr(device, "coords", None) is not None]
-    return tuple(max(line) - min(line) + 1 for line in zip(*places, strict=True))

@@ -4,7 +4,6 @@ from shardformer.config import Config
 from shardformer.devices.chips import Hardware
 from shardformer.kernels.grouped_kernel import Kernel
 from shardformer.kernels.grouped_product import Blocks, GroupedProduct
-from shardformer.layout.choose_layers import Loop
 from shardformer.tables import format_count
 
 BLOCKS = 8, 256  # the fewest and the most rows of a block
@@ -39,15 +38,13 @@ def _choose_rows(config: Config, fewest: int, most: int) -> int:
     return fewest
 
 
-def choose_groups(config: Config, loop: Loop, reason: str) -> tuple[Loop, str]:
-    """Returns the loop over layers of which only some have experts: a scan over groups of layers that repeat."""
+def choose_groups(config: Config, types: int) -> tuple[int, int, str]:
+    """Returns (first, period, reason) of layers of which only some have experts: groups of layers that repeat."""
     is_sparse = config.sparse_layers[: config.stage_layers]
-    first, period = find_groups(is_sparse, loop.types)
-    if loop.scan:
-        repeats = (len(is_sparse) - first) // period
-        reason = f"experts in some layers: {format_count(first, 'layer')} unrolled, then a scan of "
-        reason += f"{format_count(repeats, 'group')} of {format_count(period, 'layer')}"
-    return loop._replace(first=first, period=period), reason
+    first, period = find_groups(is_sparse, types)
+    repeats = (len(is_sparse) - first) // period
+    reason = f"experts in some layers: {format_count(first, 'layer')} unrolled, then a scan of "
+    return first, period, reason + f"{format_count(repeats, 'group')} of {format_count(period, 'layer')}"
 
 
 def find_groups(types: tuple[bool, ...], multiple: int) -> tuple[int, int]:

@@ -38,7 +38,8 @@ def choose_loop(config: Config, attention: Attention) -> tuple[Loop, str]:
     if config.mixes_layers:
         from shardformer.layout.choose_experts import choose_groups  # not imported without experts
 
-        return choose_groups(config, loop, reason)
+        first, period, groups = choose_groups(config, loop.types)
+        return loop._replace(first=first, period=period), groups if loop.scan else reason
     return loop, reason
 
 

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer import collectives
 from shardformer.kernels.vocabulary_loss import TokenLoss
-from shardformer.model.model import Model, normalise_weights
+from shardformer.model.model import Model, count_routes, normalise_weights
 from shardformer.parallel import example_norms
 from shardformer.parallel.microbatch import AccumulationType
 
@@ -87,12 +87,3 @@ def measure_routes(model: Model, params, batch, dropout_key=None) -> jax.Array:
         return count_routes(model, params, rows, dropout_key)
 
     return model.shard_map(body, (model.specs, model.row_spec, P()), P())(params, batch, dropout_key)
-
-
-def count_routes(model: Model, params, batch, dropout_key) -> jax.Array:
-    """Returns count_LE, the pairs of a token and an expert of the global batch, by a forward pass. Shard view."""
-
-    def count(rows):
-        return model.shard.records.count(model.local_records(params, rows, dropout_key))
-
-    return model.run_rows(count, batch, accumulator=AccumulationType.SUM)

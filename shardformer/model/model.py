@@ -28,7 +28,7 @@ from shardformer.layout.float_weights import FloatWeights
 from shardformer.layout.mesh import resolve_on
 from shardformer.model.lora import TrainableAdapters
 from shardformer.parallel.layer_exchange import apply_to_full_matrices
-from shardformer.parallel.microbatch import run_in_sequence
+from shardformer.parallel.microbatch import AccumulationType, run_in_sequence
 from shardformer.parallel.replicas import map_named
 from shardformer.shards import CausalTransformerShard, Dropout
 
@@ -323,9 +323,16 @@ def choose_counts(config: Config) -> Callable:
     # The stages of a pipeline run all microbatches before the loss.
     if not config.experts.balance_loss or config.training.accum == 1 or config.parallel.pp > 1:
         return count_nothing
-    from shardformer.model.measuring import count_routes  # which imports this module
-
     return count_routes
+
+
+def count_routes(model, params, batch, dropout_key) -> jax.Array:
+    """Returns count_LE, the pairs of a token and an expert of the global batch, by a forward pass. Shard view."""
+
+    def count(rows):
+        return model.shard.records.count(model.local_records(params, rows, dropout_key))
+
+    return model.run_rows(count, batch, accumulator=AccumulationType.SUM)
 
 
 def count_nothing(model, params, rows, dropout_key) -> None:

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardformer import collectives
 from shardformer.collectives import vary_over_mp
-from shardformer.config.names import DP, EXPERT_MATRICES, LAYERS, MP, ROUTER_BIAS
+from shardformer.config.names import DP, EXPERT_MATRICES, LAYERS, LORA_IN, LORA_OUT, MP, ROUTER_BIAS
 from shardformer.kernels import grouped_product
 from shardformer.kernels.activations import ACTIVATIONS
 from shardformer.kernels.remat import PRODUCT
@@ -139,6 +139,37 @@ class ExpertFeedForward:
         return activate(u) if gate is None else activate(gate) * u
 
 
+class AdaptedExperts(ExpertFeedForward):
+    """The feed-forward of a layer whose experts have LoRA's adapters.
+
+    Each expert has a pair of factors, [experts, inputs, rank] and [experts, rank, outputs]. Both products with them are
+    grouped products of the same rows as the product with the matrix.
+    """
+
+    def read_weights(self, layer: TransformerLayerShard, D: int) -> dict[str, Array]:
+        """Returns the matrices of the experts, and the factors of their adapters in float32."""
+        weights = super().read_weights(layer, D)
+        for name in self.config.lora.lora_names:
+            if name not in weights:
+                continue
+            rank, (experts, inputs, outputs) = self.config.lora.adapters[name].rank, weights[name].shape
+            a = weight(f"{name}{LORA_IN}", [experts, inputs, rank], stddev=1.0).astype(jnp.float32)
+            b = weight(f"{name}{LORA_OUT}", [experts, rank, outputs], stddev=0.0).astype(jnp.float32)
+            if not self.config.splits_experts:
+                # As in adapters.py: the factor next to the dimension that is not split is replicated over mp.
+                a, b = (a, collectives.fan_out(b)) if name == "expert_down" else (collectives.fan_out(a), b)
+            weights |= {f"{name}{LORA_IN}": a, f"{name}{LORA_OUT}": b}
+        return weights
+
+    def multiply(self, name: str, weights: dict[str, Array], x_MI: Array, size_E: Array) -> Array:
+        """Returns the product with each row's expert, and with the expert's adapter if the matrix has one."""
+        y_MO = super().multiply(name, weights, x_MI, size_E)
+        if name not in self.config.lora.lora_names:
+            return y_MO
+        x_Mr = super().multiply(f"{name}{LORA_IN}", weights, x_MI, size_E) * self.config.lora.adapter_scale(name)
+        return y_MO + super().multiply(f"{name}{LORA_OUT}", weights, x_Mr, size_E)
+
+
 class RoutesOfLayers(Records):
     """The routes of all layers, and the terms of the objective that depend on them."""
 
@@ -150,8 +181,6 @@ class RoutesOfLayers(Records):
         if stored is not None and "router" not in stored[LAYERS]:
             return None
         if any(name in EXPERT_MATRICES for name in self.config.lora.lora_names):
-            from shardformer.shards.expert_adapters import AdaptedExperts  # not imported without adapters of experts
-
             return AdaptedExperts(self.layout)
         return ExpertFeedForward(self.layout)
 

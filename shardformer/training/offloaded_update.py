@@ -15,7 +15,6 @@ from jax import lax, tree_util
 
 from shardformer.config.names import HOST, is_stacked
 from shardformer.model import Loss, master_weights
-from shardformer.training.features import MasterWeights
 from shardformer.training.step import StepMetrics, TrainState, Update, add_if_finite
 
 _HOST_SPACE, _DEVICE_SPACE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -68,7 +67,7 @@ class OffloadedUpdate(Update):
         )
         rate = self.learning_rate(state.step)
         for part in self.parts:
-            if not isinstance(part, MasterWeights):  # whose masters are updated with their layer
+            if "masters" not in part.specs(self.model):  # whose masters are updated with their layer
                 after, rate = part.finish(state, after, new.params), part.select_rate(new.optimizer, rate)
         after = after._replace(average=_choose(applied, after.average, state.average))
         moved, rate = _choose(applied, (jnp.sqrt(squares), rate), (jnp.float32(0), jnp.float32(0)))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardformer.__main__ import main
-from shardformer.analysis import compiling, live, memory, plan, temporaries, traced
+from shardformer.analysis import compiling, live, memory, needed_bytes, plan, temporaries, traced
 from shardformer.config.names import HOST, is_stacked
 from shardformer.config.presets import preset
 from shardformer.devices import chips
@@ -110,18 +110,18 @@ def test_mesh_auto_of_a_tpu_needs_what_its_plan_estimates(monkeypatch):
     sizes = {"d_model": 512, "heads": 4, "seq": 1024, "batch": 64, "vocab": 50_400, "dtype": "bfloat16"}
     config = shared.tiny(mesh="8x1", zero=3, **sizes)
     planned = plan.estimate(config, chips.parse_slice("v5e:2x4"))
-    on_cpu = temporaries.predict_needed(config)
+    on_cpu = needed_bytes.predict_needed(config)
     simulate_devices(monkeypatch, devices)
-    assert temporaries.predict_needed(config) == planned.estimate > planned.stored.total
+    assert needed_bytes.predict_needed(config) == planned.estimate > planned.stored.total
     assert planned.estimate != on_cpu
 
 
 def test_small_run_is_bounded_without_a_trace(monkeypatch):
     config, large = shared.tiny(mesh="2x1", vocab=64), shared.tiny(mesh="2x1", vocab=64, batch=2_000_000)
-    exact = temporaries.predict_needed(config)
-    monkeypatch.setattr(temporaries, "predict_needed", lambda config: -1)
-    assert exact < memory.predict_unless_small(config)
-    assert memory.predict_unless_small(large) == -1
+    exact = needed_bytes.predict_needed(config)
+    monkeypatch.setattr(needed_bytes, "predict_needed", lambda config: -1)
+    assert exact < needed_bytes.predict_unless_small(config)
+    assert needed_bytes.predict_unless_small(large) == -1
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ def test_small_run_is_bounded_without_a_trace(monkeypatch):
     ],
 )
 def test_model_that_the_bound_does_not_count_is_traced(changes, monkeypatch):
-    monkeypatch.setattr(temporaries, "predict_needed", lambda config: -1)
-    assert memory.predict_unless_small(shared.tiny(mesh="2x1", vocab=64, **changes)) == -1
+    monkeypatch.setattr(needed_bytes, "predict_needed", lambda config: -1)
+    assert needed_bytes.predict_unless_small(shared.tiny(mesh="2x1", vocab=64, **changes)) == -1
 
 
 WIDE = {"d_model": 64, "seq": 128, "dropout": 0.0}
