@@ -145,6 +145,75 @@ def test_module_in_a_kernel_is_noticed():
     assert not imports_haiku('"""Used by haiku modules."""\nimport jax')
 
 
+def find_imports(module: str, source: str) -> set[str]:
+    """Returns what a module imports for more than its types, late imports in functions included."""
+    tree, imported = ast.parse(source), set()
+    of_types = {each for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+                for each in ast.walk(node)}  # fmt: skip
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node not in of_types and node.module:
+            imported |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return imported - {module}
+
+
+def find_circles(sources: dict[str, str]) -> list[set[str]]:
+    """Returns the sets of modules that import each other, by themselves or by way of others."""
+    graph = {module: find_imports(module, source) & sources.keys() for module, source in sources.items()}
+    while leaves := {module for module, imported in graph.items() if not imported & graph.keys()}:
+        graph = {module: imported for module, imported in graph.items() if module not in leaves}
+    return [{module, *(imported & graph.keys())} for module, imported in graph.items()]
+
+
+def read_modules() -> dict[str, str]:
+    """Returns the source of every module but the packages', whose `__init__` gathers the names of their modules."""
+    paths = [path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"]
+    return {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path.read_text() for path in paths}
+
+
+def test_modules_import_each_other_in_no_circle():
+    assert find_circles(read_modules()) == []
+
+
+def test_circle_by_a_late_import_is_noticed():
+    late, types = "def f():\n    from p import a", "if TYPE_CHECKING:\n    from p import a"
+    assert find_circles({"p.a": "from p.b import f", "p.b": late}) == [{"p.a", "p.b"}, {"p.a", "p.b"}]
+    assert find_circles({"p.a": "from p.b import f", "p.b": types, "p.c": "from p import a, b"}) == []
+
+
+MOST_MODULES, MOST_LINES = 176, 20_100  # of this package; 286 and 35,688 before conversions and features were left out
+FEATURES = ("analysis.liveness", "checkpoint.bucket_store", "convert", "data.chat.c", "data.hf_tokenizer", "exact",
+            "inference.serve", "kernels.fused_attention", "model.preference_model", "model.policy_model",
+            "parallel.ring_attention", "parallel.pipeline", "shards.experts", "storage.bucket.", "training.rollouts",
+            "training.monitor")  # fmt: skip
+PRINT_MODULES = """
+import sys
+from shardformer.__main__ import main
+main(["train", "tiny", "data=builtin", "steps=1", f"out={sys.argv[1]}"])
+print(*(f"{name}={module.__file__}" for name, module in sys.modules.items() if name.startswith("shardformer")))
+"""
+
+
+@pytest.fixture(scope="module")
+def modules_of_a_run(tmp_path_factory) -> dict[str, Path]:
+    """Returns the modules of this package, with their files, that `train tiny` imports."""
+    command = [sys.executable, "-c", PRINT_MODULES, str(tmp_path_factory.mktemp("run") / "out")]
+    done = subprocess.run(command, cwd=PACKAGE.parent, capture_output=True, text=True, check=True)
+    pairs = (word.partition("=") for word in done.stdout.splitlines()[-1].split())
+    return {name: Path(path) for name, _, path in pairs}
+
+
+def test_a_plain_run_imports_few_modules(modules_of_a_run):
+    lines = sum(len(path.read_text().splitlines()) for path in modules_of_a_run.values())
+    assert len(modules_of_a_run) <= MOST_MODULES
+    assert lines <= MOST_LINES
+    assert {"shardformer.session", "shardformer.training.loop"} <= modules_of_a_run.keys()
+
+
+def test_a_plain_run_imports_no_feature_that_is_off(modules_of_a_run):
+    beginnings = tuple(f"shardformer.{name}" for name in FEATURES)
+    assert [name for name in modules_of_a_run if f"{name}.".startswith(beginnings)] == []
+
+
 EXPENSIVE = {"jax", "tensorflow", "matplotlib", "haiku", "optax"}
 
 

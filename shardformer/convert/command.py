@@ -40,6 +40,7 @@ from shardformer.data.vocabulary import FILE as VOCABULARY
 from shardformer.errors import UsageError
 from shardformer.layout import mesh
 from shardformer.storage import BucketPath
+from shardformer.storage.local_copy import copy_to_disk
 from shardformer.training.run_folder import Run
 
 
@@ -78,7 +79,7 @@ def convert(arguments: list[str], say: Callable[[str], None] = print) -> None:
     source, target, options = storage.location(arguments[0]), storage.location(arguments[1]), arguments[2:]
     check_free(target)
     if isinstance(source, BucketPath) and not _is_run(source):
-        source = storage.copy_to_disk(source, say)
+        source = copy_to_disk(source, say)
     converter = _choose_converter(source, options)
     if isinstance(target, BucketPath) and converter in (run_to_gptj, hf.run_to_hf, peft.run_to_peft):
         raise UsageError(f"{target} is in a bucket, where only runs are written; give a folder on a disk, and copy it")

@@ -25,7 +25,8 @@ from shardformer.data.vocabulary import Vocabulary
 from shardformer.data.windows import Split
 from shardformer.errors import RunError, UsageError
 from shardformer.files import expand_home, make_folder
-from shardformer.storage import BucketPath, cache_folder, copy_to_disk, is_url, local_path
+from shardformer.storage import BucketPath, cache_folder, is_url, local_path
+from shardformer.storage.local_copy import copy_to_disk
 
 SAMPLED = 64 << 20  # bytes of text that a tokenizer is trained on
 LARGE = 1 << 28  # bytes of a token file whose ids are not all read before training

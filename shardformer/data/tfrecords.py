@@ -24,7 +24,8 @@ from shardformer.data.vocabulary import MAX_IDS
 from shardformer.data.windows import Batch, RowLayout, Windows
 from shardformer.errors import RunError, UsageError
 from shardformer.files import open_regular, read_text, replacing
-from shardformer.storage import BucketPath, copy_files, is_url, location
+from shardformer.storage import BucketPath, is_url, location
+from shardformer.storage.local_copy import copy_files
 
 SUFFIXES = (".tfrecords", ".tfrecord")
 FEATURE = "text"

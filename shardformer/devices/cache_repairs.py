@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardformer.devices.program_store import say_not_stored
+from shardformer.devices.program_folder import say_not_stored
 
 PROBLEM = re.compile(
     r"Error (?P<action>reading|writing) persistent compilation cache entry for '(?P<program>.*?)': (?P<why>.*)",

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
@@ -11,8 +11,11 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from shardformer.config import Config
 from shardformer.devices import cache_repairs
 from shardformer.devices.host import describe_processor
-from shardformer.devices.program_store import Gather, ProgramStore, find_danger, make_private_folder, say_not_stored
+from shardformer.devices.program_folder import find_danger, make_private_folder, say_not_stored
 from shardformer.storage import BucketPath, bucket_path, location, on_disk
+
+if TYPE_CHECKING:
+    from shardformer.devices.program_store import ProgramStore
 
 WRONG_WHEN_LOADED = (
     "XLA would load them with errors on several CPU devices (those of dp alone with zero=0 are kept, without lbfgs)"
@@ -25,7 +28,7 @@ WITHOUT_ORDER = (
 )
 
 
-def keep_compiled_programs(config: Config, gather: Gather) -> None:
+def keep_compiled_programs(config: Config, gather: Callable[[str], list[str]]) -> None:
     """Sets the folder of compiled programs; call it after the processes have joined, before the first `programs.jit`.
 
     In one process, a folder that JAX has already (JAX_COMPILATION_CACHE_DIR) stays. Two or more processes use a
@@ -37,6 +40,8 @@ def keep_compiled_programs(config: Config, gather: Gather) -> None:
     if config.start.program_cache == "none" or not loads_correctly(config, jax.default_backend()):
         return
     if jax.process_count() > 1:
+        from shardformer.devices.program_store import ProgramStore  # not imported for one process
+
         use_store(ProgramStore(find_shared_folder(config), gather))
         return
     if settings.jax_compilation_cache_dir:
@@ -115,10 +120,10 @@ def find_shared_folder(config: Config) -> Path | BucketPath:
     return out.parent / ".programs" if isinstance(out, BucketPath) else find_folder() / "processes"
 
 
-_store: ProgramStore | None = None  # of this process; None keeps nothing
+_store: "ProgramStore | None" = None  # of this process; None keeps nothing
 
 
-def use_store(store: ProgramStore | None) -> None:
+def use_store(store: "ProgramStore | None") -> None:
     """Makes programs that `jit` returns from now on load and save in a store."""
     global _store
     _store = store
@@ -141,7 +146,7 @@ def jit(function: Callable, *, is_agreed: bool = True, **options: Any) -> Any:
 class KeptProgram:
     """A jitted function of positional arguments, whose compiled programs a store keeps. Keywords are static."""
 
-    def __init__(self, jitted: Any, options: dict[str, Any], store: ProgramStore, is_agreed: bool):
+    def __init__(self, jitted: Any, options: dict[str, Any], store: "ProgramStore", is_agreed: bool):
         self._jitted, self._store, self._is_agreed = jitted, store, is_agreed
         self._options = options
         self._programs: dict[Hashable, jax.stages.Compiled] = {}

@@ -9,9 +9,15 @@ from pathlib import Path
 
 from shardformer import files
 from shardformer.errors import UsageError
-from shardformer.storage import bucket
 
 _URL = re.compile(r"([a-z0-9+]+)://([^/]*)/*(.*?)/*")
+
+
+def _bucket():
+    """Returns the module of requests to buckets, which runs on a disk do not import."""
+    from shardformer.storage import bucket
+
+    return bucket
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -41,22 +47,22 @@ class BucketPath:
         return self.is_file() or self.is_dir()
 
     def is_file(self) -> bool:
-        return bucket.head(self) is not None
+        return _bucket().head(self) is not None
 
     def is_dir(self) -> bool:
-        return bool(bucket.list_objects(self, most=1))
+        return bool(_bucket().list_objects(self, most=1))
 
     def read_bytes(self) -> bytes:
-        return bucket.read(self)[0]
+        return _bucket().read(self)[0]
 
     def mkdir(self, exist_ok: bool = False) -> None:
         """Does nothing: a bucket has no folders."""
 
     def write_bytes(self, content: bytes) -> None:
-        bucket.write(self, content)
+        _bucket().write(self, content)
 
     def unlink(self) -> None:
-        bucket.delete([self])
+        _bucket().delete([self])
 
 
 def is_url(text) -> bool:
@@ -78,7 +84,7 @@ def location(text) -> Path | BucketPath:
         return text
     if not is_url(text):
         return Path(text)
-    match = _URL.fullmatch(text)
+    bucket, match = _bucket(), _URL.fullmatch(text)
     if not match or match[1] not in bucket.SCHEMES:
         known = " and ".join(f"{scheme}://BUCKET/FOLDER" for scheme in bucket.SCHEMES)
         raise UsageError(f"{text} is not a supported location; give a folder on a disk, or {known}")
@@ -94,7 +100,7 @@ def read_small(path: Path | BucketPath) -> bytes:
     """Reads a settings file on a disk or in a bucket; raises OSError if it exceeds files.MAX_BYTES."""
     if isinstance(path, Path):
         return files.read_bytes(path)
-    content = bucket.read(path, files.MAX_BYTES)[0]
+    content = _bucket().read(path, files.MAX_BYTES)[0]
     if len(content) > files.MAX_BYTES:
         raise OSError(errno.EFBIG, f"It has more than the {files.MAX_BYTES:,} bytes of such a file", str(path))
     return content

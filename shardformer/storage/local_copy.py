@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardformer.errors import RunError, UsageError
-from shardformer.files import expand_home, locked, make_folder, replacing, sync
+from shardformer.files import locked, make_folder, replacing, sync
 from shardformer.storage import bucket
 from shardformer.storage.bucket import ChangedError, Stored
-from shardformer.storage.bucket_path import BucketPath, cache_folder, local_folder, location, reading_folder
+from shardformer.storage.bucket_path import BucketPath, cache_folder, local_folder
 
 FOLDER = "copies"  # in the cache
 
@@ -36,12 +36,6 @@ REQUESTS = Requests()
 Say = Callable[[str], object]
 Check = Callable[[Path], object]  # raises if a file or a folder is damaged
 _open_folders: dict[str, int] = {}  # open folders of the copies that this process uses
-
-
-def local_path(text, say: Say = lambda _: None, check: Check | None = None) -> Path:
-    """Returns a path on a disk unchanged; copies a file or a folder in a bucket to the disk."""
-    path = location(text)
-    return Path(expand_home(str(path))) if isinstance(path, Path) else copy_to_disk(path, say, check)
 
 
 def copy_to_disk(path: BucketPath, say: Say, check: Check | None = None) -> Path:
@@ -195,35 +189,26 @@ def _digest(content) -> str:
 _uploaded: dict[BucketPath, tuple[int, int]] = {}  # size and time of the records that this process has uploaded
 
 
-def upload_records(path: Path | BucketPath) -> None:
-    """Uploads the records that changed since the last upload; does nothing for a run on a disk."""
-    if isinstance(path, BucketPath):
-        folder = local_folder(path)
-        for name in _list_local(folder):
-            stat = (folder / name).stat()
-            state = (stat.st_size, stat.st_mtime_ns)
-            if _uploaded.get(path / name) != state:
-                (path / name).write_bytes((folder / name).read_bytes())
-                _uploaded[path / name] = state
+def upload_changed(path: BucketPath) -> None:
+    """Uploads the records that changed since the last upload."""
+    folder = local_folder(path)
+    for name in _list_local(folder):
+        stat = (folder / name).stat()
+        state = (stat.st_size, stat.st_mtime_ns)
+        if _uploaded.get(path / name) != state:
+            (path / name).write_bytes((folder / name).read_bytes())
+            _uploaded[path / name] = state
 
 
-def read_records(path: Path | BucketPath) -> Path:
-    """Returns a folder with a run's records: the run folder on a disk, or a fresh copy of a bucket's."""
-    folder = reading_folder(path)
-    download_records(path, folder)
-    return folder
-
-
-def download_records(path: Path | BucketPath, folder: Path) -> None:
+def download(path: BucketPath, folder: Path) -> None:
     """Makes the records in a local folder equal to those in the bucket; deletes all other files."""
-    if isinstance(path, BucketPath):
-        result = [name for name in bucket.list_objects(path) if _is_record(name)]
-        for name in result:
-            make_folder((folder / name).parent)
-            with replacing(folder / name) as temporary:
-                temporary.write_bytes((path / name).read_bytes())
-        for name in set(_list_local(folder)) - set(result):
-            (folder / name).unlink(missing_ok=True)
+    result = [name for name in bucket.list_objects(path) if _is_record(name)]
+    for name in result:
+        make_folder((folder / name).parent)
+        with replacing(folder / name) as temporary:
+            temporary.write_bytes((path / name).read_bytes())
+    for name in set(_list_local(folder)) - set(result):
+        (folder / name).unlink(missing_ok=True)
 
 
 def _list_local(folder: Path) -> list[str]:

@@ -204,15 +204,6 @@ def test_gptj_6b_is_what_its_own_file_says(tmp_path):
     assert read == gptj_settings.default_config().replace(batch=512, decay_steps=303_000)
 
 
-def test_keys_of_earlier_versions_in_a_gptj_file_are_read(tmp_path):
-    path, config = tmp_path / "config.json", gptj_settings.default_config()
-    gptj_settings.write_config(path, config, shards=1)
-    written = json.loads(path.read_text())
-    del written["shardformer"]["embed"]
-    path.write_text(json.dumps(written | {"shardformer": written["shardformer"] | {"embed_bias": True}}))
-    assert gptj_settings.read_config(path) == (config, 1)
-
-
 @pytest.mark.parametrize(
     ("message", "words"),
     [

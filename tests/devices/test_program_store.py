@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardformer.devices import program_store, programs
+from shardformer.devices import program_folder, program_store, programs
 from shardformer.devices.program_store import ProgramStore
 from shardformer.devices.programs import KeptProgram
 from shardformer.storage import bucket
@@ -187,13 +187,13 @@ def leave_open(folder, monkeypatch):
 
 
 def give_away(folder, monkeypatch):
-    monkeypatch.setattr(program_store.os, "getuid", lambda: folder.stat().st_uid + 1)
+    monkeypatch.setattr(program_folder.os, "getuid", lambda: folder.stat().st_uid + 1)
     return f"{folder} belongs to another user"
 
 
 def leave_open_to_the_group(folder, monkeypatch):
     folder.chmod(0o770)
-    monkeypatch.setattr(program_store, "_is_own_group", lambda group: False)
+    monkeypatch.setattr(program_folder, "_is_own_group", lambda group: False)
     return f"the group of {folder} can write in it"
 
 
@@ -208,19 +208,19 @@ def test_folders_that_others_cannot_change_are_used(tmp_path, monkeypatch):
     folder.mkdir()
     tmp_path.chmod(0o1777)
     folder.chmod(0o770)
-    monkeypatch.setattr(program_store, "_is_own_group", lambda group: True)
-    assert program_store.find_danger(folder) == ""
-    assert program_store.find_danger(tmp_path / "new") == ""
+    monkeypatch.setattr(program_folder, "_is_own_group", lambda group: True)
+    assert program_folder.find_danger(folder) == ""
+    assert program_folder.find_danger(tmp_path / "new") == ""
     tmp_path.chmod(0o777)
-    assert program_store.find_danger(tmp_path / "new").startswith(f"every user can write in {tmp_path}")
+    assert program_folder.find_danger(tmp_path / "new").startswith(f"every user can write in {tmp_path}")
 
 
 def test_group_of_other_members_is_not_own(monkeypatch):
-    user = program_store.pwd.getpwuid(os.getuid())
+    user = program_folder.pwd.getpwuid(os.getuid())
     for name, members, expected in ((user.pw_name, [], True), (user.pw_name, ["eve"], False), ("staff", [], False)):
-        group = program_store.grp.struct_group((name, "x", user.pw_gid, members))
-        monkeypatch.setattr(program_store.grp, "getgrgid", lambda _, group=group: group)
-        assert program_store._is_own_group(user.pw_gid) == expected
+        group = program_folder.grp.struct_group((name, "x", user.pw_gid, members))
+        monkeypatch.setattr(program_folder.grp, "getgrgid", lambda _, group=group: group)
+        assert program_folder._is_own_group(user.pw_gid) == expected
 
 
 @pytest.mark.parametrize("change", [leave_open, give_away, leave_open_to_the_group, leave_parent_open])

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from shardformer.errors import RunError, UsageError
-from shardformer.storage import bucket, cache_folder, copy_files, copy_to_disk, local_path, on_disk
+from shardformer.storage import bucket, cache_folder, local_path, on_disk
+from shardformer.storage.local_copy import copy_files, copy_to_disk
 from tests.surroundings import change_copies, hide_home, simulate_free_space
 
 
