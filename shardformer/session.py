@@ -28,8 +28,8 @@ from shardformer.data import Characters, Corpus, Data, TokenIds, Vocabulary
 from shardformer.data.corpus import choose_row_layout
 from shardformer.data.own_batches import OWN
 from shardformer.data.source import Progress
-from shardformer.devices import early_compilation, processes, programs
-from shardformer.devices.early_compilation import EarlyCompilation
+from shardformer.devices import processes, programs
+from shardformer.devices.programs import EarlyCompilation
 from shardformer.errors import RunError, UsageError
 from shardformer.files import replacing
 from shardformer.layout import mesh
@@ -167,7 +167,7 @@ class Session:
                 processes.run_on_first_process(run.refuse_to_overwrite)
             self._say_start(run, trainer)
             early = None
-            if early_compilation.saves_time() and _has_known_batches(run.config, self.corpus):
+            if programs.saves_time() and _has_known_batches(run.config, self.corpus):
                 early = EarlyCompilation(trainer.compile_step)
                 stack.callback(early.wait)
             state, best = run.restore(trainer, self.say)

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from shardformer.checkpoint import file_parts, lease
+from shardformer.checkpoint import lease, store
 from shardformer.checkpoint.lease import Lease
 from shardformer.checkpoint.store import MANIFEST, FolderLost, Lock, LockTimes, Store
 from shardformer.storage import BucketPath, bucket
@@ -45,13 +45,13 @@ class BucketStore(Store[BucketPath]):
 
     def sizes(self, folder: BucketPath, names: Iterable[str]) -> dict[str, int]:
         objects = bucket.list_objects(folder)
-        if file_parts.part_bytes(folder):
-            return file_parts.add_up(names, objects)
+        if store.part_bytes(folder):
+            return store.add_up(names, objects)
         return {name: objects[name] for name in names if name in objects}
 
     def read_into(self, path: BucketPath, offset: int, target: np.ndarray) -> int:
         done = 0
-        for part, start, length in file_parts.locate(path, offset, target.size):
+        for part, start, length in store.locate(path, offset, target.size):
             content = bucket.read_range(part, start, length)
             target[done : done + len(content)] = np.frombuffer(content, np.uint8)
             done += len(content)
@@ -78,7 +78,7 @@ class BucketStore(Store[BucketPath]):
         return target / self.subfolder(token)
 
     def subfolder(self, token: str) -> str:
-        return file_parts.folder_name(token, self._part)
+        return store.folder_name(token, self._part)
 
     def make_run_folder(self, out: BucketPath) -> None:
         """Does nothing: a bucket has no folders."""
@@ -144,7 +144,7 @@ class PartWriter(io.RawIOBase):
     def __init__(self, path: BucketPath, threads: ThreadPoolExecutor, part: int, uploads: int):
         self._most = uploads
         self._path, self._threads = path, threads
-        self._part, self._filled, self._number = np.empty(file_parts.part_bytes(path.parent) or part, np.uint8), 0, 0
+        self._part, self._filled, self._number = np.empty(store.part_bytes(path.parent) or part, np.uint8), 0, 0
         self._uploads: deque[Future[bucket.Version]] = deque()
 
     def tell(self) -> int:
@@ -171,7 +171,7 @@ class PartWriter(io.RawIOBase):
         if len(self._uploads) == self._most:
             self._uploads.popleft().result()
         content = self._part[: self._filled].data
-        self._uploads.append(self._threads.submit(bucket.write, file_parts.part(self._path, self._number), content))
+        self._uploads.append(self._threads.submit(bucket.write, store.part(self._path, self._number), content))
         self._part, self._filled, self._number = np.empty_like(self._part), 0, self._number + 1
 
 

@@ -14,7 +14,7 @@ from typing import BinaryIO
 import numpy as np
 
 from shardformer import files
-from shardformer.checkpoint import file_parts, lock
+from shardformer.checkpoint import lock, store
 from shardformer.checkpoint.lock import RunLock
 from shardformer.checkpoint.store import MANIFEST, Damaged, Lock, LockTimes, Store
 
@@ -33,14 +33,14 @@ class DiskStore(Store[Path]):
             return file.read(min(max_bytes, os.fstat(file.fileno()).st_size) + 1)
 
     def sizes(self, folder: Path, names: Iterable[str]) -> dict[str, int]:
-        if file_parts.part_bytes(folder):
+        if store.part_bytes(folder):
             listed = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-            return file_parts.add_up(names, _sizes_of_files(folder, listed))
+            return store.add_up(names, _sizes_of_files(folder, listed))
         return _sizes_of_files(folder, names)
 
     def read_into(self, path: Path, offset: int, target: np.ndarray) -> int:
         done = 0
-        for part, start, length in file_parts.locate(path, offset, target.size):
+        for part, start, length in store.locate(path, offset, target.size):
             done += _read_file_into(part, start, target[done : done + length])
         return done
 

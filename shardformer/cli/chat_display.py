@@ -13,8 +13,8 @@ from shardformer import data
 from shardformer.cli.arguments import say
 from shardformer.config.keys import key
 from shardformer.data import Vocabulary, file_sources
-from shardformer.data.chat.builtin_templates import TEMPLATES
 from shardformer.data.chat.chat_files import mask_tokens, read_conversations
+from shardformer.data.chat.chat_format import TEMPLATES
 from shardformer.data.chat.chat_windows import ChatSplit
 from shardformer.data.chat.preference_windows import PreferenceSplit
 from shardformer.data.chat.preferences import SIDES, encode_side, read_pairs

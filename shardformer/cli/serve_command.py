@@ -124,10 +124,10 @@ def build_service(
     run: Run, options: ServeOptions, others: Mapping[str, Run] = MappingProxyType({})
 ) -> tuple["Service", list["ServedRun"]]:
     """Returns the service of a run, whose engine has compiled, and the runs that it serves, others by their names."""
+    from shardformer.inference.serve.bodies import Limits
     from shardformer.inference.serve.engine import Engine
     from shardformer.inference.serve.engine_thread import EngineThread
     from shardformer.inference.serve.jobs import Job
-    from shardformer.inference.serve.limits import Limits
     from shardformer.inference.serve.server_metrics import ServerMetrics
     from shardformer.inference.serve.service import Service
 

@@ -10,8 +10,8 @@ from shardformer.cli.loading import ShownProgress
 from shardformer.cli.sample_command import sample_text
 from shardformer.config import Config, check_zero, presets
 from shardformer.config.parsing import split_checkpoint
-from shardformer.devices import early_compilation
-from shardformer.devices.early_compilation import EarlyCompilation
+from shardformer.devices import programs
+from shardformer.devices.programs import EarlyCompilation
 from shardformer.errors import UsageError
 from shardformer.inference import Generator, Sampling
 from shardformer.logs import command_start, goodput, streams
@@ -124,7 +124,7 @@ class FinalSample:
         c = trained.run.config
         self._run, self.generator = trained.run, Generator(trained.make_sampling_model())
         self._sampling = Sampling(tokens=400, seed=c.training.seed, stride=max(c.model.seq // 4, 1))
-        self._early = EarlyCompilation(self.compile) if early_compilation.saves_time() else None
+        self._early = EarlyCompilation(self.compile) if programs.saves_time() else None
 
     def __enter__(self) -> "FinalSample":
         return self

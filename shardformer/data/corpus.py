@@ -14,16 +14,16 @@ from typing import Any, cast
 import numpy as np
 
 from shardformer.config import Config
-from shardformer.data import batches, sources
+from shardformer.data import batches, builtin, shakespeare
 from shardformer.data.choose_vocabulary import choose_chat_template, choose_vocabulary
 from shardformer.data.digests import join_fingerprints
 from shardformer.data.row_report import join_faults
-from shardformer.data.source import TAKES, OpenedSource, Progress, Say, Source, SourceOptions
+from shardformer.data.source import SHARE, TAKES, OpenedSource, Progress, Say, Source, SourceOptions, Texts, split_text
 from shardformer.data.vocabulary import Vocabulary
 from shardformer.data.windows import AnySplit, Batch, RowLayout
 from shardformer.errors import UsageError
 from shardformer.files import expand_home
-from shardformer.storage import is_url
+from shardformer.storage import BucketPath, is_url, location
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,14 +218,14 @@ def load_corpus(
     pairs = config.preferences.learns_pairs
     options = dataclasses.replace(options, skips_bad_rows=config.data.bad_rows == "skip", pairs=pairs)
     names, weights = parse_mixture(config.data.source)
-    inputs = [sources.find_source(name, options, say) for name in names]
+    inputs = [find_source(name, options, say) for name in names]
     if share is not None and all(source.fixed_splits for source in inputs):
         raise UsageError(
             f"validation={share:g} does nothing, as data={config.data.source} has its own splits; leave it empty "
             "(validation=), or prepare the texts again with it"
         )
     for_validation = dataclasses.replace(options, named_validation=True)
-    validation = sources.find_source(named_validation, for_validation, say) if named_validation else None
+    validation = find_source(named_validation, for_validation, say) if named_validation else None
     every = [*inputs, *([validation] if validation else [])]
     vocabulary = vocabulary or choose_vocabulary(
         config.data.tokenizer, every, say, config.model.vocab, config.data.special_tokens, config.data.bos
@@ -338,3 +338,31 @@ def _check_splits(opened: tuple[OpenedSource, ...], named_validation: bool, fixe
             f"(validation=PATH), {'prepare it again with' if fixed_splits else 'or give'} more documents or a larger "
             "share (validation=0.2)"
         )
+
+
+def find_source(name: str, options: SourceOptions, say: Say) -> Source:
+    """Returns the source that a name stands for."""
+    if name == "auto":
+        return _find_shakespeare_or_builtin(say)
+    if name == "tiny_shakespeare":
+        return Texts(name, shakespeare.load_splits(), through_tf=True)
+    if name == "builtin":
+        return Texts(name, split_text(builtin.text(), SHARE))
+    if name.startswith("tfds:"):
+        splits = shakespeare.load_tfds_splits(name.removeprefix("tfds:"), options.field)
+        return Texts(name, splits, through_tf=True)
+    from shardformer.data import file_sources  # not imported for texts in memory
+
+    if is_url(name):
+        origin = location(name)
+        assert isinstance(origin, BucketPath)
+        return file_sources.find_in_bucket(origin, options, say)
+    return file_sources.find_files(name, Path(expand_home(name)), options, say)
+
+
+def _find_shakespeare_or_builtin(say: Say) -> Source:
+    try:
+        return Texts("tiny_shakespeare", shakespeare.load_splits(), through_tf=True)
+    except UsageError as reason:
+        say(f"{reason}\nUntil then, the built-in corpus is used, whose losses are not Shakespeare's.")
+        return Texts("builtin", split_text(builtin.text(), SHARE))

@@ -1,6 +1,9 @@
 """Compiled programs, saved for the next start: by JAX's cache in one process, by our store in two or more."""
 
+import contextlib
+import os
 import sys
+import threading
 from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +12,7 @@ import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from shardformer.config import Config
-from shardformer.devices import cache_repairs
+from shardformer.devices import program_folder, programs
 from shardformer.devices.host import describe_processor
 from shardformer.devices.program_folder import find_danger, make_private_folder, say_not_stored
 from shardformer.storage import BucketPath, bucket_path, location, on_disk
@@ -57,8 +60,8 @@ def keep_compiled_programs(config: Config, gather: Callable[[str], list[str]]) -
     if danger := find_danger(folder):
         say_not_stored(danger)
         return
-    cache_repairs.add_checksums()
-    cache_repairs.replace_damaged_entries(folder)
+    program_folder.add_checksums()
+    program_folder.replace_damaged_entries(folder)
     settings.update("jax_compilation_cache_dir", str(folder))
     quickest = settings.jax_persistent_cache_min_compile_time_secs  # JAX's default, 1, is more than most programs take
     settings.update("jax_persistent_cache_min_compile_time_secs", min(quickest, 0.1))
@@ -178,3 +181,34 @@ def _describe(arguments: tuple, static: dict[str, Any]) -> Hashable:
 
 def _describe_type(type_: Any) -> tuple:
     return type_.shape, type_.dtype, type_.weak_type
+
+
+class EarlyCompilation:
+    """A thread that lowers and compiles programs before their first call; `wait` before that.
+
+    XLA compiles without the interpreter's lock, mostly on one core. JAX's `jit` calls a program that was lowered for
+    the types and shardings of its arguments, and compiles none again. For others it compiles as if there were no
+    thread.
+    """
+
+    def __init__(self, compile_programs: Callable[[], object]):
+        def run() -> None:
+            with contextlib.suppress(Exception):  # the first call repeats it, and raises there
+                compile_programs()
+
+        self._thread = threading.Thread(target=run, name="compile early")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Waits for the end of the thread."""
+        self._thread.join()
+
+
+def saves_time() -> bool:
+    """Returns whether a thread may compile: on two cores or more, and where no processes must agree on programs.
+
+    On a GPU, XLA measures kernels while it compiles, which programs that run would disturb.
+    """
+    if jax.process_count() > 1 or programs.has_store() or jax.default_backend() == "gpu":
+        return False
+    return (os.cpu_count() or 1) > 1

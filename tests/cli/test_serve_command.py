@@ -253,7 +253,7 @@ import signal
 import socket
 from types import SimpleNamespace
 from shardformer.cli import serve_command
-from shardformer.inference.serve.limits import Limits
+from shardformer.inference.serve.bodies import Limits
 
 async def app(scope, receive, send):
     await receive()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from shardformer import Config, data
-from shardformer.data import digests, file_sources, prepare, sources
+from shardformer.data import corpus, digests, file_sources, prepare
 from shardformer.data.recipe import Recipe, split_of_text
 from shardformer.data.source import SourceOptions
 from shardformer.data.token_folder import TokenFolder
@@ -248,7 +248,7 @@ def test_bpe_learns_from_training_documents_only(tmp_path):
 def test_bpe_learns_from_the_training_part_of_one_long_text(tmp_path, monkeypatch):
     change_text_limits(monkeypatch, in_memory=1000)
     (tmp_path / "a.txt").write_text("train me\n" * 950 + "held out\n" * 50)
-    source = sources.find_source(str(tmp_path / "a.txt"), SourceOptions(), print)
+    source = corpus.find_source(str(tmp_path / "a.txt"), SourceOptions(), print)
     assert isinstance(source, file_sources.TextFiles)
     assert set("".join(source.sample())) == set("train me\n")
     assert source.characters("test") == set("held out\n")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from shardformer import Config, data
-from shardformer.data import file_sources, listing, sources
+from shardformer.data import corpus, file_sources, listing
 from shardformer.data.source import SourceOptions
 from shardformer.errors import UsageError
 from tests.surroundings import let_fail
@@ -87,7 +87,7 @@ def test_a_data_set_of_feather_files_is_rejected(tmp_path):
     with pytest.raises(
         UsageError, match=r"has 2 \.feather files, which are not read here; write their text as \.jsonl"
     ):
-        sources.find_source(str(tmp_path / "hub"), SourceOptions(), print)
+        corpus.find_source(str(tmp_path / "hub"), SourceOptions(), print)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_relative_pattern_is_that_of_the_shell(tmp_path, monkeypatch):
 def test_all_files_that_are_not_utf8_are_named_first(tmp_path, monkeypatch):
     for number in range(5):
         write(tmp_path / "texts" / f"{number}.txt", TEXT.encode() + (b"\xff" if number % 2 else b""))
-    source = sources.find_source(str(tmp_path / "texts"), SourceOptions(), print)
+    source = corpus.find_source(str(tmp_path / "texts"), SourceOptions(), print)
     let_fail(monkeypatch, os, "rename", AssertionError("nothing is prepared"))
     with pytest.raises(UsageError, match=r"2 of 5 files are not UTF-8: .*1\.txt, .*3\.txt; convert them"):
         data.load_corpus(Config.of(data=str(tmp_path / "texts"), seq=4, batch=2), lambda _: None)
@@ -150,4 +150,4 @@ def test_all_files_that_are_not_utf8_are_named_first(tmp_path, monkeypatch):
 
 def test_ids_of_a_token_file_are_not_text(tmp_path):
     np.arange(500, dtype="<u2").tofile(tmp_path / "a.bin")
-    assert sources.find_source(str(tmp_path / "a.bin"), SourceOptions(), print).largest_id() == 499
+    assert corpus.find_source(str(tmp_path / "a.bin"), SourceOptions(), print).largest_id() == 499

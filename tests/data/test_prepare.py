@@ -15,7 +15,7 @@ import pytest
 import zstandard
 
 from shardformer import Config, data, files
-from shardformer.data import builtin, file_sources, hf_tokenizer, prepare, sources, text_files
+from shardformer.data import builtin, corpus, file_sources, hf_tokenizer, prepare, text_files
 from shardformer.data.source import SourceOptions
 from shardformer.data.token_folder import TokenFolder
 from shardformer.data.tokens import SPLITS
@@ -251,7 +251,7 @@ def test_a_source_that_changes_under_the_cache(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in DOCUMENTS])
 
     def opened():
-        return sources.find_source(str(path), SourceOptions(), print).open(Bytes(), lambda *_: None)
+        return corpus.find_source(str(path), SourceOptions(), print).open(Bytes(), lambda *_: None)
 
     first = opened()
     assert opened().fingerprint == first.fingerprint
@@ -344,12 +344,12 @@ def test_damage_is_named(folder, file, damage, message):
 
 
 def test_a_folder_brings_its_vocabulary(folder):
-    source = sources.find_source(str(folder), SourceOptions(), print)
+    source = corpus.find_source(str(folder), SourceOptions(), print)
     assert source.vocabulary == Bytes()
     with pytest.raises(UsageError, match=r"was prepared with tokenizer=bytes .* and this takes chars"):
         source.open(Characters("ab"), lambda *_: None)
     shutil.move(folder, folder.with_name("moved"))
-    moved = sources.find_source(str(folder.with_name("moved")), SourceOptions(), print)
+    moved = corpus.find_source(str(folder.with_name("moved")), SourceOptions(), print)
     assert moved.open(Bytes(), lambda *_: None).fingerprint == source.folder.fingerprint
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from shardformer.__main__ import main
 from shardformer.data import Corpus
-from shardformer.devices import early_compilation
+from shardformer.devices import programs
 from shardformer.errors import RunError
 from shardformer.training.monitor import JsonLines, Monitor
 from tests import runs, shared
@@ -108,7 +108,7 @@ def test_programs_are_compiled_once(tmp_path, text, prompts, monkeypatch, caplog
 
     monkeypatch.setattr(Monitor, "observe", note_compilations)
     words = [*WORDS, "weight_decay=0.11"]  # a program that no other test has compiled
-    monkeypatch.setattr(early_compilation, "saves_time", lambda: False)  # another thread's log is not seen
+    monkeypatch.setattr(programs, "saves_time", lambda: False)  # another thread's log is not seen
     with jax.log_compiles():
         assert runs.train(*words, f"data={text}", f"eval_prompts={prompts}", f"out={tmp_path / 'run'}") == 0
     step_4, step_6 = compiled[:2], compiled[2:]
@@ -128,7 +128,7 @@ def test_second_compilation_of_the_step_is_noticed(tmp_path, text, monkeypatch, 
 
     monkeypatch.setattr(Corpus, "train_batches", make_batches)
     words = ["layers=1", "steps=2", "warmup=1", "eval_every=2", "eval_batches=1", "weight_decay=0.12"]
-    monkeypatch.setattr(early_compilation, "saves_time", lambda: False)  # another thread's log is not seen
+    monkeypatch.setattr(programs, "saves_time", lambda: False)  # another thread's log is not seen
     with jax.log_compiles():
         assert runs.train("tiny", "mesh=1x1", *words, f"data={text}", f"out={tmp_path / 'run'}") == 0
     assert COMPILED.findall(caplog.text).count(TRAIN_STEP) == 2

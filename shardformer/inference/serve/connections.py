@@ -11,7 +11,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from shardformer.inference.serve.limits import Limits
+from shardformer.inference.serve.bodies import Limits
 
 BACKLOG = 128  # connections that the loop accepts at once, before it can close others
 SPARE_SECONDS = 5.0  # after the time of a body, in which the endpoint answers that it was late

@@ -13,10 +13,9 @@ from shardformer.errors import UsageError
 from shardformer.inference.chat_codec import ChatCodec
 from shardformer.inference.sampling import Stops
 from shardformer.inference.serve.answers import Answer, Choice
-from shardformer.inference.serve.bodies import Bodies
+from shardformer.inference.serve.bodies import Bodies, Limits
 from shardformer.inference.serve.engine_thread import EngineThread, Full
 from shardformer.inference.serve.jobs import Job, Tokens, Weights
-from shardformer.inference.serve.limits import Limits
 from shardformer.inference.serve.request_fields import (
     MOST_CHOICES,
     ApiError,

@@ -12,10 +12,10 @@ import uvicorn
 from shardformer.data.chat.chat_format import make_builtin
 from shardformer.inference.chat_codec import ChatCodec
 from shardformer.inference.serve.app import make_app
+from shardformer.inference.serve.bodies import Limits
 from shardformer.inference.serve.connections import make_config
 from shardformer.inference.serve.engine import Engine
 from shardformer.inference.serve.engine_thread import EngineThread
-from shardformer.inference.serve.limits import Limits
 from shardformer.inference.serve.server_metrics import ServerMetrics
 from shardformer.inference.serve.service import Served, Service
 from shardformer.inference.text_codec import TextCodec

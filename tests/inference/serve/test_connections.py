@@ -10,7 +10,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from shardformer.inference.serve import connections
-from shardformer.inference.serve.limits import Limits
+from shardformer.inference.serve.bodies import Limits
 from tests.inference.serve.conftest import DRAWN
 from tests.inference.serve.http_server import ask, running_app, send, slow_down, wait_for
 from tests.inference.serve.test_bodies import HEAD, is_open
