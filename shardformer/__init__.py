@@ -24,7 +24,7 @@ __all__ = [
 # Imported at their first use, because commands set JAX's environment before they import it.
 LAZY = {
     "Model": "model",
-    "OwnBatches": "data",
+    "OwnBatches": "data.own_batches",
     "Session": "session",
     "Trainer": "training.trainer",
     "load_corpus": "data",

@@ -26,7 +26,7 @@ from shardformer.checkpoint import Lock
 from shardformer.config import Config, check_given, check_zero
 from shardformer.data import Characters, Corpus, Data, TokenIds, Vocabulary
 from shardformer.data.corpus import choose_row_layout
-from shardformer.data.own_batches import OWN
+from shardformer.data.digests import OWN
 from shardformer.data.source import Progress
 from shardformer.devices import processes, programs
 from shardformer.devices.programs import EarlyCompilation

@@ -13,8 +13,7 @@ from shardformer.config.weight_keys import OF_A_RUN
 from shardformer.devices import processes, programs
 from shardformer.errors import UsageError
 from shardformer.layout import mesh
-from shardformer.tables import format_table
-from shardformer.training.evaluation import Evaluation, Evaluator
+from shardformer.training.evaluation import Evaluator, format_losses
 from shardformer.training.run_folder import Run
 from shardformer.training.trainer import Trainer
 
@@ -67,7 +66,7 @@ def evaluate(arguments: list[str]) -> None:
     step, params = run.restore_params(trainer.model, options.step, options.ema)
     splits = corpus.held_out if options.split == "all" else (options.split,)
     losses = Evaluator(trainer, corpus).evaluate_splits(splits, params)
-    say(f"step {step}\n{loss_table(losses, settings)}")
+    say(f"step {step}\n{format_losses(losses, settings)}")
 
 
 def for_evaluation(settings: Config, shape: str) -> Config:
@@ -84,19 +83,3 @@ def for_evaluation(settings: Config, shape: str) -> Config:
         multiple = math.lcm(sizes.dp, settings.preferences.group_size)
     batch = -(-rows // multiple) * multiple * sizes.pp
     return settings.without_gradients().replace(mesh=shape, batch=batch, accum=sizes.pp)
-
-
-def loss_table(losses: dict[str, Evaluation], settings: Config) -> str:
-    rows = [[name, f"{it.loss:.4f}", f"{it.accuracy:.1%}", f"{it.tokens:,}"] for name, it in losses.items()]
-    titles = ["split", "nats/token", "accuracy", "tokens"]
-    if settings.preferences.learns_pairs:
-        titles = ["split", f"{settings.preferences.objective} loss", "right order", "pairs"]
-    if settings.preferences.learns_rewards:
-        titles = ["split", "mean reward", "above 0", "answers"]
-        for row, it in zip(rows, losses.values(), strict=True):
-            row[1] = f"{0 - it.loss:.4f}"  # no -0.0000
-    if all(it.bytes for it in losses.values()):
-        titles += ["nats/byte", "bits/byte"]
-        for row, it in zip(rows, losses.values(), strict=True):
-            row += [f"{it.nats_per_byte:.4f}", f"{it.bits_per_byte:.4f}"]
-    return format_table(rows, titles)

@@ -18,10 +18,10 @@ from shardformer.config.keys import key
 from shardformer.data import TokenIds
 from shardformer.devices import processes
 from shardformer.errors import UsageError
-from shardformer.inference import Continuation, Sampling, Stops, score_documents
+from shardformer.inference import Continuation, Sampling, Stops
 from shardformer.inference.chat_codec import parse_prompt
 from shardformer.inference.prompts import read_documents, read_prompts
-from shardformer.inference.scoring import Score
+from shardformer.inference.scoring import Score, score_documents
 from shardformer.inference.serve.engine import Engine
 from shardformer.inference.serve.jobs import make_jobs
 from shardformer.training.run_folder import Run

@@ -5,7 +5,6 @@ import shlex
 
 from shardformer import storage
 from shardformer.cli.arguments import parse_keys, parse_preset, run_folder, say, say_text
-from shardformer.cli.eval_command import loss_table
 from shardformer.cli.loading import ShownProgress
 from shardformer.cli.sample_command import sample_text
 from shardformer.config import Config, check_zero, presets
@@ -16,7 +15,7 @@ from shardformer.errors import UsageError
 from shardformer.inference import Generator, Sampling
 from shardformer.logs import command_start, goodput, streams
 from shardformer.session import Session, Trained
-from shardformer.training.evaluation import EvaluationStopped
+from shardformer.training.evaluation import EvaluationStopped, format_losses
 from shardformer.training.run_folder import Run
 from shardformer.training.stop_signal import StopSignal, print_line
 
@@ -110,7 +109,7 @@ def finish(trained: Trained, stop: StopSignal) -> None:
             say("evaluating the best checkpoint on all of validation and test")
             losses = trained.evaluate(stop.is_requested)
             step, params = run.restore_params(sample.generator.model, trained.best.step)
-            say(f"\nbest checkpoint: step {step}, on {run.config.data.source}\n{loss_table(losses, run.config)}")
+            say(f"\nbest checkpoint: step {step}, on {run.config.data.source}\n{format_losses(losses, run.config)}")
             with contextlib.suppress(SampleStopped):
                 say_text(f"\nit writes:\n{sample.write(params, stop)}\n")
         except EvaluationStopped:

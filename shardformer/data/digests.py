@@ -20,6 +20,7 @@ from shardformer.files import make_folder, open_regular, read_text, replacing
 from shardformer.storage import cache_folder
 
 FOLDER = "digests"  # in the cache
+OWN = "own:"  # at the beginning of fingerprints of batches that a program supplies
 PREPARED = "2-"  # at the beginning of fingerprints of prepared data; those of texts in memory have no mark
 MAX_BYTES = 1 << 30
 SETTLED = 2.0  # seconds: a younger file may change with the same mtime

@@ -7,10 +7,10 @@ import numpy as np
 
 from shardformer.config import Config
 from shardformer.data.batches import EVERY_ROW, Batch, Rows
+from shardformer.data.digests import OWN
 from shardformer.data.vocabulary import TokenIds, Vocabulary
 from shardformer.errors import UsageError
 
-OWN = "own:"  # the beginning of their fingerprints
 IGNORED = -100  # a target without a loss, as in PyTorch and Hugging Face
 NAMES = ("tokens", "targets", "weights", "documents")  # of the arrays of a batch
 

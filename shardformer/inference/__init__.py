@@ -2,6 +2,5 @@
 
 from shardformer.inference.generator import Continuation, Generator
 from shardformer.inference.sampling import Sampling, Stops
-from shardformer.inference.scoring import Scorer, score_documents
 
-__all__ = ["Continuation", "Generator", "Sampling", "Scorer", "Stops", "score_documents"]
+__all__ = ["Continuation", "Generator", "Sampling", "Stops"]

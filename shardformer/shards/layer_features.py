@@ -6,11 +6,9 @@ from jax import Array
 
 from shardformer.config import Config
 from shardformer.layout import Layout
-from shardformer.shards.adapters import AdaptedProducts
 from shardformer.shards.dropout import DroppedBranches
 from shardformer.shards.layer import LayerFeature, LayerInputs, Records
 from shardformer.shards.positions import Windows
-from shardformer.shards.shared_heads import SharedHeads
 
 
 class ScaledBranches(LayerFeature):
@@ -28,6 +26,8 @@ def choose_features(config: Config) -> tuple[LayerFeature, ...]:
     """Returns the features of a configuration's layers, in their order; () for plain layers."""
     features: list[LayerFeature] = []
     if config.shares_kv_heads:
+        from shardformer.shards.shared_heads import SharedHeads
+
         features.append(SharedHeads(config))
     if config.model.window or any(config.model.layers_without_rotary):
         features.append(Windows(config))
@@ -40,6 +40,8 @@ def choose_features(config: Config) -> tuple[LayerFeature, ...]:
 
         features.append(QuantizedProducts(config))
     if config.lora.lora_rank:
+        from shardformer.shards.adapters import AdaptedProducts
+
         features.append(AdaptedProducts(config))
     return tuple(features)
 

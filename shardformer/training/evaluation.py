@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from shardformer.config import Config
 from shardformer.devices import processes
 from shardformer.model import Sums
+from shardformer.tables import format_table
 from shardformer.training.trainer import Trainer, choose_steps_ahead
 
 if TYPE_CHECKING:
@@ -121,3 +123,20 @@ def _join(results: list[Evaluation]) -> Evaluation:
     loss = sum(result.loss * result.tokens for result in counted) / (tokens or math.nan)
     accuracy = sum(result.accuracy * result.tokens for result in counted) / (tokens or math.nan)
     return Evaluation(loss, accuracy, tokens, sum(result.bytes for result in results))
+
+
+def format_losses(losses: dict[str, Evaluation], settings: Config) -> str:
+    """Formats a table of the evaluations of splits, with the titles of the objective."""
+    rows = [[name, f"{it.loss:.4f}", f"{it.accuracy:.1%}", f"{it.tokens:,}"] for name, it in losses.items()]
+    titles = ["split", "nats/token", "accuracy", "tokens"]
+    if settings.preferences.learns_pairs:
+        titles = ["split", f"{settings.preferences.objective} loss", "right order", "pairs"]
+    if settings.preferences.learns_rewards:
+        titles = ["split", "mean reward", "above 0", "answers"]
+        for row, it in zip(rows, losses.values(), strict=True):
+            row[1] = f"{0 - it.loss:.4f}"  # no -0.0000
+    if all(it.bytes for it in losses.values()):
+        titles += ["nats/byte", "bits/byte"]
+        for row, it in zip(rows, losses.values(), strict=True):
+            row += [f"{it.nats_per_byte:.4f}", f"{it.bits_per_byte:.4f}"]
+    return format_table(rows, titles)
