@@ -9,7 +9,7 @@ from shardformer.checkpoint.manifest import Leaf, Manifest
 from shardformer.checkpoint.reading import read_small_file
 from shardformer.checkpoint.store import MANIFEST, Damaged, Location
 from shardformer.config import Config, is_hugging_face, parse_config
-from shardformer.errors import UsageError
+from shardformer.errors import UsageError, describe_error
 from shardformer.storage import BucketPath, location, read_small
 
 TREE = "tree.pkl"
@@ -62,7 +62,7 @@ def check_tree(folder: Location, stored: Manifest) -> None:
     try:
         layout = safe_pickle.loads(pickled)
     except Exception as error:
-        raise Damaged(f"{path} cannot be read: {safe_pickle.describe_error(error)}") from None
+        raise Damaged(f"{path} cannot be read: {describe_error(error)}") from None
     if layout != stored.layout():
         raise Damaged(f"{path} is damaged: expected the names, dtypes and shapes of {MANIFEST}")
     _check(path, pickled, stored)

@@ -4,6 +4,8 @@ import pickletools
 from pickle import UnpicklingError
 from typing import Any
 
+from shardformer.errors import describe_value
+
 MAX_BYTES = 4 * 2**20  # about 50,000 leaves
 MAX_OPCODES = 1_000_000  # 12 a leaf; read in 2 s
 
@@ -13,18 +15,6 @@ _LITERALS = {"SHORT_BINUNICODE", "BINUNICODE", "BININT", "BININT1", "BININT2", "
 def loads(pickled: bytes):
     """Returns the dicts (of string keys), tuples of tuples, strings and integers of a pickle; rejects all else."""
     return run(pickled, _Plain(), MAX_BYTES)
-
-
-def describe_error(error: Exception) -> str:
-    """Returns a short text of any error: a damaged pickle raises nearly every type, with messages of any length."""
-    return f"{error!s:.300}" or type(error).__name__
-
-
-def shorten(value) -> str:
-    """Describes a value of a pickle for a message: the text of a nested value could be exponentially long."""
-    if type(value) is str:
-        return value[:80]
-    return str(value) if type(value) is int and value.bit_length() < 64 else f"a {type(value).__name__}"
 
 
 def run(pickled, machine: "Machine", max_bytes: int):
@@ -161,6 +151,6 @@ class _Plain(Machine):
     def _refuse(self, opcode: str, argument) -> None:
         if opcode in ("GLOBAL", "STACK_GLOBAL"):
             wanted = argument.split(" ") if opcode == "GLOBAL" else self._stack[-2:]
-            names = ".".join(map(shorten, wanted))
+            names = ".".join(map(describe_value, wanted))
             raise UnpicklingError(f"it asks for {names}, but a checkpoint needs no class or function")
         raise UnpicklingError(f"it has the opcode {opcode}, which a checkpoint's tree never has")

@@ -5,14 +5,14 @@ The rules go by name: shapes and values cannot tell a split bias from a summed b
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from shardformer.config import Config
 from shardformer.convert.gptj_settings import POSITIONS
-from shardformer.convert.leaves import Filled, Readable, flatten
+from shardformer.convert.leaves import Array, flatten
 from shardformer.convert.shard_files import Member
 from shardformer.errors import UsageError
 from shardformer.model import Model
@@ -31,9 +31,6 @@ FIXED = {
     "embed_scale": 1.0, "logits_cap": None, "residual_scale": 1.0, "logits_scale": 1.0, "window_pattern": "",
     "experts": 0,
 }  # fmt: skip
-
-Array = np.ndarray | Filled | Readable
-Leaves = Mapping[str, Array]  # our name -> the full array
 
 
 @dataclasses.dataclass(frozen=True)

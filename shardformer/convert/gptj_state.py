@@ -8,26 +8,10 @@ import numpy as np
 
 from shardformer.config import Config
 from shardformer.convert import gptj, shard_files
-from shardformer.convert.gptj import HEAD_BIAS, TABLE, TABLE_BIAS, Array, Leaf, Leaves
-from shardformer.convert.leaves import Filled
+from shardformer.convert.gptj import HEAD_BIAS, TABLE, TABLE_BIAS, Leaf
+from shardformer.convert.leaves import Array, Filled, Leaves, Moments, State
 from shardformer.convert.shard_files import Member
 from shardformer.errors import RunError, UsageError
-
-
-class Moments(NamedTuple):
-    """Adam's moments after `steps` updates."""
-
-    steps: int
-    mu: Leaves
-    nu: Leaves
-
-
-class State(NamedTuple):
-    """The parameters of a checkpoint, and the optimizer's moments if it has them."""
-
-    step: int
-    params: Leaves
-    moments: Moments | None = None
 
 
 class Entry(NamedTuple):

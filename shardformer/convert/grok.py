@@ -11,10 +11,8 @@ import numpy as np
 
 from shardformer.config import ARCHITECTURE, Config, parsing
 from shardformer.convert import runs
-from shardformer.convert.gptj import Leaves
-from shardformer.convert.gptj_state import State
 from shardformer.convert.grok_pickles import read_shape, read_weight
-from shardformer.convert.leaves import Filled, flatten
+from shardformer.convert.leaves import Filled, Leaves, State, flatten
 from shardformer.convert.new_folder import describe_form, describe_size, new_folder
 from shardformer.errors import RunError, UsageError
 from shardformer.model import Model

@@ -13,8 +13,8 @@ from typing import BinaryIO, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from shardformer.checkpoint.safe_pickle import ObjectMachine, describe_error, run, shorten
-from shardformer.errors import RunError, UsageError
+from shardformer.checkpoint.safe_pickle import ObjectMachine, run
+from shardformer.errors import RunError, UsageError, describe_error, describe_value
 from shardformer.files import read_bytes
 
 DTYPES = {"f4": np.dtype(np.float32), "i1": np.dtype(np.int8), "bfloat16": np.dtype(jnp.bfloat16)}
@@ -113,7 +113,9 @@ class _Weights(ObjectMachine):
                 (state,) = pop(1)
                 _build(self._stack[-1], state)
             case _:
-                raise UnpicklingError(f"it has the opcode {opcode} ({shorten(argument)}), which weights do not need")
+                raise UnpicklingError(
+                    f"it has the opcode {opcode} ({describe_value(argument)}), which weights do not need"
+                )
 
     def _find_name(self, module, name) -> Name:
         return _find_name(module, name)
@@ -121,7 +123,9 @@ class _Weights(ObjectMachine):
 
 def _find_name(module, name) -> Name:
     if type(module) is not str or type(name) is not str or name not in KNOWN.get(module.partition(".")[0], ()):
-        raise UnpicklingError(f"it asks for {shorten(module)}.{shorten(name)}, and weights need only arrays")
+        raise UnpicklingError(
+            f"it asks for {describe_value(module)}.{describe_value(name)}, and weights need only arrays"
+        )
     return Name(name)
 
 
@@ -133,7 +137,7 @@ def _call(function, arguments):
             name = kind.name if isinstance(kind, Name) else kind
             if name in DTYPES:
                 return DTYPES[name]
-            raise UnpicklingError(f"it has an array of {shorten(name)}, expected one of {', '.join(DTYPES)}")
+            raise UnpicklingError(f"it has an array of {describe_value(name)}, expected one of {', '.join(DTYPES)}")
         case "_reconstruct", (Name(name="ndarray"), *_):
             return Array()
         case "_reconstruct_array", (Name(name="_reconstruct"), _, state, _):  # a jax.Array, with NumPy's state

@@ -9,8 +9,8 @@ from shardformer.checkpoint import read_config
 from shardformer.config import ARCHITECTURE, Config, parsing
 from shardformer.config.keys import key
 from shardformer.convert import hf_settings, hf_special_tokens, hf_state, runs
-from shardformer.convert.gptj_state import State
 from shardformer.convert.hf_special_tokens import find_end_of_turn
+from shardformer.convert.leaves import State
 from shardformer.convert.new_folder import (
     describe_average,
     describe_form,

@@ -9,8 +9,8 @@ import numpy as np
 from shardformer.config import Config
 from shardformer.convert import safetensors_files, weight_files
 from shardformer.convert.families import Part, Stored, list_stored
-from shardformer.convert.gptj import TABLE, TABLE_BIAS, Leaves
-from shardformer.convert.leaves import Filled, Readable, blocks, flatten
+from shardformer.convert.gptj import TABLE, TABLE_BIAS
+from shardformer.convert.leaves import Filled, Leaves, Readable, blocks, flatten
 from shardformer.convert.safetensors_files import DTYPES, CreatedTensor
 from shardformer.convert.text_model import select_text_arrays
 from shardformer.convert.weight_files import Tensor

@@ -1,7 +1,11 @@
-"""Arrays that are read when they are written elsewhere, so that no conversion has a full model in memory."""
+"""The state of a model that is converted: arrays that are read when they are written elsewhere.
+
+So no conversion has a full model in memory.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -54,12 +58,32 @@ class Readable:
         return self[...] if dtype is None else self[...].astype(dtype, copy=False)
 
 
+Array = np.ndarray | Filled | Readable
+Leaves = Mapping[str, Array]  # our name -> the full array
+
+
+class Moments(NamedTuple):
+    """Adam's moments after `steps` updates."""
+
+    steps: int
+    mu: Leaves
+    nu: Leaves
+
+
+class State(NamedTuple):
+    """The parameters of a checkpoint, and the optimizer's moments if it has them."""
+
+    step: int
+    params: Leaves
+    moments: Moments | None = None
+
+
 def constant(shape: tuple[int, ...], dtype, value) -> Filled:
     """Returns an array whose elements all have one value."""
     return Filled(tuple(shape), np.dtype(dtype), lambda whole: whole.fill(value))
 
 
-def copy_into(whole: np.ndarray, source: "np.ndarray | Filled | Readable") -> None:
+def copy_into(whole: np.ndarray, source: Array) -> None:
     """Copies an array into memory of its shape, a block at a time."""
     if isinstance(source, Filled) and source.dtype == whole.dtype:
         source.fill(whole)  # once: each block would compute all of it
@@ -68,7 +92,7 @@ def copy_into(whole: np.ndarray, source: "np.ndarray | Filled | Readable") -> No
         whole[rows] = source[rows]
 
 
-def each_row(source: "np.ndarray | Filled | Readable") -> Iterator[np.ndarray]:
+def each_row(source: Array) -> Iterator[np.ndarray]:
     """Yields the rows of the first axis; an array that cannot compute one row is computed once."""
     source = np.asarray(source) if isinstance(source, Filled) and source.fill_row is None else source
     return (source[row] for row in range(source.shape[0]))

@@ -10,9 +10,7 @@ import numpy as np
 from shardformer.config.keys import key
 from shardformer.config.names import MATRICES
 from shardformer.convert import runs, stored_weights
-from shardformer.convert.gptj import Array, Leaves
-from shardformer.convert.gptj_state import State
-from shardformer.convert.leaves import Filled, copy_into
+from shardformer.convert.leaves import Array, Filled, Leaves, State, copy_into
 from shardformer.errors import RunError, UsageError
 from shardformer.model import lora
 from shardformer.training.run_folder import Run

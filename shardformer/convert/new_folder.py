@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shardformer import checkpoint
 from shardformer.config import Config
-from shardformer.convert.gptj import Leaves
+from shardformer.convert.leaves import Leaves
 from shardformer.errors import RunError, UsageError
 from shardformer.files import check_no_link, sync
 from shardformer.storage import BucketPath, bucket

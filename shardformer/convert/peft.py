@@ -21,11 +21,9 @@ from shardformer.config.keys import key
 from shardformer.config.names import EXPERT_MATRICES, MATRICES, SHARED_MATRICES, is_part
 from shardformer.convert import hf_settings, peft_experts, runs, safetensors_files, weight_files
 from shardformer.convert.families import Part, Stored, list_stored
-from shardformer.convert.gptj import Array
-from shardformer.convert.gptj_state import State
 from shardformer.convert.hf import copy_tokenizer
 from shardformer.convert.hf_state import FLOATS, first_of, float_kind
-from shardformer.convert.leaves import Filled, copy_into, flatten
+from shardformer.convert.leaves import Array, Filled, State, copy_into, flatten
 from shardformer.convert.new_folder import describe_form, new_folder, new_folder_on_disk
 from shardformer.convert.safetensors_files import CreatedTensor, Tensor
 from shardformer.data.stored_vocabulary import TOKENIZER_FOLDER

@@ -16,9 +16,7 @@ from shardformer.checkpoint.manifest import Leaf
 from shardformer.config import Config
 from shardformer.config.names import is_part
 from shardformer.convert import stored_weights
-from shardformer.convert.gptj import Leaves
-from shardformer.convert.gptj_state import Moments, State
-from shardformer.convert.leaves import Filled, Readable, constant, flatten, nest
+from shardformer.convert.leaves import Filled, Leaves, Moments, Readable, State, constant, flatten, nest
 from shardformer.data import Vocabulary
 from shardformer.errors import RunError, UsageError
 from shardformer.layout import mesh

@@ -12,10 +12,9 @@ from typing import NoReturn
 import jax
 import numpy as np
 
-from shardformer.checkpoint.safe_pickle import describe_error
 from shardformer.convert import seed_pickles
 from shardformer.convert.shard_files import BFLOAT16, ON_DISK
-from shardformer.errors import RunError, UsageError
+from shardformer.errors import RunError, UsageError, describe_error
 
 ARRAYS, TREE = "arrays.npy", "tree.pkl"
 

@@ -13,7 +13,8 @@ from pickle import UnpicklingError
 
 import jax
 
-from shardformer.checkpoint.safe_pickle import Machine, run, shorten
+from shardformer.checkpoint.safe_pickle import Machine, run
+from shardformer.errors import describe_value
 
 MAX_BYTES = 16 * 2**20
 OPTAX = {
@@ -48,8 +49,8 @@ def stand_in_class(module: str, name: str) -> type:
         jax.tree_util.register_pytree_with_keys(created, _flatten, functools.partial(_unflatten, created))
         return created
     raise UnpicklingError(
-        f"it asks for {shorten(module)}.{shorten(name)}; a checkpoint of the seed holds only plain containers, "
-        "Haiku's mappings and optax's states"
+        f"it asks for {describe_value(module)}.{describe_value(name)}; a checkpoint of the seed holds only plain "
+        "containers, Haiku's mappings and optax's states"
     )
 
 
@@ -96,7 +97,7 @@ class _Trees(Machine):
                 put(_construct(*pop(2)))
             case _:
                 raise UnpicklingError(
-                    f"it has the opcode {opcode} ({shorten(argument)}), which a tree of leaves never has"
+                    f"it has the opcode {opcode} ({describe_value(argument)}), which a tree of leaves never has"
                 )
 
     def _target(self, kind: type):

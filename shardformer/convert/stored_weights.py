@@ -14,8 +14,7 @@ from shardformer.config import Config
 from shardformer.config.keys import key
 from shardformer.config.names import CODES, is_part, is_stacked
 from shardformer.config.weight_keys import MEANING
-from shardformer.convert.gptj import Array, Leaves
-from shardformer.convert.leaves import Filled, copy_into, each_row
+from shardformer.convert.leaves import Array, Filled, Leaves, copy_into, each_row
 from shardformer.layout import resolve
 from shardformer.training.run_folder import Run
 

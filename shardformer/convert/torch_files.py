@@ -14,9 +14,9 @@ from typing import BinaryIO, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from shardformer.checkpoint.safe_pickle import ObjectMachine, describe_error, run, shorten
+from shardformer.checkpoint.safe_pickle import ObjectMachine, run
 from shardformer.convert.tensors import Tensor
-from shardformer.errors import RunError, UsageError
+from shardformer.errors import RunError, UsageError, describe_error, describe_value
 from shardformer.files import open_regular
 
 MAX_PICKLE = 4 * 2**20  # bytes: about 20,000 tensors
@@ -76,7 +76,9 @@ class _Tensors(ObjectMachine):
             case "BUILD":  # the attributes of an OrderedDict: versions of modules
                 pop(1)
             case _:
-                raise UnpicklingError(f"it has the opcode {opcode} ({shorten(argument)}), which tensors do not need")
+                raise UnpicklingError(
+                    f"it has the opcode {opcode} ({describe_value(argument)}), which tensors do not need"
+                )
 
     def _find_name(self, module, name) -> Name:
         return _find_name(module, name)
@@ -90,7 +92,9 @@ def _find_name(module, name) -> Name:
         or (module == "torch.storage" and name == "UntypedStorage")
     )
     if not known:
-        raise UnpicklingError(f"it asks for {shorten(module)}.{shorten(name)}, and weights need only tensors")
+        raise UnpicklingError(
+            f"it asks for {describe_value(module)}.{describe_value(name)}, and weights need only tensors"
+        )
     return Name(module, name)
 
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from shardformer import checkpoint
-from shardformer.checkpoint import Damaged, array_files, checksums, manifest, safe_pickle, store
+from shardformer.checkpoint import Damaged, array_files, checksums, manifest, store
 from shardformer.convert import seed_pickles
-from shardformer.errors import RunError
+from shardformer.errors import RunError, describe_error
 from shardformer.storage import bucket
 from tests.checkpoint import places
 from tests.checkpoint.cases import here, small_state
@@ -343,7 +343,7 @@ def test_pickle_errors_are_short_and_quick(damaged, pickled):
     assert len(str(refusal.value)) < 1000
     with pytest.raises(Exception) as refusal:  # noqa: PT011
         seed_pickles.loads(pickled)
-    assert len(safe_pickle.describe_error(refusal.value)) <= 300
+    assert len(describe_error(refusal.value)) <= 300
 
 
 def test_tuples_within_tuples_are_not_walked(damaged):

@@ -13,7 +13,7 @@ import pytest
 
 from shardformer.config.model_keys import ModelKeys
 from shardformer.convert import gptj, gptj_settings, gptj_state, leaves, runs, shard_files
-from shardformer.convert.gptj_state import Moments, State
+from shardformer.convert.leaves import Moments, State
 from shardformer.data.vocabulary import TokenIds
 from shardformer.errors import UsageError
 from shardformer.layout import mesh
