@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from shardformer import data, storage
+from shardformer import storage
 from shardformer.cli.arguments import say, split_paths
 from shardformer.cli.chat_display import ShowOptions, show_chat_file, show_conversation, show_pair, take_first_pair
 from shardformer.cli.loading import ShownProgress
@@ -18,6 +18,7 @@ from shardformer.data import choose_vocabulary, corpus, file_sources, prepare, t
 from shardformer.data.chat.chat_windows import ChatSplit
 from shardformer.data.chat.preference_windows import PreferenceSplit
 from shardformer.data.file_sources import TokenFile
+from shardformer.data.shakespeare import import_shakespeare
 from shardformer.data.source import Source, SourceOptions
 from shardformer.data.token_folder import TokenFolder
 from shardformer.data.tokens import describe_largest_id
@@ -87,7 +88,7 @@ def main(arguments: list[str]) -> None:
 def import_data(arguments: list[str]) -> None:
     if len(arguments) != 1:
         raise UsageError(USAGE)
-    say(f"tiny_shakespeare is prepared in {data.import_shakespeare(storage.on_disk(arguments[0], 'INPUT.TXT'))}")
+    say(f"tiny_shakespeare is prepared in {import_shakespeare(storage.on_disk(arguments[0], 'INPUT.TXT'))}")
 
 
 def prepare_data(arguments: list[str]) -> None:

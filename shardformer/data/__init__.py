@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Union
 
 from shardformer.data.choose_vocabulary import open_vocabulary
 from shardformer.data.corpus import Corpus, load_corpus
-from shardformer.data.shakespeare import import_shakespeare
 from shardformer.data.special_tokens import SpecialTokens, load_special_tokens
 from shardformer.data.stored_vocabulary import check_same_data, load_vocabulary
 from shardformer.data.vocabulary import Characters, TokenIds, Vocabulary
@@ -22,7 +21,6 @@ __all__ = [
     "TokenIds",
     "Vocabulary",
     "check_same_data",
-    "import_shakespeare",
     "load_corpus",
     "load_special_tokens",
     "load_vocabulary",

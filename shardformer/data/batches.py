@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from shardformer.data.order import Mixture, epoch_order, epoch_shift, scramble
-from shardformer.data.tensorflow import import_tensorflow
 from shardformer.data.vocabulary import MAX_IDS
 from shardformer.data.windows import AnySplit, Batch, RowLayout, Windows
 from shardformer.errors import RunError, UsageError
@@ -107,6 +106,8 @@ class _TfDataBatches:
     """An iterator over a tf.data.Dataset, closed before the interpreter ends: TensorFlow would wait forever."""
 
     def __init__(self, make: Callable[[int], Batch], first_step: int):
+        from shardformer.data.tensorflow import import_tensorflow  # not imported without texts of TensorFlow Datasets
+
         tf = import_tensorflow()
         first = make(first_step)
         names, types = tuple(first), [tf.as_dtype(values.dtype) for values in first.values()]

@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 
 from shardformer.config import Config
-from shardformer.data import batches, builtin, shakespeare
+from shardformer.data import batches
 from shardformer.data.choose_vocabulary import choose_chat_template, choose_vocabulary
 from shardformer.data.digests import join_fingerprints
 from shardformer.data.row_report import join_faults
@@ -341,17 +341,21 @@ def _check_splits(opened: tuple[OpenedSource, ...], named_validation: bool, fixe
 
 
 def find_source(name: str, options: SourceOptions, say: Say) -> Source:
-    """Returns the source that a name stands for."""
-    if name == "auto":
-        return _find_shakespeare_or_builtin(say)
-    if name == "tiny_shakespeare":
-        return Texts(name, shakespeare.load_splits(), through_tf=True)
+    """Returns the source that a name stands for; imports only what reads it."""
     if name == "builtin":
+        from shardformer.data import builtin
+
         return Texts(name, split_text(builtin.text(), SHARE))
-    if name.startswith("tfds:"):
+    if name == "auto":
+        return _find_shakespeare_or_builtin(options, say)
+    if name == "tiny_shakespeare" or name.startswith("tfds:"):
+        from shardformer.data import shakespeare
+
+        if name == "tiny_shakespeare":
+            return Texts(name, shakespeare.load_splits(), through_tf=True)
         splits = shakespeare.load_tfds_splits(name.removeprefix("tfds:"), options.field)
         return Texts(name, splits, through_tf=True)
-    from shardformer.data import file_sources  # not imported for texts in memory
+    from shardformer.data import file_sources
 
     if is_url(name):
         origin = location(name)
@@ -360,9 +364,9 @@ def find_source(name: str, options: SourceOptions, say: Say) -> Source:
     return file_sources.find_files(name, Path(expand_home(name)), options, say)
 
 
-def _find_shakespeare_or_builtin(say: Say) -> Source:
+def _find_shakespeare_or_builtin(options: SourceOptions, say: Say) -> Source:
     try:
-        return Texts("tiny_shakespeare", shakespeare.load_splits(), through_tf=True)
+        return find_source("tiny_shakespeare", options, say)
     except UsageError as reason:
         say(f"{reason}\nUntil then, the built-in corpus is used, whose losses are not Shakespeare's.")
-        return Texts("builtin", split_text(builtin.text(), SHARE))
+        return find_source("builtin", options, say)

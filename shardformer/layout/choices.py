@@ -11,7 +11,6 @@ from shardformer.layout.attention_limits import Rows
 from shardformer.layout.choose_attention import choose_attention, without_kernel
 from shardformer.layout.choose_layers import Loop, choose_loop, choose_loss_chunk, choose_pipeline, choose_remat
 from shardformer.layout.choose_replicas import choose_replicas
-from shardformer.layout.expert_axes import choose_expert_axes
 from shardformer.layout.float_weights import FLOAT, FloatWeights
 from shardformer.parallel.replicas import Replicated
 
@@ -85,6 +84,7 @@ def _quantize(layout: Layout) -> Layout:
 
 def _add_experts(layout: Layout) -> Layout:
     from shardformer.layout.choose_experts import choose_grouped_product  # not imported without experts
+    from shardformer.layout.expert_axes import choose_expert_axes
 
     product, why = choose_grouped_product(layout.config, layout.hardware)
     axes = choose_expert_axes(layout.config)

@@ -5,7 +5,6 @@ from typing import NamedTuple
 from shardformer.config import Config
 from shardformer.config.names import CP, DP, EXPERT_MATRICES, PP
 from shardformer.devices.chips import Hardware
-from shardformer.layout.expert_axes import choose_expert_axes
 from shardformer.parallel.replicas import Replicated, Zero1, Zero3
 from shardformer.parallel.scattering import Scattering
 
@@ -25,7 +24,11 @@ def choose_replicas(config: Config, hardware: Hardware, torus: tuple[int, ...]) 
     """Returns the replicas of a layout in which dp follows torus dimensions of these sizes."""
     layer_axes = tuple(axis for axis, size in ((DP, config.parallel.dp), (CP, config.parallel.cp)) if size > 1)
     outside_axes = layer_axes if config.parallel.pp == 1 else (*layer_axes, PP)
-    shared = EXPERT_MATRICES if config.experts.experts and choose_expert_axes(config).over_dp else ()
+    shared: tuple[str, ...] = ()
+    if config.experts.experts:
+        from shardformer.layout.expert_axes import choose_expert_axes  # not imported without experts
+
+        shared = EXPERT_MATRICES if choose_expert_axes(config).over_dp else ()
     axes = layer_axes, outside_axes, config.parallel.replicas * config.parallel.pp, shared
     if not config.parallel.zero or config.parallel.replicas == 1:
         return ReplicasChoice(

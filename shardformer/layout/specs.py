@@ -19,7 +19,6 @@ from shardformer.config.names import (
     is_stacked,
 )
 from shardformer.config.weight_keys import group_size
-from shardformer.layout.expert_axes import choose_expert_axes
 
 # Split columns (outputs) or rows (inputs) of a matrix, as Megatron does. pp splits the leading L of stacked layers.
 RULES = (
@@ -106,6 +105,8 @@ def _spec_of_experts(name: str, spec: P, config: Config) -> P:
     """Returns the spec of a matrix of experts, or of a factor of its adapters."""
     if not config.splits_experts:
         return SPLIT_WIDTHS.get(name.rpartition("/")[2], spec)
+    from shardformer.layout.expert_axes import choose_expert_axes  # not imported without experts
+
     axes = choose_expert_axes(config).axes
     return P(None, axes if len(axes) > 1 else axes[0], None, None)
 

@@ -14,7 +14,6 @@ from shardformer.logs import goodput
 from shardformer.logs.observers import Observer
 from shardformer.training.checkpoint_progress import Best
 from shardformer.training.evaluation import Evaluation, EvaluationStopped, Evaluator
-from shardformer.training.non_finite import describe_first_non_finite
 from shardformer.training.outputs import Outputs, open_outputs
 from shardformer.training.rollback import Stuck, go_back
 from shardformer.training.run_folder import Run
@@ -129,6 +128,8 @@ class TrainingLoop:
         broken = [f"{name} is {value}" for name, value in values._asdict().items() if not math.isfinite(value)]
 
         def explain() -> str:
+            from shardformer.training.non_finite import describe_first_non_finite  # not imported for finite losses
+
             return describe_first_non_finite(self.evaluator, state, step)
 
         if self.config.bad_steps.skip_steps:
