@@ -12,9 +12,8 @@ import numpy as np
 
 from shardformer.checkpoint import checksums, documents
 from shardformer.checkpoint.manifest import Index, Manifest, Piece
-from shardformer.checkpoint.reading import check_sizes, read_into
 from shardformer.checkpoint.store import Damaged, Location
-from shardformer.checkpoint.stores import store_of
+from shardformer.checkpoint.stores import check_sizes, read_into, store_of
 from shardformer.errors import RunError
 
 _ALIGNMENT = 64  # bytes: JAX uses memory without a copy if its address is a multiple of this

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from shardformer.checkpoint import manifest, safe_pickle
 from shardformer.checkpoint.manifest import Leaf, Manifest
-from shardformer.checkpoint.reading import read_small_file
 from shardformer.checkpoint.store import MANIFEST, Damaged, Location
+from shardformer.checkpoint.stores import read_small_file
 from shardformer.config import Config, is_hugging_face, parse_config
 from shardformer.errors import UsageError, describe_error
 from shardformer.storage import BucketPath, location, read_small

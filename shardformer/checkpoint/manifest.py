@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from shardformer.checkpoint import checksums
-from shardformer.checkpoint.reading import read_small_file
 from shardformer.checkpoint.store import MANIFEST, Damaged, Location
+from shardformer.checkpoint.stores import read_small_file
 from shardformer.errors import RunError
 
 FORMAT = 2
