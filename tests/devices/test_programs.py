@@ -286,7 +286,7 @@ print(entry.read_bytes())
 @pytest.mark.multiprocess
 @pytest.mark.skipif(importlib.util.find_spec("zstandard") is None, reason="JAX packs programs with zlib, which checks")
 def test_cache_of_jax_still_needs_both_repairs(tmp_path):
-    """If JAX adds a checksum, or replaces a damaged entry, one of `cache_repairs` can be removed."""
+    """If JAX adds a checksum, or replaces a damaged entry, one of the repairs in `program_folder` can be removed."""
     status, printed, error = finished(start(tmp_path, program=UNREPAIRED))
     assert status == 0, error
     has_checksum, warning, entry = printed.splitlines()
