@@ -20,7 +20,7 @@ from shardformer.data.vocabulary import Bytes
 from shardformer.errors import UsageError
 from shardformer.session import open_vocabulary_of_base
 from shardformer.training.run_folder import Run
-from tests import runs
+from tests import runs, shared
 from tests.convert.hf_models import FOLDER
 
 USAGE = 2
@@ -107,6 +107,31 @@ def test_a_run_is_a_base_without_naming_its_shape(tmp_path, text):
     words = [f"base={tmp_path / 'base'}", f"data={text}", "mesh=1x1", "batch=8", "steps=1", f"out={tmp_path / 'run'}"]
     assert runs.train(*words) == 0
     assert Run.open(tmp_path / "run").config.model.layers == Run.open(tmp_path / "base").config.model.layers == 2
+
+
+def write_run(folder, **changes):
+    """Writes the config.json of a run, which is all that the keys of a base are read from."""
+    folder.mkdir()
+    (folder / "config.json").write_text(shared.tiny(vocab=64, seq=16, **changes).to_json())
+    return folder
+
+
+@pytest.mark.parametrize("positions", ["rotary", "alibi"])
+def test_rows_may_be_shorter_than_those_of_the_base(tmp_path, positions):
+    base = write_run(tmp_path / "base", positions=positions)
+    assert base_model.parse_base([f"base={base}", "data=x", "seq=8"]).model.seq == 8
+    assert base_model.parse_base([f"base={base}", "data=x"]).model.seq == 16
+
+
+@pytest.mark.parametrize(
+    ("positions", "seq", "message"),
+    [("learned", 8, "has seq=16 and a table of learned positions; leave seq= out"),
+     ("rotary", 32, "has seq=16; leave seq= out")],
+)  # fmt: skip
+def test_rows_that_the_base_cannot_read_are_rejected(tmp_path, positions, seq, message):
+    base = write_run(tmp_path / "base", positions=positions)
+    with pytest.raises(UsageError, match=message):
+        base_model.parse_base([f"base={base}", "data=x", f"seq={seq}"])
 
 
 @pytest.mark.parametrize(
