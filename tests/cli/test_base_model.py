@@ -183,6 +183,10 @@ def test_another_base_is_not_what_was_converted_before(tmp_path):
         ("layers=5 contradicts base=", ["layers=5"]),
         ("zero=1 splits over dp, and mesh=1x1 has dp=1", ["zero=1", "mesh=1x1"]),
         ("run already holds a run", []),
+        ("data=nowhere.txt does not exist", ["data=nowhere.txt"]),
+        ("nowhere.txt does not exist", ["validation=nowhere.txt"]),
+        ("eval_prompts=nowhere.txt cannot be read", ["eval_prompts=nowhere.txt"]),
+        ("objective=grpo learns from rewards, which each start names", ["objective=grpo", "answer_tokens=4"]),
     ],
 )
 def test_what_is_refused_is_refused_before_the_base_is_converted(tmp_path, capsys, message, words):
@@ -192,7 +196,8 @@ def test_what_is_refused_is_refused_before_the_base_is_converted(tmp_path, capsy
         (out / "config.json").write_text("{}")
     data = tmp_path / "ids.bin"
     np.tile(np.arange(61), 300).astype("<u2").tofile(data)
-    assert main(["train", f"base={FOLDER / 'gpt2'}", f"data={data}", f"out={out}", *words]) == USAGE
+    named = [] if any(word.startswith("data=") for word in words) else [f"data={data}"]
+    assert main(["train", f"base={FOLDER / 'gpt2'}", f"out={out}", *named, *words]) == USAGE
     assert message in capsys.readouterr().err
     assert not list(tmp_path.glob("*run.base*"))
 
