@@ -78,7 +78,7 @@ class Session:
         """Opens a new run; `corpus` replaces the data that the configuration names."""
         if config.lora.lora_rank and not config.training.base:
             raise UsageError("lora_rank trains adapters beside the frozen weights of a trained run; name it: base=RUN")
-        prompts = _open_what_start_names(config)
+        prompts = open_what_start_names(config)
         if corpus is None:
             Run(config, TokenIds(config.model.vocab or 1), "").refuse_to_overwrite()  # before the data are read
             vocabulary = open_vocabulary_of_base(config) if config.training.base else None
@@ -103,7 +103,7 @@ class Session:
         if newest := checkpoint.newest_step_folder(run.out):
             with contextlib.suppress(RunError):  # damaged: an earlier checkpoint may serve
                 _check_steps(run, read_progress(newest).step)
-        prompts = _open_what_start_names(run.config)
+        prompts = open_what_start_names(run.config)
         if corpus is None:
             if "data" not in changes:
                 _check_fingerprint(run, previous)
@@ -132,7 +132,7 @@ class Session:
         if not names_data:
             _check_fingerprint(source, config)
         _check_steps(run, config.training.base_step)
-        prompts = _open_what_start_names(config)
+        prompts = open_what_start_names(config)
         corpus = data.load_corpus(config, say, source.vocabulary, progress, resumes=True)
         source.check_corpus(corpus)
         return Session(run.with_corpus(corpus), corpus, previous, say=say, prompts=prompts)
@@ -154,7 +154,7 @@ class Session:
             with StopSignal() as stop:
                 return self.train(stop, sink, evaluate)
         with contextlib.ExitStack() as stack:
-            self._try_reward()
+            self._try_what_start_names()
             run = self._on_devices()
             programs.keep_compiled_programs(run.config, processes.gather_texts)
             stack.enter_context(processes.ending_all_on_failure())
@@ -197,11 +197,16 @@ class Session:
                     draw_curves(run, lock, self.say)
             return Trained(run, evaluator, best, stopped=stop.is_obeyed)
 
-    def _try_reward(self) -> None:
+    def _try_what_start_names(self) -> None:
+        """Raises UsageError for a reward or prompts that this run's tokens and data show to be wrong."""
+        if self.prompts:
+            from shardformer.training.monitor import encode_prompts  # not imported without prompts
+
+            encode_prompts(self.run, self.prompts)
         if self.run.config.preferences.learns_rewards and isinstance(self.corpus, Corpus):
             from shardformer.training.rollouts import try_first_row  # not imported without rewards
 
-            try_first_row(self.run, self.corpus)
+            try_first_row(self.run, self.corpus, self.run.config.start.reward)
 
     def _on_devices(self) -> Run:
         """Starts JAX, and returns the run with its mesh, which mesh=auto chooses from the devices."""
@@ -293,7 +298,7 @@ def _check_steps(run: Run, step: int) -> None:
         raise UsageError(f"{run.out} is at step {step} already, got steps={run.config.training.steps}; give more")
 
 
-def _open_what_start_names(config: Config) -> list[str]:
+def open_what_start_names(config: Config) -> list[str]:
     """Returns the prompts of eval_prompts; raises UsageError for code, tasks or prompts that cannot be opened.
 
     Called before the data are read, which may take hours.
@@ -301,12 +306,14 @@ def _open_what_start_names(config: Config) -> list[str]:
     observers.check_trackers(config)
     if config.start.eval_tasks:
         from shardformer.inference.lm_eval_answers import check_installed  # not imported without tasks
+        from shardformer.training.monitor import open_tasks
 
         check_installed("eval_tasks")
+        open_tasks(config.start.eval_tasks)
     if config.preferences.learns_rewards:
-        from shardformer.training.rewards import check_reward  # not imported without rewards
+        from shardformer.training.rewards import open_reward  # not imported without rewards
 
-        check_reward(config)
+        open_reward(config.start.reward)
     if not config.start.eval_prompts:
         return []
     from shardformer.inference.prompts import read_prompts  # not imported without prompts

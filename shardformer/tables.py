@@ -26,6 +26,16 @@ def format_table(rows: Sequence[Sequence], header: Sequence[str]) -> str:
     return "\n".join("  ".join(line).rstrip() for line in zip(*aligned, strict=True))
 
 
+def format_blocks(rows: Sequence[Sequence], header: Sequence[str]) -> str:
+    """Formats each row as lines of its own, for a terminal narrower than the table; empty cells are left out."""
+    lines = []
+    for first, *others in rows:
+        lines.append(str(first))
+        printed = (cell if isinstance(cell, str) else format_number(cell) for cell in others)
+        lines += [f"  {heading} {text}" for heading, text in zip(header[1:], printed, strict=True) if text]
+    return "\n".join(lines)
+
+
 def format_number(value: float | None) -> str:
     """Formats four decimals, or an exponent for very small and large values; empty for None."""
     if value is None:

@@ -1,6 +1,8 @@
 """Functions of all commands: a preset or a run folder from the arguments, and printing on the first process."""
 
+import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,7 +14,7 @@ from shardformer.config import Config, override_on_resume, parsing, presets
 from shardformer.errors import UsageError
 from shardformer.files import expand_home
 from shardformer.storage import BucketPath
-from shardformer.tables import escape_controls
+from shardformer.tables import escape_controls, format_blocks, format_table
 
 T = TypeVar("T")
 
@@ -84,6 +86,14 @@ def say_text(text: str) -> None:
 def escape_for_terminal(text: str) -> str:
     """Returns the text, without control characters if standard output is a terminal."""
     return escape_controls(text) if sys.stdout.isatty() else text
+
+
+def say_table(rows: Sequence[Sequence], header: Sequence[str]) -> None:
+    """Prints rows as a table, or one below another on a terminal that is too narrow for it."""
+    table = format_table(rows, header)
+    widest = max(map(len, table.splitlines()))
+    fits = not sys.stdout.isatty() or widest <= shutil.get_terminal_size().columns
+    say(table if fits else format_blocks(rows, header))
 
 
 def say(text: str) -> None:

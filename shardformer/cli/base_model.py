@@ -26,9 +26,11 @@ from shardformer.config import (
 from shardformer.convert import hf_settings
 from shardformer.convert.hf import FromHf
 from shardformer.data import TokenIds
+from shardformer.data.corpus import check_sources
 from shardformer.errors import RunError, UsageError
 from shardformer.files import locked, make_folder, replacing
-from shardformer.training.run_folder import Run
+from shardformer.session import open_what_start_names
+from shardformer.training.run_folder import Run, reads_shorter_rows
 
 OUT = "checkpoints/finetune"
 
@@ -77,17 +79,22 @@ def _check_before_converting(preset: Config, target: Path, overrides: dict, opti
         model = hf_settings.read_model(source, options.ignored, overrides.get("seq", 0)).config
     settings = _choose_settings(model, preset, overrides)
     check_zero(settings)
+    open_what_start_names(settings)
+    check_sources(settings)
     Run(settings, TokenIds(settings.model.vocab), "").refuse_to_overwrite()  # whatever its vocabulary will be
 
 
 def _choose_settings(model: Config, preset: Config, overrides: dict) -> Config:
     stored = ("weights",) if model.stored.quantized else ()
     fixed = {name: model.get(name) for name in (*ARCHITECTURE, *stored)}
+    if "seq" in overrides and reads_shorter_rows(model.replace(seq=overrides["seq"]), model):
+        fixed["seq"] = overrides["seq"]
     for name in fixed.keys() & overrides.keys():
         if overrides[name] != fixed[name]:
+            table = " and a table of learned positions" if name == "seq" and model.model.positions == "learned" else ""
             raise UsageError(
                 f"{name}={overrides[name]} contradicts base={preset.training.base}, which has "
-                f"{name}={model.shown(name)}; leave {name}= out"
+                f"{name}={model.shown(name)}{table}; leave {name}= out"
             )
     return preset.replace(**fixed).override(overrides | {"out": preset.run.out, "base": preset.training.base})
 

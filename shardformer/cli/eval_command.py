@@ -44,11 +44,16 @@ def evaluate(arguments: list[str]) -> None:
     """Prints the loss of a split under a checkpoint of a run."""
     folder, options = parse_run_and_options(arguments, EvalOptions)
     run = Run.open(folder)
+    _check_reward(run.config, options.reward)
     if options.data:
         corpus = load_corpus(run.config.replace(data=options.data, validation=options.validation), run.vocabulary)
     else:
         corpus = load_corpus(run.config, run.vocabulary)
         run.check_corpus(corpus)
+    if options.reward:
+        from shardformer.training.rollouts import try_first_row
+
+        try_first_row(run, corpus, options.reward)
     settings = for_evaluation(run.config.with_weights(options.weights), options.mesh)
     settings = mesh.start(settings, lambda c: predict_bytes(c).parameters, say, may_add_rows=True)
     programs.keep_compiled_programs(settings, processes.gather_texts)
@@ -61,12 +66,20 @@ def evaluate(arguments: list[str]) -> None:
         from shardformer.training.rollouts import for_evaluation as with_rewards  # not imported without rewards
 
         trainer = with_rewards(dataclasses.replace(run, config=settings), trainer, options.reward)
-    elif options.reward:
-        raise UsageError(f"reward does nothing with objective={settings.preferences.objective}; leave it out")
     step, params = run.restore_params(trainer.model, options.step, options.ema)
     splits = corpus.held_out if options.split == "all" else (options.split,)
     losses = Evaluator(trainer, corpus).evaluate_splits(splits, params)
     say(f"step {step}\n{format_losses(losses, settings)}")
+
+
+def _check_reward(config: Config, reward: str) -> None:
+    """Raises UsageError for a reward that is missing, wrong or without effect, before the data are read."""
+    if config.preferences.learns_rewards:
+        from shardformer.training.rewards import open_reward  # not imported without rewards
+
+        open_reward(reward)
+    elif reward:
+        raise UsageError(f"reward does nothing with objective={config.preferences.objective}; leave it out")
 
 
 def for_evaluation(settings: Config, shape: str) -> Config:

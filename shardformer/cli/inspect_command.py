@@ -7,13 +7,13 @@ from typing import TypeVar
 
 from shardformer import checkpoint
 from shardformer.checkpoint.store import Location
-from shardformer.cli.arguments import run_folder, say, split_paths
+from shardformer.cli.arguments import run_folder, say, say_table, split_paths
 from shardformer.config import parsing
 from shardformer.config.keys import key
 from shardformer.convert import stored_arrays
 from shardformer.convert.stored_arrays import StoredArray
 from shardformer.errors import RunError, UsageError
-from shardformer.tables import escape, format_bytes, format_count, format_table
+from shardformer.tables import escape, format_bytes, format_count
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ def inspect(arguments: list[str]) -> None:
     )
     with stored_arrays.open_arrays(path) as arrays:
         say(_describe_source(path))
-        say(format_table([_make_row(name, array, options.norms) for name, array in arrays.items()], _HEADER))
+        say_table([_make_row(name, array, options.norms) for name, array in arrays.items()], _HEADER)
         count = sum(math.prod(array.shape) for array in arrays.values())
         total = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays.values())
         state = "all bytes read" if options.norms else "arrays not read (norms=false)"
@@ -78,7 +78,7 @@ def diff(arguments: list[str]) -> int:
             printed = [
                 [escape(name), largest, relative, note] for name, largest, relative, note in rows[: options.most]
             ]
-            say(format_table(printed, ["array", "largest difference", "relative to A", "note"]))
+            say_table(printed, ["array", "largest difference", "relative to A", "note"])
         unpaired = [(paths[0], [name for name in ours if name not in theirs])]
         unpaired.append((paths[1], [name for name in theirs if name not in ours]))
     for path, names in unpaired:

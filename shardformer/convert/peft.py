@@ -302,6 +302,9 @@ def read_settings(path: Path) -> dict[str, Any]:
         figures = [rank, alpha, *patterns[0].values(), *patterns[1].values()]
         if not all(type(number) in (int, float) and 0 < number < 2**31 for number in figures):
             raise ValueError("ranks and alphas are numbers above 0")
+        dropout = settings.get("lora_dropout") or 0.0
+        if type(dropout) not in (int, float) or not 0 <= dropout < 1:
+            raise ValueError("lora_dropout is a number from 0, below 1")
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -198,6 +198,22 @@ def select_rows(splits: list[AnySplit], layout: RowLayout) -> list[AnySplit]:
     return [PromptSplit(split, layout.answer_tokens) for split in splits]
 
 
+def _choose_options(config: Config) -> SourceOptions:
+    named_validation, share = parse_validation(config.data.validation)
+    out = Path(expand_home(config.run.out)) if config.run.out and not is_url(config.run.out) else None
+    options = SourceOptions(config.data.text, share, bool(named_validation), out, config.data.chat_template)
+    pairs = config.preferences.learns_pairs
+    return dataclasses.replace(options, skips_bad_rows=config.data.bad_rows == "skip", pairs=pairs)
+
+
+def check_sources(config: Config) -> None:
+    """Raises UsageError for files of this machine that do not exist or hold no text, without reading them."""
+    named_validation, _ = parse_validation(config.data.validation)
+    for name in [*parse_mixture(config.data.source)[0], *filter(None, [named_validation])]:
+        if not is_url(name) and not name.startswith("tfds:") and name not in ("auto", "tiny_shakespeare", "builtin"):
+            find_source(name, _choose_options(config), lambda _: None)
+
+
 def load_corpus(
     config: Config,
     say: Say = print,
@@ -213,10 +229,7 @@ def load_corpus(
     if not config.data.source:
         raise UsageError(f"this run has no data yet; give data=...: {TAKES}")
     named_validation, share = parse_validation(config.data.validation)
-    out = Path(expand_home(config.run.out)) if config.run.out and not is_url(config.run.out) else None
-    options = SourceOptions(config.data.text, share, bool(named_validation), out, config.data.chat_template)
-    pairs = config.preferences.learns_pairs
-    options = dataclasses.replace(options, skips_bad_rows=config.data.bad_rows == "skip", pairs=pairs)
+    options = _choose_options(config)
     names, weights = parse_mixture(config.data.source)
     inputs = [find_source(name, options, say) for name in names]
     if share is not None and all(source.fixed_splits for source in inputs):

@@ -6,6 +6,7 @@ from lm_eval import evaluator, utils
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
+from shardformer.config.parsing import suggest_closest
 from shardformer.errors import UsageError, forbid_exit
 from shardformer.inference.lm_eval_answers import Answers, Question
 
@@ -37,7 +38,8 @@ def find_tasks(names: list[str], include: list[str]) -> TaskManager:
     manager = TaskManager(include_path=include or None)
     if unknown := sorted(set(names) - set(manager.all_tasks)):
         where = f"in {', '.join(include)}" if include else "as no folder is named"
-        raise UsageError(f"tasks={','.join(unknown)}: the harness has no such task, nor have you, {where}")
+        close = suggest_closest(unknown[0], manager.all_tasks)
+        raise UsageError(f"tasks={','.join(unknown)}: the harness has no such task, nor have you, {where}{close}")
     return manager
 
 

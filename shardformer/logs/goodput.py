@@ -20,10 +20,18 @@ COLUMNS = ("step", "time", *(f"{kind}_s" for kind in CATEGORIES))
 COMPILING = ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration")
 
 
+_ORIGIN = time.time() - time.monotonic()
+
+
+def read_clock() -> float:
+    """Returns seconds since 1970 that never jump: the system's clock may be set while a run trains."""
+    return _ORIGIN + time.monotonic()
+
+
 class Goodput:
     """A clock that charges every second to one kind: to `start` until `begin_steps`, then to `step` or to a block."""
 
-    def __init__(self, clock: Callable[[], float] = time.time):
+    def __init__(self, clock: Callable[[], float] = read_clock):
         self._clock = clock
         self.restart()
 

@@ -1,6 +1,7 @@
 """The scores and samples of a run's weights, and of their average, at some of its steps."""
 
 import contextlib
+import functools
 import json
 import logging
 import time
@@ -15,7 +16,7 @@ from shardformer.errors import RunError
 from shardformer.files import GrowingFile, expand_home, read_bytes, replacing
 from shardformer.inference import Generator, Sampling, Stops
 from shardformer.inference.lm_eval_answers import Answers
-from shardformer.inference.text_codec import TextCodec
+from shardformer.inference.text_codec import Switch, TextCodec
 from shardformer.layout import mesh
 from shardformer.model import Model, master_weights
 from shardformer.optim import average
@@ -68,6 +69,25 @@ def split_tasks(listed: str) -> tuple[list[str], list[str]]:
     paths = [Path(expand_home(word.strip())) for word in listed.split(",") if word.strip()]
     folders = sorted({str(path.parent) for path in paths if len(path.parts) > 1})
     return [path.name for path in paths], folders
+
+
+@functools.cache
+def open_tasks(listed: str) -> tuple[list[str], Any]:
+    """Returns the names and the manager of the tasks that eval_tasks lists; the harness needs seconds to import."""
+    from shardformer.inference import lm_eval_adapter
+
+    names, folders = split_tasks(listed)
+    return names, lm_eval_adapter.find_tasks(names, folders)
+
+
+def encode_prompts(run: Run, prompts: list[str]) -> tuple[TextCodec, list[list[int]]]:
+    """Returns the codec of eval_prompts and their ids; raises UsageError for characters that no token has."""
+    codec = _open_codec(run, "auto")
+    return codec, codec.encode_all(prompts, "eval_prompts: prompt")
+
+
+def _open_codec(run: Run, special_tokens: Switch) -> TextCodec:
+    return TextCodec(run.vocabulary, run.special_tokens, run.config.data.bos, special_tokens, not run.fingerprint)
 
 
 class Stopped(Exception):
@@ -124,13 +144,10 @@ class Monitor:
             yield "average", jax.device_put(rounded, self._model.shardings)
 
     def _open_tasks(self):
-        """Returns the answers and the tasks' manager; the harness needs seconds to import."""
-        from shardformer.inference import lm_eval_adapter
-
-        codec = self._open_codec("true")  # `hf` recognises special tokens in every text
+        """Returns the answers, the names of the tasks and their manager."""
+        codec = _open_codec(self._run, "true")  # `hf` recognises special tokens in every text
         answers = Answers(self._model, None, codec, ROWS, before_batch=self._raise_if_stopped)
-        names, folders = split_tasks(self._config.start.eval_tasks)
-        return answers, names, lm_eval_adapter.find_tasks(names, folders)
+        return answers, *open_tasks(self._config.start.eval_tasks)
 
     def _score(self, params, step: int, weights: str, say: Callable[[str], None]) -> None:
         from shardformer.inference import lm_eval_adapter
@@ -151,8 +168,7 @@ class Monitor:
         say(f"step {step}, {weights} weights: {listed} ({seconds:.1f} s)")
 
     def _open_writer(self):
-        codec = self._open_codec("auto")
-        ids = codec.encode_all(self._prompts, "prompt")
+        codec, ids = encode_prompts(self._run, self._prompts)
         return Generator(self._model), codec, ids, Stops(codec.vocabulary, (), codec.ends)
 
     def _write_texts(self, params, step: int, weights: str) -> None:
@@ -166,10 +182,6 @@ class Monitor:
         for prompt, row in zip(self._prompts, rows, strict=True):
             text = stops.cut(row.ids)
             self._append("texts", {"step": step, "weights": weights, "prompt": prompt, "text": text})
-
-    def _open_codec(self, special_tokens) -> TextCodec:
-        run = self._run
-        return TextCodec(run.vocabulary, run.special_tokens, run.config.data.bos, special_tokens, not run.fingerprint)
 
     def _append(self, name: str, record: dict) -> None:
         if name in self._files:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from shardformer.config import Config
 from shardformer.errors import RunError, UsageError, forbid_exit
 from shardformer.files import expand_home
 
@@ -17,12 +16,6 @@ TAKES = "reward takes FILE.py:FUNCTION, match or length:N"
 def match(prompt: str, answer: str, expected: str) -> float:
     """Returns 1 for the record's own answer, but for spaces around it; else 0."""
     return float(answer.strip() == expected.strip())
-
-
-def check_reward(config: Config) -> None:
-    """Raises UsageError for a reward that is missing or cannot be imported, before a run starts."""
-    if config.preferences.learns_rewards:
-        open_reward(config.start.reward)
 
 
 def open_reward(name: str) -> Reward:

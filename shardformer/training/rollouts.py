@@ -210,12 +210,12 @@ def add_rollouts(run: Run, trainer: Trainer, state: TrainState, say: Say) -> Rol
     return RolloutTrainer(trainer, Rollouts(run, trainer.model, reference, open_reward(run.config.start.reward)))
 
 
-def try_first_row(run: Run, corpus: Corpus) -> None:
-    """Raises UsageError if the reward of a run gives no number for its first record, before anything compiles."""
+def try_first_row(run: Run, corpus: Corpus, reward: str) -> None:
+    """Raises UsageError if a reward gives no number for the first record of a run, before anything compiles."""
     windows, answers = corpus.splits("train")[0].make_windows(choose_row_layout(run.config)), Answers.of(run)
     rows = read_prompts(windows.gather(np.arange(min(windows.count, SCANNED))))
     for row in [row for row in rows if row.prompt][:1]:
-        try_reward(run.config.start.reward, answers.decode(row.prompt), answers.read(row.expected))
+        try_reward(reward, answers.decode(row.prompt), answers.read(row.expected))
 
 
 def for_evaluation(run: Run, trainer: Trainer, reward: str) -> RolloutTrainer:

@@ -378,6 +378,11 @@ def _choose_reading(model: Model, is_changed: bool) -> Callable[[str, StoredLeaf
     return lambda name, leaf: read_leaf(model, name.removeprefix("params/"), leaf)
 
 
+def reads_shorter_rows(config: Config, base: Config) -> bool:
+    """Returns whether rows are shorter than the base's, and no parameter of it is a table of positions."""
+    return config.model.seq < base.model.seq and base.model.positions != "learned"
+
+
 def _take_vocab_of_base(config: Config, base: Config) -> Config:
     """Returns the configuration with its base's vocabulary; raises if the base's weights would not fit."""
     if base.lora.lora_rank:
@@ -391,7 +396,8 @@ def _take_vocab_of_base(config: Config, base: Config) -> Config:
             f"vocab={config.model.vocab}"
         )
     fitted = config.replace(vocab=base.model.vocab)
-    if other := [name for name in ARCHITECTURE if fitted.get(name) != base.get(name)]:
+    shorter = ("seq",) if reads_shorter_rows(fitted, base) else ()
+    if other := [name for name in ARCHITECTURE if fitted.get(name) != base.get(name) and name not in shorter]:
         keys = " ".join(f"{name}={base.shown(name)}" for name in other)
         raise UsageError(f"base={config.training.base} is another model; give {keys}")
     return fitted

@@ -20,7 +20,7 @@ from shardformer.data.vocabulary import Bytes
 from shardformer.errors import UsageError
 from shardformer.session import open_vocabulary_of_base
 from shardformer.training.run_folder import Run
-from tests import runs
+from tests import runs, shared
 from tests.convert.hf_models import FOLDER
 
 USAGE = 2
@@ -109,6 +109,31 @@ def test_a_run_is_a_base_without_naming_its_shape(tmp_path, text):
     assert Run.open(tmp_path / "run").config.model.layers == Run.open(tmp_path / "base").config.model.layers == 2
 
 
+def write_run(folder, **changes):
+    """Writes the config.json of a run, which is all that the keys of a base are read from."""
+    folder.mkdir()
+    (folder / "config.json").write_text(shared.tiny(vocab=64, seq=16, **changes).to_json())
+    return folder
+
+
+@pytest.mark.parametrize("positions", ["rotary", "alibi"])
+def test_rows_may_be_shorter_than_those_of_the_base(tmp_path, positions):
+    base = write_run(tmp_path / "base", positions=positions)
+    assert base_model.parse_base([f"base={base}", "data=x", "seq=8"]).model.seq == 8
+    assert base_model.parse_base([f"base={base}", "data=x"]).model.seq == 16
+
+
+@pytest.mark.parametrize(
+    ("positions", "seq", "message"),
+    [("learned", 8, "has seq=16 and a table of learned positions; leave seq= out"),
+     ("rotary", 32, "has seq=16; leave seq= out")],
+)  # fmt: skip
+def test_rows_that_the_base_cannot_read_are_rejected(tmp_path, positions, seq, message):
+    base = write_run(tmp_path / "base", positions=positions)
+    with pytest.raises(UsageError, match=message):
+        base_model.parse_base([f"base={base}", "data=x", f"seq={seq}"])
+
+
 @pytest.mark.parametrize(
     ("message", "words"),
     [
@@ -158,6 +183,10 @@ def test_another_base_is_not_what_was_converted_before(tmp_path):
         ("layers=5 contradicts base=", ["layers=5"]),
         ("zero=1 splits over dp, and mesh=1x1 has dp=1", ["zero=1", "mesh=1x1"]),
         ("run already holds a run", []),
+        ("data=nowhere.txt does not exist", ["data=nowhere.txt"]),
+        ("nowhere.txt does not exist", ["validation=nowhere.txt"]),
+        ("eval_prompts=nowhere.txt cannot be read", ["eval_prompts=nowhere.txt"]),
+        ("objective=grpo learns from rewards, which each start names", ["objective=grpo", "answer_tokens=4"]),
     ],
 )
 def test_what_is_refused_is_refused_before_the_base_is_converted(tmp_path, capsys, message, words):
@@ -167,7 +196,8 @@ def test_what_is_refused_is_refused_before_the_base_is_converted(tmp_path, capsy
         (out / "config.json").write_text("{}")
     data = tmp_path / "ids.bin"
     np.tile(np.arange(61), 300).astype("<u2").tofile(data)
-    assert main(["train", f"base={FOLDER / 'gpt2'}", f"data={data}", f"out={out}", *words]) == USAGE
+    named = [] if any(word.startswith("data=") for word in words) else [f"data={data}"]
+    assert main(["train", f"base={FOLDER / 'gpt2'}", f"out={out}", *named, *words]) == USAGE
     assert message in capsys.readouterr().err
     assert not list(tmp_path.glob("*run.base*"))
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import zipfile
 
 import jax.numpy as jnp
@@ -131,6 +132,18 @@ def test_inspect_rejects_impossible_arrays(tmp_path, capsys, descr, shape, messa
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("columns", "is_table"), [(20, False), (200, True)])
+def test_inspect_fits_a_narrow_terminal(tmp_path, capsys, monkeypatch, columns, is_table):
+    folder = save(tmp_path / "run")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    _, *listed, last = lines(capsys, "inspect", folder)
+    assert (listed[0].split() == ["array", "shape", "dtype", "split", "norm", "largest", "note"]) == is_table
+    assert ("  shape 2x2" in listed) != is_table
+    assert is_table or max(map(len, listed)) <= columns
+    assert last.startswith("2 arrays")
 
 
 def test_inspect_escapes_terminal_controls(tmp_path, capsys):

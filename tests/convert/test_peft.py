@@ -280,6 +280,8 @@ def rename(folder, old, new):
         (FAILED, "ranks and alphas are numbers above 0", lambda it: edit(it, r="8")),
         (FAILED, "ranks and alphas are numbers above 0", lambda it: edit(it, alpha_pattern={"c_attn": -1})),
         (FAILED, "adapter_config.json is damaged", lambda it: edit(it, rank_pattern=[1])),
+        (FAILED, "lora_dropout is a number from 0, below 1", lambda it: edit(it, lora_dropout="x")),
+        (FAILED, "lora_dropout is a number from 0, below 1", lambda it: edit(it, lora_dropout=10**400)),
         (FAILED, "is damaged", lambda it: (it / "adapter_config.json").write_text("[" * 10**5)),
         (FAILED, "is damaged", lambda it: (it / "adapter_model.safetensors").write_bytes(b"\xff" * 99)),
         (USAGE, "expected adapter_model.safetensors or adapter_model.bin",

@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from shardformer.logs import command_start
-from shardformer.logs.goodput import CATEGORIES, CLOCK, COMPILING, Goodput
+from shardformer.logs.goodput import CATEGORIES, CLOCK, COMPILING, Goodput, read_clock
 from tests import runs
 from tests.surroundings import before_call
 
@@ -48,6 +48,19 @@ def test_every_second_is_charged_to_one_kind():
     assert goodput.describe() == "goodput 75.0% of 40.0 s: start 5.0, step 30.0, evaluation 4.0, save 1.0"
     assert goodput.take("save") == 1
     assert goodput.take("save") == 0
+
+
+def test_clock_of_the_system_may_jump(monkeypatch):
+    goodput = Goodput()
+    monkeypatch.setattr(time, "time", lambda: -1e9)
+    with goodput.spending("step"):
+        pass
+    assert all(0 <= seconds < 60 for seconds in goodput.seconds.values())
+
+
+def test_clock_counts_from_1970():
+    """A resumed run compares it with that of the start before, which another machine may have had."""
+    assert read_clock() == pytest.approx(time.time(), abs=60)
 
 
 def test_compilation_is_moved_out_of_the_kind_around_it():

@@ -8,10 +8,11 @@ import jax
 import numpy as np
 import pytest
 
+from shardformer import session
 from shardformer.__main__ import main
 from shardformer.data import Corpus
 from shardformer.devices import programs
-from shardformer.errors import RunError
+from shardformer.errors import RunError, UsageError
 from shardformer.training.monitor import JsonLines, Monitor
 from tests import runs, shared
 from tests.launch import QUICK_COMPILATION, Forked, finished, free_port
@@ -191,6 +192,35 @@ def test_tasks_need_the_harness(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)  # as where it is not installed
     assert runs.train(*WORDS, "eval_tasks=x", "data=nowhere", f"out={tmp_path / 'run'}") == runs.USAGE
     assert "eval_tasks needs lm-evaluation-harness: pip install" in capsys.readouterr().err
+
+
+def test_unknown_tasks_are_found_before_the_data(tmp_path, capsys):
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: the extra `eval`")
+    assert runs.train(*WORDS, "eval_tasks=arc_esy", "data=nowhere", f"out={tmp_path / 'run'}") == runs.USAGE
+    assert "did you mean 'arc_easy'?" in capsys.readouterr().err
+
+
+def test_tasks_are_opened_before_the_data(tmp_path, monkeypatch, capsys):
+    """As above, where the harness is not installed."""
+
+    def reject(listed):
+        raise UsageError(f"no such task: {listed}")
+
+    monkeypatch.setattr(session, "check_installed", lambda _: None)
+    monkeypatch.setattr(session, "open_tasks", reject)
+    assert runs.train(*WORDS, "eval_tasks=arc_esy", "data=nowhere", f"out={tmp_path / 'run'}") == runs.USAGE
+    assert "no such task: arc_esy" in capsys.readouterr().err
+
+
+def test_prompts_are_encoded_before_a_device_starts(tmp_path, monkeypatch, text, capsys):
+    def start(*_):
+        raise AssertionError("a device started")
+
+    monkeypatch.setattr(session.mesh, "start", start)
+    path = tmp_path / "prompts.txt"
+    path.write_text("the cat\nthe \u2603\n")
+    assert runs.train(*WORDS, f"eval_prompts={path}", f"data={text}", f"out={tmp_path / 'run'}") == runs.USAGE
+    assert "eval_prompts: prompt 2: character '\u2603'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,21 @@ def test_evaluation_is_the_mean_reward(finished, capsys):
     assert "mean reward" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["reward=other", "data=nowhere"], "reward takes FILE.py:FUNCTION"),
+     (["data=nowhere"], "objective=grpo learns from rewards"),
+     (["reward={folder}/reward.py:word"], "called with the first record's own answer: reward gave 'much'")],
+)  # fmt: skip
+def test_evaluation_tries_the_reward_first(finished, tmp_path, monkeypatch, capsys, words, message):
+    """Before the data are read, and what needs a record before a device starts."""
+    (tmp_path / "reward.py").write_text("def word(prompt, answer, expected):\n    return 'much'\n")
+    monkeypatch.setattr(mesh, "start", lambda *_, **__: pytest.fail("a device started"))
+    words = [word.format(folder=tmp_path) for word in words]
+    assert main(["eval", f"{finished}/through", "split=validation", *words]) == runs.USAGE
+    assert message in capsys.readouterr().err
+
+
 def test_rewards_that_are_built_in():
     assert rewards.open_reward("match")("1+1=", " 2\n", "2") == 1
     assert rewards.open_reward("match")("1+1=", "22", "2") == 0
