@@ -70,7 +70,7 @@ def predict_unless_small(config: Config) -> int:
     The bound needs no trace of the step, which is a sixth of the CPU time of a small run's start. It does not count
     experts, a teacher, or the history of L-BFGS.
     """
-    if not (config.experts.experts or config.preferences.teacher or config.optimizer.name == "lbfgs"):
+    if not (config.experts.experts or config.preferences.teacher or config.optimizer.searches_rate):
         bound = _bound_needed(config)
         if bound * len(jax.devices()) <= device_memory() / 4:
             return bound
