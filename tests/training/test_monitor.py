@@ -13,6 +13,8 @@ from shardformer.__main__ import main
 from shardformer.data import Corpus
 from shardformer.devices import programs
 from shardformer.errors import RunError, UsageError
+from shardformer.inference import lm_eval_answers
+from shardformer.training import monitor
 from shardformer.training.monitor import JsonLines, Monitor
 from tests import runs, shared
 from tests.launch import QUICK_COMPILATION, Forked, finished, free_port
@@ -206,8 +208,8 @@ def test_tasks_are_opened_before_the_data(tmp_path, monkeypatch, capsys):
     def reject(listed):
         raise UsageError(f"no such task: {listed}")
 
-    monkeypatch.setattr(session, "check_installed", lambda _: None)
-    monkeypatch.setattr(session, "open_tasks", reject)
+    monkeypatch.setattr(lm_eval_answers, "check_installed", lambda _: None)
+    monkeypatch.setattr(monitor, "open_tasks", reject)
     assert runs.train(*WORDS, "eval_tasks=arc_esy", "data=nowhere", f"out={tmp_path / 'run'}") == runs.USAGE
     assert "no such task: arc_esy" in capsys.readouterr().err
 
