@@ -10,9 +10,9 @@ from shardformer.config import Config
 from shardformer.convert import safetensors_files, weight_files
 from shardformer.convert.families import Part, Stored, list_stored
 from shardformer.convert.gptj import TABLE, TABLE_BIAS
+from shardformer.convert.hf_settings import select_text_arrays
 from shardformer.convert.leaves import Filled, Leaves, Readable, blocks, flatten
 from shardformer.convert.safetensors_files import DTYPES, CreatedTensor
-from shardformer.convert.text_model import select_text_arrays
 from shardformer.convert.weight_files import Tensor
 from shardformer.errors import RunError, UsageError
 from shardformer.model import Model

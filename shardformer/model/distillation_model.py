@@ -15,7 +15,7 @@ from shardformer import checkpoint, storage
 from shardformer.config import ARCHITECTURE, Config, is_hugging_face
 from shardformer.errors import UsageError
 from shardformer.kernels import vocabulary_loss
-from shardformer.kernels.divergences import measure_divergence
+from shardformer.kernels.vocabulary_loss import measure_divergence
 from shardformer.layout.mesh import resolve_on
 from shardformer.model.model import Model, average_tokens, normalise_weights
 from shardformer.shards.pair_transformer import PairTransformerShard

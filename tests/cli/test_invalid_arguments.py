@@ -22,10 +22,8 @@ LBFGS = ("optimizer=lbfgs", "clip=0", "weight_decay=0")
             "lora_rank trains adapters beside the frozen weights of a trained run; name it: base=RUN",
             ["train", "tiny", "lora_rank=2"],
         ),
-        ("ema_names was removed: ema averages all parameters", ["show", "tiny", "ema_names=*"]),
         ("lr_rules: foo=2x matches no parameter", ["show", "tiny", "lr_rules=foo=2x"]),
         ("lr_rules takes factors up to 1e+06x, got 'embed=1e39x'", ["show", "tiny", "lr_rules=embed=1e39x"]),
-        ("t5_buckets was removed: positions=t5 has 32 buckets", ["show", "tiny", "positions=t5", "t5_buckets=64"]),
         ("pipeline_rounds does nothing without pipeline stages", ["train", "tiny", "mesh=2x1", "pipeline_rounds=2"]),
         *(
             (

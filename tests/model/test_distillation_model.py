@@ -10,7 +10,7 @@ import pytest
 from shardformer import exact
 from shardformer.analysis import dense_reference as reference
 from shardformer.errors import UsageError
-from shardformer.kernels import divergences
+from shardformer.kernels import vocabulary_loss
 from shardformer.layout import mesh
 from shardformer.model.distillation_model import read_teacher
 from shardformer.training.trainer import Trainer
@@ -113,7 +113,7 @@ def test_compiled_divergence_is_that_of_full_logits(teacher):
 
 
 def test_teacher_normalised_on_each_shard_is_noticed(teacher, broken):
-    broken(divergences, "_log_probabilities", lambda logits, axis: jax.nn.log_softmax(logits, axis=-1))
+    broken(vocabulary_loss, "_log_probabilities", lambda logits, axis: jax.nn.log_softmax(logits, axis=-1))
     assert distance(make_config(teacher, {"divergence": "forward"}, mesh="4x2"))[0] > 1e-3
 
 
