@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from shardformer import checkpoint, data, jax_releases, start_messages, storage
+from shardformer import checkpoint, data, jax_releases, optim, start_messages, storage
 from shardformer.analysis.needed_bytes import predict_unless_small
 from shardformer.checkpoint import Lock
 from shardformer.config import Config, check_given, check_zero
@@ -304,6 +304,8 @@ def open_what_start_names(config: Config) -> list[str]:
     Called before the data are read, which may take hours.
     """
     observers.check_trackers(config)
+    if config.optimizer.is_code:
+        optim.make_optimizer(config)
     if config.start.eval_tasks:
         from shardformer.inference.lm_eval_answers import check_installed  # not imported without tasks
         from shardformer.training.monitor import open_tasks

@@ -47,7 +47,7 @@ def parameter_count(parameters: dict, trainable: dict) -> str:
 
 def _describe_short_warmup(c: Config) -> str:
     """Formats a line if the decay or the run is too short for the full warm-up; otherwise returns an empty text."""
-    if c.optimizer.name == "lbfgs":
+    if c.optimizer.searches_rate:
         return ""
     steps, last = warmup_steps(c), c.training.steps
     if steps > last:
@@ -66,8 +66,8 @@ def _describe_short_warmup(c: Config) -> str:
 def describe_short_decay(c: Config) -> str:
     """Formats a line if decay= exceeds the steps after the warm-up; otherwise returns an empty text."""
     if (
-        c.optimizer.name == "lbfgs"
-        or c.optimizer.schedule != "wsd"
+        c.optimizer.searches_rate
+        or not c.optimizer.decays_late
         or not c.optimizer.decay
         or (steps := wsd_decay_steps(c)) == c.optimizer.decay
     ):
@@ -85,7 +85,7 @@ def describe_resume(previous: Config, current: Config, step: int, replicated: Na
     lines = [f"resuming from step {step}" + (f" with {changes}" if changes else "")]
     if traced and traced[1] <= step:  # no error: a scheduler repeats the arguments of a preempted run
         lines.append(f"profile={current.start.profile} traces nothing: the first step now is {step + 1}")
-    if current.optimizer.name == "lbfgs" or not changes:  # a line search finds the rate of lbfgs
+    if current.optimizer.searches_rate or not changes:  # a line search finds the rate of lbfgs
         return "\n".join(lines)
     old, new = (optim.learning_rate(c) for c in (previous, current))
 
@@ -98,8 +98,8 @@ def describe_resume(previous: Config, current: Config, step: int, replicated: Na
     if step < current.training.steps and not math.isclose(before, now, rel_tol=0.01, abs_tol=1e-12):
         line = f"learning rate: {now:.2e} at step {step + 1} ({before:.2e} without the change), "
         line += f"{last:.2e} at the last step"
-        falls = current.optimizer.schedule != "constant"
-        if falls and current.training.steps != previous.training.steps and not current.optimizer.decay_steps:
+        moved = current.training.steps != previous.training.steps and not current.optimizer.decay_steps
+        if current.optimizer.falls and moved:
             line += f"; the decay ends at the last step: decay_steps={previous.training.steps} keeps the previous rates"
         lines.append(line)
     return "\n".join(lines)
@@ -112,7 +112,7 @@ def describe_branch(before: Config, config: Config, step: int) -> str:
         f"branching from step {step} of {config.training.base_run}" + (f" with {changes}" if changes else ""),
         "the parameters, the optimizer's state and the position in the data continue from that step",
     ]
-    if config.optimizer.name != "lbfgs":  # its line search finds the rate
+    if not config.optimizer.searches_rate:
         lines.append(_describe_rate(before, config, step))
     return "\n".join(lines)
 

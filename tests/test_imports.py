@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "shardformer"
 LAYERS = (
     ("errors",),
     ("child_process", "files", "jax_releases", "tables"),
-    ("config", "storage"),
+    ("config", "storage", "user_code"),
     ("collectives", "exact"),
     ("kernels",),
     ("devices",),

@@ -57,7 +57,7 @@ def _key_lines(field: dataclasses.Field) -> list[str]:
     printed = f"{parsing.flat_name(field)}={config.format_value(field, field.default)}"
     margin = " " * (WIDEST_KEY + 2)
     head = f"  {printed:<{WIDEST_KEY - 1}} " if len(printed) < WIDEST_KEY else f"  {printed}\n{margin}"
-    choices = "|".join(map(str, parsing.choices(field.type)))
+    choices = "|".join([*map(str, parsing.choices(field)), *["FILE.py:NAME"] * field.metadata.get("takes_code", False)])
     meaning = f"{choices}; {field.metadata['meaning']}" if choices else field.metadata["meaning"]
     lines = textwrap.wrap(meaning, _width() - len(margin), break_on_hyphens=False)
     return [head + lines[0], *[margin + line for line in lines[1:]]]

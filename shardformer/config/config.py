@@ -20,6 +20,7 @@ from shardformer.config.optimizer_keys import OptimizerKeys
 from shardformer.config.parallel_keys import ParallelKeys
 from shardformer.config.parsing import MeshSizes, parse_mesh
 from shardformer.config.preference_keys import PreferenceKeys
+from shardformer.config.registries import without_code
 from shardformer.config.run_keys import LaunchKeys, ProcessKeys, RunKeys
 from shardformer.config.training_keys import BadStepKeys, TrainingKeys
 from shardformer.config.weight_keys import WeightKeys
@@ -171,7 +172,11 @@ class Config:
         zero, attention = self.parallel.zero, self.parallel.attention
         zero = 0 if zero == 1 else zero  # zero=1 gathers once, so every device has all parameters anyway
         attention = "auto" if attention == "fused" else attention  # these devices may have no kernel
-        return self.replace(grad_metrics=False, zero=zero, attention=attention)
+        return self.without_own_optimizer().replace(grad_metrics=False, zero=zero, attention=attention)
+
+    def without_own_optimizer(self) -> "Config":
+        """Returns the configuration for a command that takes no step: the user's optimizer need not be named."""
+        return self.replace(optimizer="adamw") if self.optimizer.is_code else self
 
     def for_inference(self, shape: str) -> "Config":
         """Returns the configuration of scores and samples on a mesh of this shape."""
@@ -201,11 +206,15 @@ class Config:
     def describe_changes(self, before: "Config") -> str:
         """Returns the keys that differ from an earlier config: 'lr 0.003 -> 0.0001, mesh 4x2 -> 2x4'."""
         names = [name for name in FIELDS if name not in (*LAUNCH_ONLY_KEYS, "out")]
-        changed = [name for name in names if before.get(name) != self.get(name)]
+        changed = [name for name in names if before.get_stored(name) != self.get_stored(name)]
         return ", ".join(f"{name} {before.shown(name)} -> {self.shown(name)}" for name in changed)
 
+    def get_stored(self, name: str):
+        """Returns the value of a key as config.json has it: without the user's code."""
+        return without_code(self.get(name))
+
     def to_json(self) -> str:
-        lasting = {name: self.get(name) for name in FIELDS if name not in LAUNCH_ONLY_KEYS}
+        lasting = {name: self.get_stored(name) for name in FIELDS if name not in LAUNCH_ONLY_KEYS}
         return json.dumps(lasting, indent=2) + "\n"
 
 
@@ -243,6 +252,9 @@ def parse_config(text: str | bytes, path) -> Config:
         config = Config.of(**{name: value for name, value in stored.items() if name not in LAUNCH_ONLY_KEYS})
         if not config.model.vocab:
             raise UsageError("vocab must be at least 1 in a run")
+        for name in FIELDS:
+            if config.get(name) != config.get_stored(name):
+                raise UsageError(f"{name}={config.get(name):.100} names code, which only a start may")
         return config
     except (ValueError, TypeError, RecursionError, UsageError) as error:
         raise RunError(f"{path} is damaged ({error}); every step_ folder of a run holds a copy") from None
@@ -251,7 +263,7 @@ def parse_config(text: str | bytes, path) -> Config:
 def override_on_resume(config: Config, overrides: dict) -> Config:
     """Returns a run's config with the overrides of `--resume RUN key=value`; rejects keys that are fixed on resume."""
     for name in FIXED_ON_RESUME:
-        if name in overrides and overrides[name] != config.get(name):
+        if name in overrides and without_code(overrides[name]) != config.get_stored(name):
             raise UsageError(
                 f"{name} cannot change on resume: the run has {config.shown(name)}, got "
                 f"{format_value(FIELDS[name], overrides[name])}; "

@@ -170,8 +170,8 @@ def _check_experts(c: "Config") -> None:
         f"experts have no biases, and bias={c.model.bias} has them in the feed-forward; give bias=none or bias=norm",
     )
     require(
-        c.optimizer.name != "lbfgs" and c.optimizer.param_dtype == "float32" and not c.training.grad_metrics,
-        "experts are trained by optimizer=adamw or muon with param_dtype=float32 and grad_metrics=false; got "
+        not c.optimizer.searches_rate and c.optimizer.param_dtype == "float32" and not c.training.grad_metrics,
+        "experts are trained with param_dtype=float32, grad_metrics=false and an optimizer other than lbfgs; got "
         f"optimizer={c.optimizer.name} param_dtype={c.optimizer.param_dtype} "
         f"grad_metrics={str(c.training.grad_metrics).lower()}",
     )
@@ -192,7 +192,7 @@ def _check_bad_steps(c: "Config") -> None:
 
 def _check_preferences(c: "Config") -> None:
     require(
-        c.optimizer.name != "lbfgs" and c.training.accum_mode == "scan" and not c.training.grad_metrics,
+        not c.optimizer.searches_rate and c.training.accum_mode == "scan" and not c.training.grad_metrics,
         f"objective={c.preferences.objective} finds the mean over all microbatches in one program: give "
         "accum_mode=scan, grad_metrics=false and an optimizer other than lbfgs",
     )
@@ -244,7 +244,7 @@ def _check_rewards(c: "Config") -> None:
 
 
 def _check_lbfgs(c: "Config") -> None:
-    if c.optimizer.name != "lbfgs":
+    if not c.optimizer.searches_rate:
         return
     off = {"clip": 0, "weight_decay": 0, "accum": 1}
     got = " ".join(f"{name}={c.get(name)}" for name in off)
@@ -377,7 +377,7 @@ def _check_stages(c: "Config") -> None:
         f"expert_pattern={c.experts.expert_pattern:.40}; give mesh={without}, or a pattern that repeats in every stage",
     )
     require(
-        c.optimizer.name != "lbfgs" and not c.training.grad_metrics and c.training.accum_mode == "scan",
+        not c.optimizer.searches_rate and not c.training.grad_metrics and c.training.accum_mode == "scan",
         f"pipeline stages (mesh={c.parallel.mesh}) find the mean gradient of all microbatches in one program: give "
         f"accum_mode=scan, grad_metrics=false and an optimizer other than lbfgs, or mesh={without}",
     )

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from shardformer.config.parsing import choices, flat_name, is_optional, keys_of, plain_type, shorten, suggest_closest
+from shardformer.config.registries import OWN, names_code
 from shardformer.errors import UsageError
 
 __all__ = ["KeyGroup", "UsedIf", "check_value", "format_value", "is_optional", "key", "keys_of", "require"]
@@ -36,6 +37,8 @@ def key(
     needs: str = "",
     used_if: UsedIf | None = None,
     flat: str = "",
+    registry: str = "",
+    takes_code: bool = False,
 ) -> Any:
     """Returns a field of an options dataclass.
 
@@ -48,9 +51,12 @@ def key(
       needs: another key without which this one has no effect.
       used_if: any other condition under which this key has an effect.
       flat: the name on the command line and in config.json, if it is another than the field's.
+      registry: the file of the package whose registered functions are the values; see registries.py.
+      takes_code: FILE.py:NAME is a value too, a function of the user's file, which no run stores.
     """
     metadata: dict[str, object] = {"meaning": meaning, "least": least, "below": below, "fixed": fixed}
     metadata |= {"none": none, "zero": zero, "needs": needs, "used_if": used_if, "flat": flat}
+    metadata |= {"registry": registry, "takes_code": takes_code}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -102,10 +108,12 @@ def check_value(field: dataclasses.Field, value) -> None:
     name, kind, metadata = flat_name(field), plain_type(field.type), field.metadata
     if value is None and is_optional(field.type):
         return
-    if known := choices(kind):
+    if known := choices(field):
+        if metadata.get("takes_code") and (names_code(value) or value == OWN):
+            return
         as_text = next((f"; give {each!r} without quotes" for each in known if str(each) == value), "")
         closest = as_text or suggest_closest(str(value), map(str, known))
-        listed = ", ".join(map(str, known))
+        listed = ", ".join(map(str, known)) + (", or FILE.py:NAME" if metadata.get("takes_code") else "")
         require(value in known, f"{name} is one of {listed}; got {shorten(value)}{closest}")
         return
     require(_is_of_type(value, kind), f"{name} takes {kind.__name__}, got {shorten(value)}")

@@ -5,12 +5,14 @@ from typing import Literal
 
 from shardformer.config.keys import KeyGroup, UsedIf, key, require
 from shardformer.config.parsing import parse_lr_rules
+from shardformer.config.registries import OWN, asks_for, names_code
 from shardformer.config.training_keys import check_decay
 
 MAX_BETA = 0.999999  # a moment in float32 stops following the gradients before its decay is 1
-WITH_RATE = UsedIf(lambda keys: keys.name != "lbfgs", "with optimizer=lbfgs, whose line search finds the rate")
+OPTIMIZERS, SCHEDULES = "optim/optimizers.py", "optim/schedule.py"
+WITH_RATE = UsedIf(lambda keys: not keys.searches_rate, "with optimizer=lbfgs, whose line search finds the rate")
 WITH_FALLING_RATE = UsedIf(
-    lambda keys: keys.name != "lbfgs" and keys.schedule != "constant",
+    lambda keys: not keys.searches_rate and keys.falls,
     "with optimizer=lbfgs or schedule=constant, whose rate does not fall",
 )
 
@@ -19,12 +21,21 @@ WITH_FALLING_RATE = UsedIf(
 class OptimizerKeys(KeyGroup):
     """Optimizer"""
 
-    name: Literal["adamw", "lbfgs", "muon"] = key(
-        "adamw", "muon: for the layers' matrices; lbfgs: line search, ignores lr", fixed=True, flat="optimizer"
+    name: str = key(
+        "adamw",
+        "muon: for the layers' matrices; lbfgs: line search, ignores lr; FILE.py:NAME: a function that returns an "
+        "optax transformation, named at every start",
+        fixed=True,
+        flat="optimizer",
+        registry=OPTIMIZERS,
+        takes_code=True,
     )
     lr: float = key(1e-3, "peak learning rate", least=0, used_if=WITH_RATE)
-    schedule: Literal["cosine", "wsd", "linear", "constant"] = key(
-        "cosine", "learning rate after the warm-up; wsd: constant, then a linear decay", used_if=WITH_RATE
+    schedule: str = key(
+        "cosine",
+        "learning rate after the warm-up; wsd: constant, then a linear decay",
+        used_if=WITH_RATE,
+        registry=SCHEDULES,
     )
     lr_min: float = key(1e-4, "final learning rate of the decay; never above lr", least=0, used_if=WITH_FALLING_RATE)
     warmup: int = key(100, "linear warm-up steps; fewer than decay_steps", least=0, used_if=WITH_RATE)
@@ -35,7 +46,7 @@ class OptimizerKeys(KeyGroup):
         None,
         "steps of the decay of schedule=wsd, up to decay_steps, at most those after the warm-up; auto: a tenth of it",
         least=1,
-        used_if=UsedIf(lambda keys: keys.schedule == "wsd", "without schedule=wsd"),
+        used_if=UsedIf(lambda keys: keys.decays_late, "without schedule=wsd"),
     )
     lr_rules: str = key(
         "",
@@ -62,6 +73,26 @@ class OptimizerKeys(KeyGroup):
         "the update copies one layer after the other to the device and back",
     )
 
+    @property
+    def searches_rate(self) -> bool:
+        """True if a line search finds the rate of each step."""
+        return self.name == "lbfgs"
+
+    @property
+    def falls(self) -> bool:
+        """True if the rate falls to lr_min."""
+        return asks_for(SCHEDULES, self.schedule, "lowest")
+
+    @property
+    def decays_late(self) -> bool:
+        """True if the rate falls in the last `decay` steps only."""
+        return asks_for(SCHEDULES, self.schedule, "decay")
+
+    @property
+    def is_code(self) -> bool:
+        """True if the optimizer is a function of the user's file, named at this start or at an earlier one."""
+        return self.name == OWN or names_code(self.name)
+
     def check(self) -> None:
         check_decay("beta1", self.beta1, MAX_BETA)
         check_decay("beta2", self.beta2, MAX_BETA)
@@ -71,15 +102,15 @@ class OptimizerKeys(KeyGroup):
             "offload=optimizer updates one layer after the other: give optimizer=adamw and moment_dtype=float32; got "
             f"optimizer={self.name} moment_dtype={self.moment_dtype}",
         )
-        if self.name != "lbfgs":
+        if not (self.searches_rate or self.is_code):
             return
+        reason = "one line search finds one rate for all" if self.searches_rate else "it applies the rate itself"
         rates = [str(rule) for rule in rules if rule.factor]
         require(
             not rates,
-            "lr_rules with optimizer=lbfgs can only freeze, as one line search finds one rate for all; got "
-            + ",".join(rates),
+            f"lr_rules with optimizer={self.name} can only freeze, as {reason}; got {','.join(rates)}",
         )
         require(
             self.moment_dtype == "float32",
-            f"optimizer=lbfgs needs moment_dtype=float32; got moment_dtype={self.moment_dtype}",
+            f"optimizer={self.name} needs moment_dtype=float32; got moment_dtype={self.moment_dtype}",
         )

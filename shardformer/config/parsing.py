@@ -8,6 +8,7 @@ import types
 import typing
 from typing import Any, NamedTuple, TypeVar
 
+from shardformer.config.registries import read_parameters
 from shardformer.errors import UsageError
 
 MAX_FACTOR = 1e6  # for lr_rules: a factor times a rate and an update must stay in the range of float32
@@ -60,8 +61,11 @@ OTHER_NAMES = {
 }
 
 
-def choices(kind) -> tuple:
-    """Returns the values of a Literal type, else ()."""
+def choices(field: dataclasses.Field) -> tuple:
+    """Returns the values of a key of a Literal type, or the functions of its registry; else ()."""
+    if file := field.metadata.get("registry"):
+        return tuple(read_parameters(file))
+    kind = plain_type(field.type)
     return typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
 
 
@@ -133,7 +137,7 @@ def parse_value(field: dataclasses.Field, text: str):
         rest = f" or {zero}"
         if text == zero:
             return 0
-    if known := choices(kind):
+    if known := choices(field):
         return next((choice for choice in known if str(choice) == text), text)  # its check lists the choices
     try:
         return _convert(text, kind)

@@ -60,7 +60,7 @@ def open_state(
             params = {name: mean if (mean := f"average/{name}") in stored.leaves else of for name, of in params.items()}
         moments = None
         if with_moments:
-            count, mu, nu = _moment_places(trainer)
+            count, mu, nu = _moment_places(trainer, run.config)
             if count in stored.leaves:  # a converted run has no optimizer yet
                 moments = Moments(int(readable(count)[...]), readables("mu", mu), readables("nu", nu))
         leaves = readables("params", params)
@@ -85,7 +85,7 @@ def write_run(folder: Path | BucketPath, run: Run, state: State) -> None:
         params = stored_weights.quantize(params, run.config)
     whole = {"step": constant((), np.int32, state.step), "params": nest(trainer.model.shapes, params)}
     if state.moments and not run.config.stored.quantized:  # frozen weights have no moments
-        whole["optimizer"] = _make_optimizer(trainer, state.moments)
+        whole["optimizer"] = _make_optimizer(trainer, state.moments, run.config)
     documents = run.documents(state.step, Best())
     checkpoint.save_snapshot(folder, state.step, _stream(manifest.flatten(whole)), documents)
     for name in sorted(
@@ -123,7 +123,7 @@ def _nbytes(array: Filled) -> int:
     return array.dtype.itemsize * int(np.prod(array.shape, dtype=np.int64))
 
 
-def _make_optimizer(trainer: Trainer, moments: Moments):
+def _make_optimizer(trainer: Trainer, moments: Moments, config: Config):
     """Makes the optimizer's state with these moments."""
     # In the first state each leaf has a single value, which does not depend on the parameters or their sizes.
     trainable = lora.select_trainable(trainer.model.shapes, trainer.config)
@@ -133,23 +133,23 @@ def _make_optimizer(trainer: Trainer, moments: Moments):
         trainer.optimizer.init(small),
         trainer.abstract.optimizer,
     )
-    if _adam(initial, trainer) is None:
+    if config.optimizer.is_code or _adam(initial, trainer) is None:
         raise UsageError(
-            f"{_settings(trainer.config)} has no place for Adam's two moments of every parameter, as SRC has them; "
+            f"{_settings(config)} has no place for Adam's two moments of every parameter, as SRC has them; "
             "give optimizer=adamw lr_rules="
         )
     mu, nu = (nest(trainer.model.shapes, moment) for moment in (moments.mu, moments.nu))
     return optax.tree.set(initial, count=constant((), np.int32, moments.steps), mu=mu, nu=nu)
 
 
-def _moment_places(trainer: Trainer) -> tuple[str, dict[str, str], dict[str, str]]:
+def _moment_places(trainer: Trainer, config: Config) -> tuple[str, dict[str, str], dict[str, str]]:
     """Returns the names under which a checkpoint stores Adam's count and moments."""
     abstract = {"optimizer": trainer.abstract.optimizer}
     places = manifest.unflatten(abstract, {name: name for name in manifest.flatten(abstract)})
-    result = _adam(places["optimizer"], trainer)
+    result = None if config.optimizer.is_code else _adam(places["optimizer"], trainer)
     if result is None:
         raise UsageError(
-            f"{_settings(trainer.config)} does not keep Adam's two moments of every parameter, and GPT-J has no other "
+            f"{_settings(config)} does not keep Adam's two moments of every parameter, and GPT-J has no other "
             "state; give moments=false"
         )
     count, mu, nu = result
@@ -172,7 +172,7 @@ def _settings(config: Config) -> str:
 
 @functools.lru_cache(maxsize=4)
 def _trainer(config: Config) -> Trainer:
-    alone = config.replace(mesh="1x1", coordinator="", processes=0, process_id=0)
+    alone = config.without_own_optimizer().replace(mesh="1x1", coordinator="", processes=0, process_id=0)
     return Trainer(alone, mesh.make(alone))
 
 

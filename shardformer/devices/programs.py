@@ -101,9 +101,8 @@ def loads_correctly(config: Config, platform: str) -> bool:
     """
     if platform != "cpu" or config.parallel.devices == 1:
         return True
-    return (
-        config.parallel.dp == config.parallel.devices and config.parallel.zero == 0 and config.optimizer.name != "lbfgs"
-    )
+    known = not (config.optimizer.searches_rate or config.optimizer.is_code)
+    return config.parallel.dp == config.parallel.devices and config.parallel.zero == 0 and known
 
 
 def find_folder() -> Path:

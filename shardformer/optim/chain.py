@@ -1,4 +1,4 @@
-"""The optimizer: clipping by the global norm, a direction, decoupled decay of matrices, the schedule's rate."""
+"""The optimizer of a run: clipping by the global norm, one of `optimizers.py` or of the user, and its wrappers."""
 
 from collections.abc import Callable
 
@@ -11,8 +11,9 @@ from optax.transforms import chain  # while shardformer.legacy is installed, opt
 
 from shardformer.config import Config
 from shardformer.config.names import EXPERT_MATRICES, MATRICES, SHARED_MATRICES
+from shardformer.config.registries import call_with
 from shardformer.optim import lbfgs, moments, rules
-from shardformer.optim.muon import scale_by_muon
+from shardformer.optim.optimizers import OPTIMIZERS
 from shardformer.optim.schedule import learning_rate
 
 # By name, because a stacked bias has the shape of a matrix.
@@ -25,7 +26,9 @@ def make_optimizer(config: Config, map_matrices: Callable = jax.tree.map) -> opt
     The update also accepts the gradient's `norm`, if it is known; for lbfgs see `lbfgs.search_arguments`.
     `map_matrices` applies a function of full matrices to a tree of stacked ones; see `Model.map_matrices`.
     """
-    optimizer = lbfgs.direction() if config.optimizer.name == "lbfgs" else _scheduled(config, map_matrices)
+    optimizer = _choose_optimizer(config, list_inputs(config, map_matrices))
+    if config.optimizer.clip:
+        optimizer = _clip_by_norm(optimizer, config.optimizer.clip)
     if config.moves_router_bias:
         from shardformer.optim.router_bias import add_bias_update  # not imported without experts
 
@@ -33,7 +36,7 @@ def make_optimizer(config: Config, map_matrices: Callable = jax.tree.map) -> opt
     if rules.any_frozen(config):  # outside the update of biases, which may be frozen too
         by_label = {"trained": optimizer, "frozen": optax.set_to_zero()}
         optimizer = optax.partition(by_label, lambda tree: rules.label_frozen(tree, config))
-    if config.optimizer.name == "lbfgs":
+    if config.optimizer.searches_rate:
         optimizer = chain(optimizer, lbfgs.line_search())  # outside any mask: it evaluates the full objective
     if config.optimizer.moment_dtype != "float32":
         optimizer = moments.store_in_bfloat16(optimizer, config.training.seed)
@@ -47,56 +50,64 @@ def make_optimizer(config: Config, map_matrices: Callable = jax.tree.map) -> opt
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
 
 
-def state_specs(optimizer: optax.GradientTransformation, parameters, specs):
-    """Returns the PartitionSpecs of the optimizer's state: a parameter's arrays are split as it is, counters not."""
+def list_inputs(config: Config, map_matrices: Callable = jax.tree.map) -> dict:
+    """Returns what an optimizer may ask for by its parameters' names.
 
-    def spec_of(leaf, spec, parameter):
-        if isinstance(leaf, optax.MaskedNode):
-            return leaf
-        return P(*[None] * (leaf.ndim - parameter.ndim), *spec)  # a history has a leading axis more
-
-    def find() -> None:
-        result.append(
-            optax.tree_map_params(
-                optimizer,
-                spec_of,
-                jax.eval_shape(optimizer.init, parameters),
-                specs,
-                parameters,
-                transform_non_params=lambda _: P(),
-                is_leaf=lambda node: isinstance(node, optax.MaskedNode),
-            )
-        )
-
-    result: list = []
-    jax.eval_shape(find)  # optax makes counters, for each of which JAX would compile a program outside of a trace
-    return result[0]
+    keys: the group of keys with lr, beta1, beta2, weight_decay and the others.
+    rate: the learning rate as a function of the number of updates, from 0.
+    scale_by_rate: a transformation that multiplies by -rate of the run's step, and by the factors of lr_rules.
+    decay_mask: returns for a tree of parameters a tree that is True where weight_decay applies.
+    map_matrices: see `make_optimizer`.
+    """
+    return {
+        "keys": config.optimizer,
+        "rate": learning_rate(config),
+        "scale_by_rate": _scale_by_rate_at_step(config),
+        "decay_mask": _select_all if config.lora.lora_rank else _select_decayed,
+        "map_matrices": map_matrices,
+    }
 
 
-def _scheduled(config: Config, map_matrices: Callable) -> optax.GradientTransformationExtraArgs:
-    adam = optax.scale_by_adam(config.optimizer.beta1, config.optimizer.beta2)
-    return chain(
-        _clip_by_norm(config.optimizer.clip) if config.optimizer.clip else optax.identity(),
-        scale_by_muon(adam, map_matrices) if config.optimizer.name == "muon" else adam,
-        optax.add_decayed_weights(
-            config.optimizer.weight_decay, mask=_select_all if config.lora.lora_rank else _select_decayed
-        ),
-        _scale_by_rate_at_step(config),
-    )
+def _choose_optimizer(config: Config, inputs: dict) -> optax.GradientTransformationExtraArgs:
+    if config.optimizer.is_code:
+        from shardformer.optim.own_optimizer import make_own_optimizer  # not imported for built-in ones
+
+        return make_own_optimizer(config.optimizer.name, inputs)
+    return call_with(OPTIMIZERS[config.optimizer.name], inputs)
 
 
-def _clip_by_norm(limit: float) -> optax.GradientTransformationExtraArgs:
-    """Clips as `optax.clip_by_global_norm`, by a given norm.
+def state_specs(optimizer: optax.GradientTransformation, parameters: dict, specs: dict):
+    """Returns the PartitionSpecs of the optimizer's state.
+
+    An array whose path ends with a parameter's is split as the parameter is, if it has its shape, or its shape after
+    the leading axis of a history. All others are replicated, such as counters and adafactor's means of rows.
+    """
+    shape_of = {path: leaf.shape for path, leaf in tree_util.tree_leaves_with_path(parameters)}
+    spec_of = dict(tree_util.tree_leaves_with_path(specs))
+
+    def find_spec(path, leaf):
+        name = path[-2:]  # a module and its parameter
+        axes = leaf.ndim - len(shape_of.get(name, ()))
+        if name not in shape_of or axes < 0 or leaf.shape[axes:] != shape_of[name]:
+            return P()
+        return P(*[None] * axes, *spec_of[name])
+
+    return tree_util.tree_map_with_path(find_spec, jax.eval_shape(optimizer.init, parameters))
+
+
+def _clip_by_norm(optimizer: optax.GradientTransformationExtraArgs, limit: float):
+    """Clips the gradient as `optax.clip_by_global_norm`, by a given norm, in front of an optimizer.
 
     Multiplies by a factor, which XLA fuses into the operations that follow; optax's quotient is not fused.
     """
 
-    def update(updates, state, params=None, *, norm=None, **_):
+    def update(updates, state, params=None, *, norm=None, **extra):
         norm = optax.tree.norm(updates) if norm is None else norm
         factor = jnp.where(norm < limit, 1.0, limit / norm)
-        return jax.tree.map(lambda u: u * factor.astype(u.dtype), updates), state
+        clipped = jax.tree.map(lambda u: u * factor.astype(u.dtype), updates)
+        return optimizer.update(clipped, state, params, **extra)
 
-    return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)
 
 
 def _select_decayed(parameters):

@@ -1,10 +1,13 @@
-"""The learning rate: a linear warm-up, then the shape that schedule= names."""
+"""The learning rate: a linear warm-up, then the shape that schedule= names; each is a function at the end."""
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from shardformer.config import Config
+from shardformer.config.registries import Registry, call_with
+
+SCHEDULES = Registry()
 
 
 def decay_end(config: Config) -> int:
@@ -14,7 +17,7 @@ def decay_end(config: Config) -> int:
 
 def warmup_steps(config: Config) -> int:
     """Returns the length of the warm-up, which leaves a decay at least one step."""
-    if config.optimizer.schedule == "constant":
+    if not config.optimizer.falls:
         return config.optimizer.warmup
     return min(config.optimizer.warmup, max(decay_end(config) - 1, 0))
 
@@ -28,7 +31,7 @@ def wsd_decay_steps(config: Config) -> int:
 def learning_rate(config: Config) -> optax.Schedule:
     """Returns the learning rate as a function of `state.step`; 0 is the first step."""
     warmup = warmup_steps(config)
-    schedule = _after_warmup(config, max(decay_end(config) - warmup, 1))
+    schedule = call_with(SCHEDULES[config.optimizer.schedule], _describe_decay(config, warmup))
     if warmup:
         # The first step's rate is lr / warmup rather than zero, so that it trains too.
         rising = optax.linear_schedule(config.optimizer.lr / warmup, config.optimizer.lr, max(warmup - 1, 1))
@@ -41,18 +44,35 @@ def learning_rate(config: Config) -> optax.Schedule:
     return rate
 
 
-def _after_warmup(config: Config, steps: int) -> optax.Schedule:
-    """Returns the rate as a function of the steps after the warm-up; it reaches lr_min after `steps` of them."""
-    lowest = min(
-        config.optimizer.lr_min, config.optimizer.lr
-    )  # a small lr= on the command line must not climb to the preset's lr_min
-    if config.optimizer.schedule == "constant":
-        return optax.constant_schedule(config.optimizer.lr)
-    if config.optimizer.schedule == "linear":
-        return optax.linear_schedule(config.optimizer.lr, lowest, steps)
-    if config.optimizer.schedule == "wsd":
-        decay = wsd_decay_steps(config)
-        return optax.linear_schedule(config.optimizer.lr, lowest, decay, transition_begin=steps - decay)
-    return optax.cosine_decay_schedule(
-        config.optimizer.lr, steps, alpha=lowest / config.optimizer.lr if config.optimizer.lr else 0.0
-    )
+def _describe_decay(config: Config, warmup: int) -> dict:
+    """Returns what a schedule may ask for."""
+    keys = config.optimizer
+    return {
+        "peak": keys.lr,
+        "lowest": min(keys.lr_min, keys.lr),  # a small lr= on the command line must not climb to the preset's lr_min
+        "steps": max(decay_end(config) - warmup, 1),
+        "decay": wsd_decay_steps(config),
+    }
+
+
+# A schedule is a function of the steps after the warm-up, and reaches `lowest` after `steps` of them.
+
+
+@SCHEDULES.register
+def cosine(peak: float, lowest: float, steps: int) -> optax.Schedule:
+    return optax.cosine_decay_schedule(peak, steps, alpha=lowest / peak if peak else 0.0)
+
+
+@SCHEDULES.register
+def wsd(peak: float, lowest: float, steps: int, decay: int) -> optax.Schedule:
+    return optax.linear_schedule(peak, lowest, decay, transition_begin=steps - decay)
+
+
+@SCHEDULES.register
+def linear(peak: float, lowest: float, steps: int) -> optax.Schedule:
+    return optax.linear_schedule(peak, lowest, steps)
+
+
+@SCHEDULES.register
+def constant(peak: float) -> optax.Schedule:
+    return optax.constant_schedule(peak)

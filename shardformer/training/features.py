@@ -55,7 +55,7 @@ def choose_parts(config: Config, model: Model) -> tuple[Part, ...]:
         parts.append(MasterWeights(config))
     if config.training.ema:
         parts.append(WeightAverage(config))
-    if config.optimizer.name == "lbfgs":
+    if config.optimizer.searches_rate:
         parts.append(LineSearch(config, model))
     if config.bad_steps.skip_steps:
         parts.append(RollingGuard(config))

@@ -1,13 +1,12 @@
 """Rewards of sampled answers: a function of the user's file, or one of two that are built in."""
 
-import importlib.util
 import inspect
 import math
 from collections.abc import Callable
-from pathlib import Path
 
+from shardformer.config.registries import names_code
 from shardformer.errors import RunError, UsageError, forbid_exit
-from shardformer.files import expand_home
+from shardformer.user_code import import_function
 
 Reward = Callable[[str, str, str], float]
 TAKES = "reward takes FILE.py:FUNCTION, match or length:N"
@@ -19,7 +18,7 @@ def match(prompt: str, answer: str, expected: str) -> float:
 
 
 def open_reward(name: str) -> Reward:
-    """Returns the function that reward= names. Only a start names it: no stored file can have code run."""
+    """Returns the function that reward= names."""
     if not name:
         raise UsageError(f"objective=grpo learns from rewards, which each start names; {TAKES}")
     if name == "match":
@@ -29,9 +28,9 @@ def open_reward(name: str) -> Reward:
         if not (value.isascii() and value.isdigit() and int(value)):
             raise UsageError(f"reward=length:N takes a number of characters of at least 1, got {value!r:.40}")
         return _make_length_reward(int(value))
-    if not kind.endswith(".py") or not value.isidentifier():
+    if not names_code(name):
         raise UsageError(f"{TAKES}; got reward={name:.100}")
-    function = _import_function(name, Path(expand_home(kind)), value)
+    function = import_function("reward", name, TAKES)
     _check_parameters(name, function)
 
     def reward(prompt: str, answer: str, expected: str) -> float:
@@ -46,24 +45,6 @@ def _make_length_reward(wanted: int) -> Reward:
         return max(1 - abs(len(answer) - wanted) / wanted, 0.0)
 
     return reward
-
-
-def _import_function(name: str, path: Path, function: str) -> Reward:
-    if not path.is_file():
-        raise UsageError(f"reward={name}: {path} is not a file; {TAKES}")
-    try:
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        with forbid_exit("the file"):
-            spec.loader.exec_module(module)
-        result = getattr(module, function)
-    except Exception as error:  # a file may raise anything
-        raise UsageError(f"reward={name} cannot be imported: {str(error) or type(error).__name__}") from None
-    if not callable(result):
-        raise UsageError(f"reward={name} is a {type(result).__name__}; name a function")
-    return result
 
 
 def _check_parameters(name: str, function: Reward) -> None:

@@ -335,7 +335,7 @@ class Run:
         """Raises if the run's config.json differs from its checkpoint's in a key that is fixed on resume."""
         trained = config.parse_config(checkpoint.read_document(folder, "config.json"), folder / "config.json")
         for name in FIXED_ON_RESUME:
-            given, true = (json.dumps(c.get(name)) for c in (self.config, trained))
+            given, true = (json.dumps(c.get_stored(name)) for c in (self.config, trained))
             if given != true:
                 raise UsageError(
                     f"{self.out / 'config.json'} has {name}={given}, but {folder.name} was trained with {name}={true}; "

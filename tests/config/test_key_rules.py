@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shardformer.config import FIELDS, Config, parsing, preset
 from shardformer.errors import UsageError
 
-CHOICES = {name: parsing.choices(field.type) for name, field in FIELDS.items() if parsing.choices(field.type)}
+CHOICES = {name: values for name, field in FIELDS.items() if (values := parsing.choices(field))}
 GRPO = {"objective": "grpo", "batch": 16}
 LBFGS = {"optimizer": "lbfgs", "clip": 0.0, "weight_decay": 0.0}
 NUMBERS = [name for name, field in FIELDS.items() if parsing.plain_type(field.type) is float]
@@ -48,11 +48,15 @@ def test_malformed_mesh(text):
         Config.of(mesh=text)
 
 
+def or_code(name: str) -> str:
+    return ", or FILE.py:NAME" if FIELDS[name].metadata["takes_code"] else ""
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         *(
-            ({name: wrong}, f"{name} is one of {', '.join(map(str, some))}; got {wrong!r}")
+            ({name: wrong}, f"{name} is one of {', '.join(map(str, some))}{or_code(name)}; got {wrong!r}")
             for name, some in CHOICES.items()
             for wrong in [type(some[0])(7)]
         ),
@@ -234,7 +238,8 @@ def test_malformed_mesh(text):
         ({"experts": 4, "bias": "none", "dense_first": 1, "d_ff": 6, "expert_width": 8, "mesh": "1x4"},
          "feed-forward width=6 does not divide over mp=4"),
         ({"experts": 4}, "experts have no biases, and bias=ff has them in the feed-forward; give bias=none"),
-        ({"experts": 4, "bias": "none", "grad_metrics": True}, "experts are trained by optimizer=adamw or muon with p"),
+        ({"experts": 4, "bias": "none", "grad_metrics": True},
+         "experts are trained with param_dtype=float32, grad_metrics=false and an optimizer other than lbfgs"),
         ({"experts": 4, "bias": "none", "lora_rank": 2, "lora_targets": "up"},
          "lora_targets takes some of q,k,v,o,expert_up,expert_down, got 'up'"),
         ({"experts": 6, "bias": "none", "expert_axes": "dp", "mesh": "4x2", "batch": 8},

@@ -106,7 +106,7 @@ def test_the_optimizer_lies_as_its_parameters_do():
 
 
 def test_clip_uses_the_given_norm():
-    clip = chain._clip_by_norm(1.0)
+    clip = chain._clip_by_norm(optax.with_extra_args_support(optax.identity()), 1.0)
     updates = {"w": jnp.full(4, 2.0)}
     given, _ = clip.update(updates, clip.init(updates), norm=jnp.float32(8))
     measured, _ = clip.update(updates, clip.init(updates))

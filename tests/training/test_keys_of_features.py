@@ -45,7 +45,7 @@ def other_value(config: Config, name: str):
     if name in VALUES:
         return VALUES[name]
     value, kind = config.get(name), plain_type(keys_of(Config)[name].type)
-    if known := choices(kind):
+    if known := choices(keys_of(Config)[name]):
         return next(choice for choice in known if choice != value)
     if kind is bool:
         return not value

@@ -35,7 +35,7 @@ def other_value(key: str, value):
     kind = plain_type(FIELDS[key].type)
     if key in VALUES:
         return VALUES[key]
-    if known := choices(kind):
+    if known := choices(FIELDS[key]):
         return next(choice for choice in known if choice not in (value, "fused"))  # which needs an accelerator
     if kind is bool:
         return not value

@@ -1,0 +1,58 @@
+"""The values of a key that are functions: each is registered in one file, and found there by its name.
+
+`@ACTIVATIONS.register` above a function of `kernels/activations.py` makes its name a value of `activation=`. A function
+names what it needs by its parameters. The file is read for this, not imported: it imports JAX.
+"""
+
+import ast
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+F = TypeVar("F", bound=Callable)
+PACKAGE = Path(__file__).parents[1]
+OWN = "own"  # stands in a stored config.json for FILE.py:NAME, as no stored run names code
+
+
+class Registry(dict[str, Callable]):
+    """The functions that are the values of a key, by name."""
+
+    def register(self, function: F) -> F:
+        """Adds a function under its own name; a decorator."""
+        self[function.__name__] = function
+        return function
+
+
+@functools.cache
+def read_parameters(file: str) -> dict[str, tuple[str, ...]]:
+    """Returns the names of the functions that a file of the package registers, each with those of its parameters."""
+    module = ast.parse((PACKAGE / file).read_text("utf-8"))
+    return {
+        node.name: tuple(parameter.arg for parameter in node.args.args)
+        for node in module.body
+        if isinstance(node, ast.FunctionDef)
+        and any(isinstance(mark, ast.Attribute) and mark.attr == "register" for mark in node.decorator_list)
+    }
+
+
+def asks_for(file: str, name: str, parameter: str) -> bool:
+    """Returns whether a registered function has a parameter of this name; False for a function that is not there."""
+    return parameter in read_parameters(file).get(name, ())
+
+
+def call_with(function: Callable, available: dict):
+    """Calls a function with those of the available arguments that its parameters name."""
+    return function(**{name: available[name] for name in inspect.signature(function).parameters if name in available})
+
+
+def names_code(value) -> bool:
+    """Returns whether a value of a key is FILE.py:NAME, a function of the user's file."""
+    file, _, name = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    return file.endswith(".py") and name.isidentifier()
+
+
+def without_code(value):
+    """Returns the value of a key as a run stores it."""
+    return OWN if names_code(value) else value
