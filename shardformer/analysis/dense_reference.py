@@ -32,6 +32,16 @@ NORMS = {
     ),
     "sequential_post_norms": ("post_attention_norm", "post_feed_forward_norm"),
 }  # fmt: skip
+KNOWN = {
+    "activation": (*ACTIVATIONS, *GATES),
+    "norm": ("layernorm", "rmsnorm", "rmsnorm_plus_one", "plain_layernorm"),
+    "positions": ("learned", "rotary", "t5", "alibi", "none"),
+}
+
+
+def find_missing(config) -> str:
+    """Returns a key with a value that this reference does not compute; '' if it computes all."""
+    return next((f"{key}={config.get(key)}" for key, known in KNOWN.items() if config.get(key) not in known), "")
 
 
 def logits(config, params: Params, tokens, masks: "Masks | None" = None, documents=None, routes: list | None = None):

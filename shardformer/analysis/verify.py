@@ -123,6 +123,11 @@ def loss_and_gradients(model: Model, parameters, batch, dropout_key=None) -> tup
 
 def reference_loss_and_gradients(config: Config, parameters, batch, dropout_key=None) -> tuple[np.ndarray, Any]:
     """Returns (loss, gradients) of the dense reference on one device; with LoRA, the adapters' gradients."""
+    if missing := dense_reference.find_missing(config):
+        raise UsageError(
+            f"the dense reference has no {missing}: write it in analysis/dense_reference.py, or give exact=true, which "
+            "compares with one device"
+        )
     key = NO_KEY if dropout_key is None else dropout_key
     compute = jax.jit(functools.partial(dense_reference.losses_and_gradients, config))
     (nats, _), gradients = compute(parameters, batch, key)

@@ -81,7 +81,8 @@ def on_one_device(config: Config) -> Config:
 
 def has_dense_reference(config: Config) -> bool:
     """Returns whether the dense reference computes this configuration."""
-    return config.preferences.objective == "lm" and not config.stored.quantized
+    known = not dense_reference.find_missing(config)
+    return known and config.preferences.objective == "lm" and not config.stored.quantized
 
 
 def compute_gradients(trainer: Trainer, params, batch, key, **options) -> Result:

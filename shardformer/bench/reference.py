@@ -25,7 +25,7 @@ from shardformer.kernels.rotary import rotate
 from shardformer.layout import mesh, specs
 from shardformer.model import ROWS, Model
 from shardformer.optim.chain import is_decayed
-from shardformer.shards.positions import rotary_frequencies
+from shardformer.shards.positions import find_rotation
 
 # With other values a step would do more work or have another model.
 PLAIN = {
@@ -153,7 +153,7 @@ def attention(c: Config, h, cut: Cut):
         dense(name, h, D // cut.parts, c.model.bias == "all").reshape(B, T, heads, c.model.head_size) for name in "qkv"
     )
     if c.model.positions == "rotary":
-        q, k = (rotate(x, jnp.arange(T), rotary_frequencies(c), c.model.rotary_factor) for x in (q, k))
+        q, k = (rotate(x, jnp.arange(T), find_rotation(c), c.model.rotary_factor) for x in (q, k))
     logits = jnp.einsum("bthk,bshk->bhts", q, k, preferred_element_type=jnp.float32) / math.sqrt(c.model.head_size)
     weights = jax.nn.softmax(jnp.where(jnp.tri(T, dtype=bool), logits, -1e30)).astype(h.dtype)
     values = jnp.einsum("bhts,bshk->bthk", weights, v)

@@ -316,7 +316,7 @@ def _check_split_sizes(c: "Config", mp: int) -> None:
         sizes["shared_width"] = c.experts.shared_width
     if mp % c.model.key_value_heads:  # otherwise mp / kv_heads shards share each of them
         sizes["kv_heads"] = c.model.key_value_heads
-    if c.model.positions == "learned":
+    if c.model.embeds_positions:
         sizes["d_model"] = c.model.d_model
     padded = c.model.padded_vocab or c.model.vocab_multiple
     sizes_of_mesh = parse_mesh(c.parallel.mesh)

@@ -7,11 +7,12 @@ from typing import Literal
 
 from shardformer.config.keys import KeyGroup, UsedIf, key, largest_divisor, require
 from shardformer.config.parsing import ROTARY_SCALINGS, parse_rotary_scaling
+from shardformer.config.registries import asks_for
 
-WITH_ROTARY = UsedIf(lambda model: model.positions == "rotary", "without positions=rotary")
+WITH_ROTARY = UsedIf(lambda model: model.rotates, "without positions=rotary")
 
 
-GATED = ("swiglu", "geglu")  # activations that take a second matrix, gate
+ACTIVATIONS, NORMS, POSITIONS = "kernels/activations.py", "shards/norm.py", "shards/positions.py"
 _LATE = ("up", "down", "norm", "head")
 BIASES: dict[str, tuple[str, ...]] = {
     "none": (),
@@ -37,9 +38,10 @@ class ModelKeys(KeyGroup):
     )
     head_dim: int | None = key(None, "size of a head; auto: d_model / heads", least=1)
     d_ff: int | None = key(None, "feed-forward width; auto: 4 * d_model", least=1)
-    activation: Literal["gelu", "gelu_exact", "relu", "silu", "swiglu", "geglu"] = key(
+    activation: str = key(
         "gelu",
         "feed-forward activation; gelu: tanh form; gelu_exact: erf; swiglu: gated silu; geglu: gated gelu (tanh form)",
+        registry=ACTIVATIONS,
     )
     seq: int = key(64, "context length in tokens", least=1)
     vocab: int = key(0, "tokens that the model predicts; auto: as many as the data has", least=0, zero="auto")
@@ -52,10 +54,11 @@ class ModelKeys(KeyGroup):
             "sequential_post_norms: OLMo 2's, norms only after branches",
         )
     )
-    norm: Literal["layernorm", "rmsnorm", "rmsnorm_plus_one", "plain_layernorm"] = key(
+    norm: str = key(
         "layernorm",
         "type of norm; rmsnorm_plus_one: multiplies by 1 + scale, as Gemma's, scales start at 0; plain_layernorm: "
         "without scale and offset, as OLMo 1's",
+        registry=NORMS,
     )
     norm_eps: float = key(1e-5, "number added to the variance in every norm")
     qk_norm: Literal["none", "head", "all"] = key(
@@ -65,9 +68,10 @@ class ModelKeys(KeyGroup):
         "ff", "biases; ff: feed-forward, norms and head, as GPT-J; all_but_qkv: GPT-Neo; qkv: Qwen2; norm: StableLM"
     )
     head_bias: bool = key(True, "give an untied output head a bias, if bias= has biases in the feed-forward")
-    positions: Literal["learned", "rotary", "t5", "alibi", "none"] = key(
+    positions: str = key(
         "rotary",
         "position encoding; t5: learned bias on the attention logits, by distance; alibi: fixed one, as BLOOM's",
+        registry=POSITIONS,
     )
     rotary_dims: int | None = key(
         None, "rotated dimensions of each head; auto: all of them", least=1, used_if=WITH_ROTARY
@@ -163,7 +167,17 @@ class ModelKeys(KeyGroup):
     @functools.cached_property
     def biased_by_distance(self) -> bool:
         """True if attention logits get a bias of each head and distance."""
-        return self.positions in ("t5", "alibi")
+        return asks_for(POSITIONS, self.positions, "distance_TS")
+
+    @functools.cached_property
+    def embeds_positions(self) -> bool:
+        """True if a vector of each position is added to the token embeddings."""
+        return asks_for(POSITIONS, self.positions, "position_BT")
+
+    @functools.cached_property
+    def rotates(self) -> bool:
+        """True if queries and keys are rotated by an angle of each position."""
+        return asks_for(POSITIONS, self.positions, "long_rows")
 
     @functools.cached_property
     def rotary_size(self) -> int:
@@ -183,7 +197,7 @@ class ModelKeys(KeyGroup):
 
     @functools.cached_property
     def gated(self) -> bool:
-        return self.activation in GATED
+        return asks_for(ACTIVATIONS, self.activation, "gate")
 
     @functools.cached_property
     def biased(self) -> tuple[str, ...]:
@@ -247,7 +261,7 @@ class ModelKeys(KeyGroup):
             f"rotary_scaling={self.rotary_scaling:.40} has the same frequencies in all layers; give no "
             "window_rotary_theta, and a window_pattern without n",
         )
-        if self.positions == "rotary":
+        if self.rotates:
             even = min(self.rotary_size, self.head_size) // 2 * 2
             fix = f"rotary_dims={even}" if even else "positions=learned"
             require(
@@ -271,7 +285,7 @@ class ModelKeys(KeyGroup):
             f"wwwwwf; got {self.window_pattern!r}",
         )
         require(
-            "n" not in self.window_pattern or self.positions == "rotary",
+            "n" not in self.window_pattern or self.rotates,
             f"window_pattern={self.window_pattern} has layers without rotary positions, and positions={self.positions} "
             "has none; give f instead of n",
         )

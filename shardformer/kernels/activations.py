@@ -1,16 +1,18 @@
-"""The activations of the feed-forward, by the values of `activation=`."""
+"""The activations of the feed-forward, the values of `activation=`: functions of x, or of x and its gate."""
 
-import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from shardformer.config.registries import Registry
+
+ACTIVATIONS = Registry()
 SCALE, CUBE = math.sqrt(8 / math.pi), 0.044715
 
 
+@ACTIVATIONS.register
 @jax.custom_jvp
 def gelu(x: Array) -> Array:
     """Returns GELU in its tanh form, written as x / (1 + exp(-2z)): the same function with the division last.
@@ -36,11 +38,26 @@ def _exp_minus_2z(x):
     return jnp.exp(-SCALE * x * (1 + CUBE * x * x))
 
 
-ACTIVATIONS: dict[str, Callable] = {
-    "gelu": gelu,
-    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
-    "relu": jax.nn.relu,
-    "silu": jax.nn.silu,
-    "swiglu": jax.nn.silu,  # of the gate
-    "geglu": gelu,
-}
+@ACTIVATIONS.register
+def gelu_exact(x: Array) -> Array:
+    return jax.nn.gelu(x, approximate=False)
+
+
+@ACTIVATIONS.register
+def relu(x: Array) -> Array:
+    return jax.nn.relu(x)
+
+
+@ACTIVATIONS.register
+def silu(x: Array) -> Array:
+    return jax.nn.silu(x)
+
+
+@ACTIVATIONS.register
+def swiglu(x: Array, gate: Array) -> Array:
+    return jax.nn.silu(gate) * x
+
+
+@ACTIVATIONS.register
+def geglu(x: Array, gate: Array) -> Array:
+    return gelu(gate) * x

@@ -45,7 +45,7 @@ RULES = (
     ("*/embed/tokens", P("mp", None)),
     ("*/embed/bias", P()),
     ("*/embed/positions", P(None, "mp")),
-    ("*/relative_bias/table", P(None, "mp")),
+    ("*/relative_bias/*", P(None, "mp")),  # of any position encoding: [rows, heads]
     ("*/head/w", P(None, "mp")),
     ("*/head/bias", P("mp")),
     ("*/layers/[qkv]_lora_in", P()),  # for a column-parallel matrix, the adapter's first factor is replicated
@@ -65,8 +65,7 @@ RULES = (
     ("*/layers/shared_gate_lora_out", P(None, None, "mp")),
     ("*/layers/shared_down_lora_in", P(None, "mp", None)),
     ("*/layers/shared_down_lora_out", P()),
-    ("*norm/scale", P()),
-    ("*norm/offset", P()),
+    ("*norm/*", P()),
 )
 # Experts that do not divide over mp are split as dense matrices, by their width.
 SPLIT_WIDTHS = {

@@ -11,11 +11,12 @@ from shardformer import collectives
 from shardformer.config import Config
 from shardformer.shards.norm import Norm
 from shardformer.shards.parameters import add_bias, add_broadcast, weight, zeros
+from shardformer.shards.positions import POSITIONS
 
 
 @dataclasses.dataclass
 class EmbeddingShard(hk.Module):
-    """The table's rows of this shard, and the learned positions if there are any."""
+    """The table's rows of this shard, and the vectors of positions if there are any."""
 
     config: Config
     name: str = "embed"
@@ -38,10 +39,9 @@ class EmbeddingShard(hk.Module):
         x_BTD = self._scale(
             collectives.reduce(self._masked_lookup(tokens_BT).astype(dtype), c.parallel.sequence_parallel)
         )
-        if c.model.positions == "learned":
-            positions_BTD = collectives.gather_last(
-                self._positions(position_BT).astype(dtype), c.parallel.sequence_parallel
-            )
+        if c.model.embeds_positions:
+            positions_BTd = POSITIONS[c.model.positions](c, position_BT).astype(dtype)
+            positions_BTD = collectives.gather_last(positions_BTd, c.parallel.sequence_parallel)
             x_BTD = add_broadcast(x_BTD, positions_BTD)
         return x_BTD
 
@@ -58,12 +58,3 @@ class EmbeddingShard(hk.Module):
         c = self.config.model
         factor = math.sqrt(c.d_model) if c.embed_scale is None else c.embed_scale
         return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
-
-    def _positions(self, position_BT):
-        c = self.config
-        table_Sd = weight(
-            "positions",
-            [c.model.seq, collectives.local(c.model.d_model)],
-            c.model.init_std or 1 / math.sqrt(c.model.d_model),
-        )
-        return table_Sd[position_BT]

@@ -136,7 +136,7 @@ class ExpertFeedForward:
 
     def _activate(self, u, gate):
         activate = ACTIVATIONS[self.config.model.activation]
-        return activate(u) if gate is None else activate(gate) * u
+        return activate(u) if gate is None else activate(u, gate)
 
 
 class AdaptedExperts(ExpertFeedForward):

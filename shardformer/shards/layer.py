@@ -124,7 +124,7 @@ class TransformerLayerShard(hk.Module):
             u_BTf = add_bias(u_BTf, zeros("up_bias", f))
         activate = ACTIVATIONS[self.config.model.activation]
         gate_BTf = self.linear("gate", h_BTD, out=f) if self.config.model.gated else None
-        u_BTf = activate(u_BTf) if gate_BTf is None else activate(gate_BTf) * u_BTf
+        u_BTf = activate(u_BTf) if gate_BTf is None else activate(u_BTf, gate_BTf)
         return self.linear("down", u_BTf, self.residual_stddev(self.config.model.ff_size))
 
     @hk.name_like("__call__")  # else Haiku adds this method's name to the norm's path

@@ -1,6 +1,7 @@
 """LayerNorm and RMSNorm over the full width: one copy, applied to replicated activations, so its gradient is exact.
 
-Norms of queries and keys (`norm_heads`) see only this shard's heads.
+A registered function is a value of `norm=`; it computes in float32. Norms of queries and keys (`norm_heads`) see only
+this shard's heads.
 """
 
 import dataclasses
@@ -12,27 +13,53 @@ from jax import Array, lax
 from shardformer import collectives
 from shardformer.config import Config
 from shardformer.config.names import MP
+from shardformer.config.registries import Registry
 from shardformer.shards.parameters import add_bias, ones, zeros
+
+NORMS = Registry()
 
 
 @dataclasses.dataclass
 class Norm(hk.Module):
-    """One norm with its scale and, unless bias=none, its offset; norm=plain_layernorm has neither."""
+    """One norm of NORMS and, unless bias=none, its offset."""
 
     config: Config
     name: str = "norm"
 
     def __call__(self, x_BTD: Array) -> Array:
         """Computes in float32; returns the input's dtype."""
-        x = x_BTD.astype(jnp.float32)
-        if self.config.model.norm in ("layernorm", "plain_layernorm"):
-            x = x - x.mean(-1, keepdims=True)
-        x = x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.config.model.norm_eps)
-        if self.config.model.norm != "plain_layernorm":
-            x = x * _factor("scale", x.shape[-1], self.config).reshape(1, 1, -1)
+        x = NORMS[self.config.model.norm](x_BTD.astype(jnp.float32), self.config.model.norm_eps)
         if "norm" in self.config.model.biased:
             x = add_bias(x, zeros("offset", x.shape[-1]))
         return x.astype(x_BTD.dtype)
+
+
+@NORMS.register
+def layernorm(x_BTD: Array, eps: float) -> Array:
+    return _multiply(plain_layernorm(x_BTD, eps), ones("scale", x_BTD.shape[-1]))
+
+
+@NORMS.register
+def rmsnorm(x_BTD: Array, eps: float) -> Array:
+    return _multiply(_divide_by_rms(x_BTD, eps), ones("scale", x_BTD.shape[-1]))
+
+
+@NORMS.register
+def rmsnorm_plus_one(x_BTD: Array, eps: float) -> Array:
+    return _multiply(_divide_by_rms(x_BTD, eps), 1 + zeros("scale", x_BTD.shape[-1]))
+
+
+@NORMS.register
+def plain_layernorm(x_BTD: Array, eps: float) -> Array:
+    return _divide_by_rms(x_BTD - x_BTD.mean(-1, keepdims=True), eps)
+
+
+def _divide_by_rms(x, eps):
+    return x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps)
+
+
+def _multiply(x_BTD, scale_D):
+    return x_BTD * scale_D.reshape(1, 1, -1)
 
 
 def norm_heads(name: str, x_BThK: Array, config: Config) -> Array:

@@ -1,7 +1,4 @@
-"""Positions that not every model has: windows and frequencies by layer, restarts, T5's and ALiBi's bias.
-
-Learned positions are in the embedding, rotary positions in kernels/rotary.py.
-"""
+"""The position encodings, and what depends on positions: windows and frequencies by layer, restarts of documents."""
 
 import dataclasses
 import math
@@ -15,26 +12,26 @@ from jax import Array, lax
 
 from shardformer import collectives
 from shardformer.config import Config, parsing
+from shardformer.config.registries import Registry
 from shardformer.kernels.attention import AttentionOptions
 from shardformer.kernels.rotary import find_frequencies
 from shardformer.shards.layer import LayerFeature, LayerInputs
 from shardformer.shards.parameters import weight
 
+POSITIONS = Registry()
 T5_BUCKETS = 32
-
 NO_WINDOW = np.iinfo(np.int32).max
 
 
-def rotary_frequencies(config: Config, long_rows: bool = False) -> np.ndarray:
-    """Returns the radians per position of each rotating pair, in layers without a frequency for windows."""
-    scaling = parsing.parse_rotary_scaling(config.model.rotary_scaling)
-    return find_frequencies(config.model.rotary_size, config.model.rotary_theta, scaling, long_rows)
+def find_rotation(config: Config, long_rows: bool = False) -> np.ndarray:
+    """Returns the radians per position of each rotating pair."""
+    return POSITIONS[config.model.positions](config, long_rows)
 
 
 def choose_by_length(options: AttentionOptions, tokens: int | Array, config: Config) -> AttentionOptions:
     """Returns the options of a row of `tokens` tokens with longrope's frequencies for a row of this length."""
     limit = config.model.longest_short_row
-    short, long = (rotary_frequencies(config, long_rows) for long_rows in (False, True))
+    short, long = (find_rotation(config, long_rows) for long_rows in (False, True))
     if isinstance(tokens, Array):
         return options._replace(frequency=jnp.where(tokens > limit, long, short))
     return options._replace(frequency=long if tokens > limit else short)
@@ -100,23 +97,56 @@ def restart_positions(documents_BT: Array) -> Array:
 
 @dataclasses.dataclass
 class RelativeBiasShard(hk.Module):
-    """T5's bias: a trainable number for each head and bucket of distance, shared by all layers; or ALiBi's."""
+    """The bias of each head and distance, shared by all layers."""
 
     config: Config
     name: str = "relative_bias"
 
     def __call__(self, query_T: Array, key_S: Array) -> Array:
         """Returns bias_1hTS for queries and keys at these positions."""
-        h = collectives.local(self.config.model.heads)
         distance_TS = jnp.maximum(query_T[:, None] - key_S[None, :], 0)
-        if self.config.model.positions == "alibi":
-            slope_h = lax.dynamic_slice_in_dim(
-                jnp.asarray(alibi_slopes(self.config.model.heads)), collectives.offset(h), h
-            )
-            return -slope_h[None, :, None, None] * distance_TS.astype(jnp.float32)[None, None]
-        table = weight("table", [T5_BUCKETS, h], self.config.model.init_std or 1 / math.sqrt(self.config.model.d_model))
-        bias_TSh = table[bucket_of(distance_TS)]
-        return jnp.transpose(bias_TSh, (2, 0, 1))[None]
+        return POSITIONS[self.config.model.positions](self.config, distance_TS)
+
+
+# The values of positions=. The parameters of a function show what it returns:
+# position_BT: this shard's columns of the vectors that are added to the token embeddings;
+# distance_TS: the bias_1hTS of this shard's heads, which is added to the attention logits (a parameter is [rows, h]);
+# long_rows: the radians per position of each rotating pair of a head's dimensions.
+
+
+@POSITIONS.register
+def learned(config: Config, position_BT: Array) -> Array:
+    stddev = config.model.init_std or 1 / math.sqrt(config.model.d_model)
+    table_Sd = weight("positions", [config.model.seq, collectives.local(config.model.d_model)], stddev)
+    return table_Sd[position_BT]
+
+
+@POSITIONS.register
+def rotary(config: Config, long_rows: bool = False) -> np.ndarray:
+    """Returns the frequencies of layers without a frequency for windows."""
+    scaling = parsing.parse_rotary_scaling(config.model.rotary_scaling)
+    return find_frequencies(config.model.rotary_size, config.model.rotary_theta, scaling, long_rows)
+
+
+@POSITIONS.register
+def t5(config: Config, distance_TS: Array) -> Array:
+    """Returns a trainable number for each head and bucket of distance."""
+    h = collectives.local(config.model.heads)
+    table = weight("table", [T5_BUCKETS, h], config.model.init_std or 1 / math.sqrt(config.model.d_model))
+    bias_TSh = table[bucket_of(distance_TS)]
+    return jnp.transpose(bias_TSh, (2, 0, 1))[None]
+
+
+@POSITIONS.register
+def alibi(config: Config, distance_TS: Array) -> Array:
+    h = collectives.local(config.model.heads)
+    slope_h = lax.dynamic_slice_in_dim(jnp.asarray(alibi_slopes(config.model.heads)), collectives.offset(h), h)
+    return -slope_h[None, :, None, None] * distance_TS.astype(jnp.float32)[None, None]
+
+
+@POSITIONS.register
+def none() -> None:
+    """Encodes no positions."""
 
 
 def bucket_of(distance: Array, buckets: int = T5_BUCKETS, furthest: int = 128) -> Array:

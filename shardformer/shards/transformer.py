@@ -25,8 +25,8 @@ from shardformer.shards.parameters import unstack
 from shardformer.shards.positions import (
     RelativeBiasShard,
     choose_by_length,
+    find_rotation,
     restart_positions,
-    rotary_frequencies,
 )
 from shardformer.shards.projection import ProjectionShard
 
@@ -37,7 +37,7 @@ class CausalTransformerShard:
     def __init__(self, layout: Layout):
         self.layout, self.config, self.replicas = layout, layout.config, layout.replicas
         c = self.config
-        frequency = rotary_frequencies(c) if c.model.positions == "rotary" else None
+        frequency = find_rotation(c) if c.model.rotates else None
         self._options = functools.partial(
             AttentionOptions, frequency=frequency, rotary_factor=c.model.rotary_factor, cap=c.model.attention_cap
         )
@@ -54,7 +54,7 @@ class CausalTransformerShard:
         c, position_T = self.config, jnp.arange(self.config.model.seq)
 
         def create():
-            if c.model.positions == "t5":
+            if c.model.biased_by_distance:
                 RelativeBiasShard(c)(position_T, position_T)
             embed = EmbeddingShard(c)
             x_BTD = embed(jnp.zeros((1, c.model.seq), jnp.int32), position_T[None])

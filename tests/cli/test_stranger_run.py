@@ -32,6 +32,7 @@ KEYS = {
     "text": "the name of a field",
     "base": "a run that is read, by a resume before the first checkpoint and by convert; never its own base",
     "teacher": "a run whose weights are read, by a start with objective=distill",
+    "optimizer": "the name of a built-in one, or own: FILE.py:NAME is damage, and each start names it",
     "out": "replaced by the folder that the command names",
     **dict.fromkeys(
         ("mesh", "rotary_scaling", "window_pattern", "expert_pattern", "lr_rules", "lora_targets"), NOTHING
@@ -64,8 +65,9 @@ pathlib.Path(os.environ["MARK"]).write_text("imported")
 
 
 def stored_texts() -> set[str]:
-    stored = FIELDS.keys() - set(LAUNCH_ONLY_KEYS)
-    return {name for name in stored if parsing.plain_type(FIELDS[name].type) is str}
+    stored = [field for name, field in FIELDS.items() if name not in LAUNCH_ONLY_KEYS]
+    free = [field for field in stored if field.metadata["takes_code"] or not parsing.choices(field)]
+    return {parsing.flat_name(field) for field in free if parsing.plain_type(field.type) is str}
 
 
 def test_every_stored_key_of_text_is_classified():

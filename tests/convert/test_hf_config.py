@@ -17,7 +17,7 @@ from shardformer.data import SpecialTokens
 from shardformer.errors import UsageError
 from shardformer.layout import mesh
 from shardformer.model import Decoder, Model
-from shardformer.shards.positions import rotary_frequencies
+from shardformer.shards.positions import find_rotation
 from shardformer.training.run_folder import Run
 from tests.convert.hf_models import FOLDER
 from tests.convert.record_rotary import GOLDEN, LLAMA, NEOX
@@ -43,7 +43,7 @@ def copy_model(name: str, target: Path, **changes) -> Path:
 @pytest.mark.parametrize("name", ROTARY)
 def test_rotary_frequencies_are_transformers(name, tmp_path):
     _, config = hf_settings.read_config(write(tmp_path / "src", ROTARY[name]["config"]))
-    ours = rotary_frequencies(config) if config.model.positions == "rotary" else np.zeros(0)
+    ours = find_rotation(config) if config.model.positions == "rotary" else np.zeros(0)
     np.testing.assert_allclose(ours, ROTARY[name]["frequencies"], rtol=1e-6)
     assert config.model.rotary_factor == pytest.approx(ROTARY[name].get("factor", 1.0), rel=1e-12)
 

@@ -8,7 +8,7 @@ import pytest
 from shardformer import exact
 from shardformer.kernels import rotary
 from shardformer.kernels.rotary import rotate
-from shardformer.shards.positions import rotary_frequencies
+from shardformer.shards.positions import find_rotation
 from tests import asserts, sharded, shared
 
 Q, K = sharded.normal(0, 1, 1, 2, 8), sharded.normal(1, 1, 1, 2, 8)
@@ -20,7 +20,7 @@ def run_exactly(function, *arguments):
 
 def make_rotation(rotary_dims=8, **options):
     """Returns the function of x and the positions that rotates x."""
-    frequency = rotary_frequencies(shared.tiny(d_model=64, heads=8, rotary_dims=rotary_dims))
+    frequency = find_rotation(shared.tiny(d_model=64, heads=8, rotary_dims=rotary_dims))
     return lambda x, positions: rotate(x, positions, frequency, **options)
 
 
@@ -86,7 +86,7 @@ def test_gradient_of_rotation_equals_the_formula():
     x, weight = sharded.normal(2, 2, 3, 2, 8), sharded.normal(5, 2, 3, 2, 8)
     positions, frequency = (
         np.arange(3, dtype=np.int32),
-        rotary_frequencies(shared.tiny(d_model=64, heads=8, rotary_dims=6)),
+        find_rotation(shared.tiny(d_model=64, heads=8, rotary_dims=6)),
     )
     turn = make_rotation(6)
 

@@ -27,7 +27,7 @@ X = np.linspace(-6, 6, 241)
 
 
 def test_each_value_of_the_key_has_a_function_and_a_formula():
-    values = set(parsing.choices(FIELDS["activation"].type))
+    values = set(parsing.choices(FIELDS["activation"]))
     assert values == {*ACTIVATIONS} == {*FORMULAS, *GATED}
     assert values == {*dense_reference.ACTIVATIONS, *dense_reference.GATES}
 

@@ -15,7 +15,7 @@ from shardformer.kernels.attention import AttentionOptions, Plain
 from shardformer.model import Model
 from shardformer.shards.adapters import Adapters
 from shardformer.shards.layer import TransformerLayerShard, multiply
-from shardformer.shards.positions import rotary_frequencies
+from shardformer.shards.positions import find_rotation
 from tests import asserts, sharded, shared
 
 B, T, D, H = 2, 7, 32, 8
@@ -166,7 +166,7 @@ def apply_in_numpy(case):
 
 def apply_layer(case, run=sharded.on_mesh):
     config = settings(case)
-    frequency = rotary_frequencies(config) if config.model.positions == "rotary" else None
+    frequency = find_rotation(config) if config.model.positions == "rotary" else None
     product = Adapters(config).multiply if config.lora.lora_rank else multiply
 
     def layer(x, positions):
@@ -199,7 +199,7 @@ def test_every_parameter_of_a_layer_counts():
                 leaves[name] = kept
 
 
-@pytest.mark.parametrize("block", parsing.choices(FIELDS["block"].type))
+@pytest.mark.parametrize("block", parsing.choices(FIELDS["block"]))
 @pytest.mark.parametrize(
     ("bias", "names"),
     [("none", ""), ("ff", "down up"), ("all_but_qkv", "down o up"), ("all", "down k o q up v"), ("qkv", "k q v"),
