@@ -40,7 +40,8 @@ def _check_parameters(name: str, function, inputs: dict) -> None:
     """Raises UsageError if a function needs an argument that is not there."""
     with _reporting(name, "its signature"):
         parameters = inspect.signature(function).parameters.values()
-    unknown = [each.name for each in parameters if each.name not in inputs and each.default is each.empty]
+    named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    unknown = [each.name for each in named if each.name not in inputs and each.default is each.empty]
     if unknown:
         raise UsageError(
             f"optimizer={name} has the parameters {', '.join(unknown)}; a function may have some of {', '.join(inputs)}"
