@@ -110,7 +110,8 @@ def _check_layout(
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise RunError(
             f"{folder / MANIFEST} does not fit this configuration: {'; '.join(problems[:3])}{more}; "
-            "restore a checkpoint with the config.json beside it"
+            "restore a checkpoint with the config.json beside it, and with the optimizer=FILE.py:NAME of its run if it "
+            "has one"
         )
 
 

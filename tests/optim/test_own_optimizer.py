@@ -162,6 +162,8 @@ def test_run_stores_no_code(finished, capsys):
     assert "function of a user's file, which no run stores; name it again" in capsys.readouterr().err
     assert runs.train("--resume", finished, "optimizer=adamw") == runs.USAGE
     assert "optimizer cannot change on resume: the run has own, got adamw" in capsys.readouterr().err
+    assert runs.train("--resume", finished, "steps=8", f"optimizer={FILE}:lion") == runs.FAILED
+    assert "and with the optimizer=FILE.py:NAME of its run if it has one" in capsys.readouterr().err
 
 
 def test_stored_code_does_not_run(finished, tmp_path, capsys):
