@@ -178,6 +178,12 @@ def test_stored_code_does_not_run(finished, tmp_path, capsys):
     assert not (tmp_path / "ran").exists()
 
 
+def test_conversion_of_its_moments_is_rejected(finished, tmp_path, capsys):
+    """GPT-J's files have Adam's moments only."""
+    assert main(["convert", str(finished), str(tmp_path / "gptj"), "format=gptj"]) == runs.USAGE
+    assert "optimizer=own does not keep Adam's two moments" in capsys.readouterr().err
+
+
 def test_evaluation_needs_no_optimizer(finished, capsys):
     assert main(["eval", str(finished), "mesh=1x1"]) == 0
     assert "nats/token" in capsys.readouterr().out
