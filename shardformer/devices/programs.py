@@ -136,11 +136,12 @@ def has_store() -> bool:
     return _store is not None
 
 
-def jit(function: Callable, *, is_agreed: bool = True, **options: Any) -> Any:
-    """Returns jax.jit(function, **options), which must have out_shardings; with a store, its KeptProgram.
+def jit(function: Callable, *, out_shardings: Any, is_agreed: bool = True, **options: Any) -> Any:
+    """Returns jax.jit(function, out_shardings, **options); with a store, its KeptProgram.
 
     is_agreed: False for the program by which the processes agree; see ProgramStore.load_or_compile.
     """
+    options["out_shardings"] = out_shardings  # name the devices of the program; the processes' stores need them
     program = jax.jit(function, **options)
     return KeptProgram(program, options, _store, is_agreed) if _store else program
 

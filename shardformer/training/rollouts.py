@@ -64,8 +64,8 @@ class Reference:
             self._model = Model.on(plain, trainer.model.mesh)  # type: ignore[arg-type]
         else:
             self._params = self._make_first(run, trainer, state)
-        measure = Measures(self._model).token_loss
-        self._measure = programs.jit(lambda *arrays: -measure(*arrays).nats_BT)
+        measure, rows = Measures(self._model).token_loss, self._model.sharding(self._model.row_spec)
+        self._measure = programs.jit(lambda *arrays: -measure(*arrays).nats_BT, out_shardings=rows)
 
     def _make_first(self, run: Run, trainer: Trainer, state: TrainState):
         """Returns a second copy of the first weights; raises RunError if they are not those of the first start."""

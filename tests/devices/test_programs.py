@@ -31,6 +31,12 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 {QUICK[1]}""")  # fmt: skip
 
 
+def test_every_program_names_its_devices():
+    """Only a store reads them, which one process rarely has: GRPO's reference failed on two processes only."""
+    with pytest.raises(TypeError, match="out_shardings"):
+        programs.jit(jnp.sin)
+
+
 @pytest.fixture
 def no_cache_yet(monkeypatch, tmp_path):
     monkeypatch.setenv("SHARDFORMER_CACHE", str(tmp_path))
