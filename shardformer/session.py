@@ -27,6 +27,7 @@ from shardformer.config import Config, check_given, check_zero
 from shardformer.data import Characters, Corpus, Data, TokenIds, Vocabulary
 from shardformer.data.corpus import choose_row_layout
 from shardformer.data.digests import OWN
+from shardformer.data.own_batches import OwnBatches
 from shardformer.data.source import Progress
 from shardformer.devices import processes, programs
 from shardformer.devices.programs import EarlyCompilation
@@ -36,6 +37,8 @@ from shardformer.layout import mesh
 from shardformer.logs import command_start, goodput, observers
 from shardformer.logs.observers import Observer
 from shardformer.model import Model, lora
+from shardformer.model.task import Task, find_batch_shapes, name_task
+from shardformer.model.tasks import open_task
 from shardformer.storage import BucketPath
 from shardformer.training import loop
 from shardformer.training.checkpoint_progress import Best, read_progress
@@ -73,12 +76,22 @@ class Session:
 
     @staticmethod
     def create(
-        config: Config, corpus: Data | None = None, say: Say = print, progress: Progress = ignore_progress
+        config: Config,
+        corpus: Data | None = None,
+        say: Say = print,
+        progress: Progress = ignore_progress,
+        task: Task | None = None,
     ) -> "Session":
-        """Opens a new run; `corpus` replaces the data that the configuration names."""
+        """Opens a new run; `corpus` replaces the data that the configuration names.
+
+        `task` is trained instead of the language model; `resume` takes it too.
+        """
+        config = config.replace(task=task) if task else config
         if config.lora.lora_rank and not config.training.base:
             raise UsageError("lora_rank trains adapters beside the frozen weights of a trained run; name it: base=RUN")
         prompts = open_what_start_names(config)
+        if config.preferences.objective == "task":
+            corpus = _open_task_data(config, corpus)
         if corpus is None:
             Run(config, TokenIds(config.model.vocab or 1), "").refuse_to_overwrite()  # before the data are read
             vocabulary = open_vocabulary_of_base(config) if config.training.base else None
@@ -104,6 +117,8 @@ class Session:
             with contextlib.suppress(RunError):  # damaged: an earlier checkpoint may serve
                 _check_steps(run, read_progress(newest).step)
         prompts = open_what_start_names(run.config)
+        if run.config.preferences.objective == "task":
+            corpus = _open_task_data(run.config, corpus)
         if corpus is None:
             if "data" not in changes:
                 _check_fingerprint(run, previous)
@@ -323,6 +338,18 @@ def open_what_start_names(config: Config) -> list[str]:
     return read_prompts(config.start.eval_prompts, key="eval_prompts")
 
 
+def _open_task_data(config: Config, given: Data | None) -> OwnBatches:
+    """Returns the batches of the user's task, or those that are given instead, with their shapes."""
+    task, count = open_task(config), config.training.batch
+    if given is None:
+        given = OwnBatches(
+            lambda first_step: task.batches(first_step, count), validation=task.validation(count), name=name_task(task)
+        )
+    if not isinstance(given, OwnBatches):
+        raise UsageError(f"a task reads arrays, and {given.name} has text; give OwnBatches, or Task.batches")
+    return given.with_shapes(find_batch_shapes(task, count))
+
+
 def _check_fingerprint(run: Run, stored: Config) -> None:
     """Rejects data that cannot be opened again, or that no fingerprint shows to be the run's.
 
@@ -350,6 +377,8 @@ def _check_text_field(config: Config, previous: Config) -> None:
 def _has_known_batches(config: Config, corpus: Data) -> bool:
     """Returns whether each batch of a step is one of tokens and targets only, as `Model.batch_shapes` says."""
     plain = config.preferences.objective == "lm" and config.training.accum_mode == "scan"
+    if config.preferences.objective == "task":
+        return config.training.accum_mode == "scan"
     own = isinstance(corpus, Corpus) and not corpus.has_chat
     return plain and own and not choose_row_layout(config).weighs_targets
 

@@ -162,7 +162,7 @@ def draw_parameters(config: Config) -> dict:
         centre = float(path[-1].key.endswith("scale"))
         return (centre + SPREAD * draw.standard_normal(shape.shape)).astype(np.float32)
 
-    params = jax.tree.map_with_path(draw_leaf, Model.abstract_parameters(config))
+    params = jax.tree.map_with_path(draw_leaf, choose_task(config).abstract_parameters(config))
     if config.experts.experts:
         layers, tokens = params["transformer/layers"], params["transformer/embed"]["tokens"]
         signs = np.resize(np.array([1, -1], np.float32), config.model.d_model)

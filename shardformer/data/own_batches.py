@@ -1,7 +1,8 @@
 """Batches from a notebook, instead of a corpus."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -18,13 +19,17 @@ NAMES = ("tokens", "targets", "weights", "documents")  # of the arrays of a batc
 class OwnBatches:
     """Training batches and validation batches of the caller, instead of a `Corpus`.
 
-    A batch has integer arrays `tokens` and `targets` [batch, seq], and may have `weights` of the targets. The weight of
-    a target of -100 is 0. Attention stays within each document of a batch with `documents` [batch, seq].
+    For a user's task, a batch has the arrays of `Task.rows`; see model/task.py. For the language model, a batch has
+    integer arrays `tokens` and `targets` [batch, seq], and may have `weights` of the
+    targets. The weight of a target of -100 is 0. Attention stays within each document of a batch with `documents`
+    [batch, seq].
 
     Arguments:
       train: returns the global batches from a step on, counted from 0. A resumed run starts at its step.
       validation: the batches of each evaluation; none if the run has none.
+      vocab: the number of token ids.
       vocabulary: for samples; by default, token ids below `vocab`.
+      shapes: those of a batch of a task; a session knows them.
       name: names the data in the run folder. A resume must bring data of the same name.
     """
 
@@ -33,13 +38,19 @@ class OwnBatches:
     def __init__(
         self,
         train: Callable[[int], Iterator[Batch]],
-        vocab: int,
+        vocab: int = 1,
         validation: Sequence[Batch] = (),
         vocabulary: Vocabulary | None = None,
         name: str = "own batches",
+        shapes: dict[str, Any] | None = None,
     ):
+        self._shapes = shapes
         self._train, self._validation = train, validation
         self.name, self.vocabulary = name, vocabulary or TokenIds(vocab)
+
+    def with_shapes(self, shapes: dict[str, Any]) -> "OwnBatches":
+        """Returns the same batches, of a task whose arrays have these shapes and dtypes."""
+        return OwnBatches(self._train, validation=self._validation, name=self.name, shapes=shapes)
 
     @property
     def fingerprint(self) -> str:
@@ -71,7 +82,7 @@ class OwnBatches:
 
         def check(batch: Batch, location: str) -> Batch:
             try:
-                arrays = check_batch(batch, shape, size)
+                arrays = check_shapes(batch, self._shapes) if self._shapes else check_batch(batch, shape, size)
             except UsageError as error:
                 raise UsageError(f"{self.name}, {location}: {error}") from None
             return {name: values[rows] for name, values in arrays.items()}
@@ -117,7 +128,8 @@ class OwnEvalBatches:
         check = self._checker(rows)
         for number, batch in enumerate(self._batches):
             result = check(batch, f"validation batch {number}")
-            yield {"weights": np.ones(result["targets"].shape, np.float32)} | result
+            weights = {"weights": np.ones(result["targets"].shape, np.float32)} if "targets" in result else {}
+            yield weights | result
 
 
 def check_batch(batch: Batch, shape: tuple[int, int], vocab_size: int) -> Batch:
@@ -144,6 +156,17 @@ def check_batch(batch: Batch, shape: tuple[int, int], vocab_size: int) -> Batch:
         name: values.astype(np.float32 if name == "weights" else np.int32, copy=False)
         for name, values in arrays.items()
     }
+
+
+def check_shapes(batch: Mapping[str, Any], shapes: dict[str, Any]) -> Batch:
+    """Returns the arrays of a task's batch in their dtypes; raises UsageError for others."""
+    arrays = {name: np.asarray(values) for name, values in batch.items()}
+    for name in sorted({*arrays, *shapes}):
+        got = f"{arrays[name].dtype}{list(arrays[name].shape)}" if name in arrays else "nothing"
+        wanted = f"{shapes[name].dtype}{list(shapes[name].shape)}" if name in shapes else "no such array"
+        if got != wanted:
+            raise UsageError(f"{name} is {got}, expected {wanted}, as rows() of the task has it")
+    return arrays
 
 
 def _check_ids(name: str, ids: np.ndarray, vocab_size: int, alternative: str) -> None:

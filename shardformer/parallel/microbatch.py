@@ -31,8 +31,12 @@ def microbatch(
 
 def run_in_sequence(function: Callable, batch: dict, accumulator=MEAN, *, count: int):
     """Returns the accumulated results of `count` microbatches of a batch, which run in sequence."""
-    rows = batch["tokens"].shape[0] // count
-    return microbatch(function, 0, rows, accumulator)(batch)
+    return microbatch(function, 0, count_rows(batch) // count, accumulator)(batch)
+
+
+def count_rows(batch: dict) -> int:
+    """Returns the number of a batch's rows, by which each of its arrays leads."""
+    return jax.tree.leaves(batch)[0].shape[0]
 
 
 def micro_grad(

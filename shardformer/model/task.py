@@ -1,0 +1,65 @@
+"""What a run trains, as one shard sees it: the class that a user's module is trained by."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardformer.errors import UsageError
+
+ADDED = "examples"  # the array of a batch that the trainer adds
+Batch = dict[str, np.ndarray]  # arrays that lead with the rows
+
+
+class Task:
+    """A loss with its data. A subclass has `rows`, `batches` and `loss`; model/README.md shows one."""
+
+    def rows(self) -> Mapping[str, Any]:
+        """Returns the arrays of a batch by name: for each, the shape and dtype of one row (as an array or as a
+        jax.ShapeDtypeStruct)."""
+        raise NotImplementedError
+
+    def batches(self, first_step: int, count: int) -> Iterator[Batch]:
+        """Yields the global batch of each step from `first_step` on, NumPy arrays of `count` rows.
+
+        A batch should depend on its step only, so that a resumed run reads what an unstopped one does.
+        """
+        raise NotImplementedError
+
+    def validation(self, count: int) -> Sequence[Batch]:
+        """Returns the batches of each evaluation, `count` rows each; none by default."""
+        return ()
+
+    def loss(self, batch: dict) -> Any:
+        """Returns the mean loss of this shard's rows, or (the loss, a dict of further means).
+
+        A Haiku function, which makes its parameters by `hk.get_parameter` or Haiku's modules. A parameter is split
+        over `mp` along the dimension whose size divides by `jax.lax.axis_size("mp")`; it is drawn where that is 1.
+        Collectives over `mp` are written out; `dp` is averaged over by the trainer. A further mean "accuracy" stands
+        in the column of that name. `batch["examples"]` has the index of each row in the global batch. With
+        `hk.maybe_next_rng_key()`, a step has a key, the same on all shards, and an evaluation None.
+        """
+        raise NotImplementedError
+
+    def flops(self) -> float:
+        """Returns the FLOPs of a row in a training step, for the metric mfu; 0: unknown."""
+        return 0.0
+
+    def report(self, params: dict) -> Iterable[str]:
+        """Returns lines to print at the end of a run, such as samples; `params` are the best, as NumPy arrays."""
+        return ()
+
+
+def name_task(task: Task) -> str:
+    """Returns the name of a task: that of its class."""
+    return type(task).__name__
+
+
+def find_batch_shapes(task: Task, count: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes of a batch of `count` rows."""
+    rows = task.rows()
+    if ADDED in rows or not rows:
+        raise UsageError(f"rows of {name_task(task)} has {', '.join(rows) or 'no arrays'}; give others ({ADDED} is "
+                         "the trainer's)")  # fmt: skip
+    return {name: jax.ShapeDtypeStruct((count, *np.shape(row)), row.dtype) for name, row in rows.items()}

@@ -1,0 +1,54 @@
+"""The tasks: each objective's class by its name, and the user's own, which each start names."""
+
+import functools
+import importlib
+
+from shardformer.config import Config
+from shardformer.errors import UsageError, forbid_exit
+from shardformer.model.task import Task
+from shardformer.model.task_on_mesh import TaskOnMesh
+from shardformer.user_code import import_function
+
+TAKES = "task takes FILE.py:NAME, a subclass of shardformer.Task or a function that returns one"
+PAIRS = "preference_model:PreferenceModel"
+# Imported where an objective asks for one: a plain run has neither pairs nor a teacher.
+CLASSES = {
+    "lm": "model:Model",
+    "distill": "distillation_model:DistillationModel",
+    "grpo": "policy_model:PolicyModel",
+    "task": "own_task:OwnTask",
+}
+
+
+def choose_task(config: Config) -> type[TaskOnMesh]:
+    """Returns the class of the task that a configuration trains."""
+    module, _, name = CLASSES.get(config.preferences.objective, PAIRS).partition(":")
+    return getattr(importlib.import_module(f"shardformer.model.{module}"), name)
+
+
+def open_task(config: Config) -> Task:
+    """Returns the user's task of a configuration. Only a start names it: no stored file can have code run."""
+    task = config.start.task
+    if not task:
+        raise UsageError(f"this run trains a task of yours, which each start names; {TAKES}")
+    if isinstance(task, str):
+        return _import_task(task)
+    if not isinstance(task, Task):
+        raise UsageError(f"task is {task!r:.100}, expected an object of a subclass of shardformer.Task")
+    return task
+
+
+@functools.lru_cache
+def _import_task(name: str) -> Task:
+    file, _, made_by = name.rpartition(":")
+    if not file.endswith(".py") or not made_by.isidentifier():
+        raise UsageError(f"{TAKES}; got task={name:.100}")
+    make = import_function("task", name, TAKES)
+    try:
+        with forbid_exit(f"task={name}"):
+            task = make()
+    except Exception as error:  # the user's code may raise anything
+        raise UsageError(f"task={name} raises {type(error).__name__}: {error!s:.200}") from None
+    if not isinstance(task, Task):
+        raise UsageError(f"task={name} gives a {type(task).__name__}; {TAKES}")
+    return task
