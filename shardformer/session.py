@@ -27,7 +27,6 @@ from shardformer.config import Config, check_given, check_zero
 from shardformer.data import Characters, Corpus, Data, TokenIds, Vocabulary
 from shardformer.data.corpus import choose_row_layout
 from shardformer.data.digests import OWN
-from shardformer.data.own_batches import OwnBatches
 from shardformer.data.source import Progress
 from shardformer.devices import processes, programs
 from shardformer.devices.programs import EarlyCompilation
@@ -37,8 +36,8 @@ from shardformer.layout import mesh
 from shardformer.logs import command_start, goodput, observers
 from shardformer.logs.observers import Observer
 from shardformer.model import Model, lora
-from shardformer.model.task import Task, find_batch_shapes, name_task
-from shardformer.model.tasks import open_task
+from shardformer.model.task import Task
+from shardformer.model.tasks import open_task_data
 from shardformer.storage import BucketPath
 from shardformer.training import loop
 from shardformer.training.checkpoint_progress import Best, read_progress
@@ -91,7 +90,7 @@ class Session:
             raise UsageError("lora_rank trains adapters beside the frozen weights of a trained run; name it: base=RUN")
         prompts = open_what_start_names(config)
         if config.preferences.objective == "task":
-            corpus = _open_task_data(config, corpus)
+            corpus = open_task_data(config, corpus)
         if corpus is None:
             Run(config, TokenIds(config.model.vocab or 1), "").refuse_to_overwrite()  # before the data are read
             vocabulary = open_vocabulary_of_base(config) if config.training.base else None
@@ -118,7 +117,7 @@ class Session:
                 _check_steps(run, read_progress(newest).step)
         prompts = open_what_start_names(run.config)
         if run.config.preferences.objective == "task":
-            corpus = _open_task_data(run.config, corpus)
+            corpus = open_task_data(run.config, corpus)
         if corpus is None:
             if "data" not in changes:
                 _check_fingerprint(run, previous)
@@ -336,18 +335,6 @@ def open_what_start_names(config: Config) -> list[str]:
     from shardformer.inference.prompts import read_prompts  # not imported without prompts
 
     return read_prompts(config.start.eval_prompts, key="eval_prompts")
-
-
-def _open_task_data(config: Config, given: Data | None) -> OwnBatches:
-    """Returns the batches of the user's task, or those that are given instead, with their shapes."""
-    task, count = open_task(config), config.training.batch
-    if given is None:
-        given = OwnBatches(
-            lambda first_step: task.batches(first_step, count), validation=task.validation(count), name=name_task(task)
-        )
-    if not isinstance(given, OwnBatches):
-        raise UsageError(f"a task reads arrays, and {given.name} has text; give OwnBatches, or Task.batches")
-    return given.with_shapes(find_batch_shapes(task, count))
 
 
 def _check_fingerprint(run: Run, stored: Config) -> None:

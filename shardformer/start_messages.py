@@ -26,12 +26,12 @@ def describe(run: Run) -> str:
     task = choose_task(c)
     shapes = task.abstract_parameters(c)  # floats, also where the model stores codes
     parameters = parameter_count(shapes, lora.select_trainable(shapes, c))
+    units = "" if c.preferences.objective == "task" else f", {len(run.vocabulary)} {run.vocabulary.units}"
     kind = jax.devices()[0].device_kind
     chip = find_chip(kind)
     processes_noted = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
     return (
-        f"{run.out}: {parameters}{task.describe_sizes(c)}; {c.data.source}, {len(run.vocabulary)} "
-        f"{run.vocabulary.units}; "
+        f"{run.out}: {parameters}{task.describe_sizes(c)}; {c.data.source}{units}; "
         f"mesh {c.parallel.mesh} ({c.parallel.mesh_axes}) of {kind} devices{processes_noted}, {c.parallel.dtype}\n"
         f"on each device: {summarize_bytes(c)}, besides activations"
         + (f"\n{flops.describe_peak(c, chip)}" if chip else "")

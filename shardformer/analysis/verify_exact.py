@@ -20,7 +20,8 @@ from shardformer.config import Config
 from shardformer.config.names import ROUTER_BIAS
 from shardformer.errors import RunError
 from shardformer.layout import resolve
-from shardformer.model import Model, lora
+from shardformer.model import lora
+from shardformer.model.tasks import choose_task
 from shardformer.training.trainer import Trainer
 
 BOUND = 1e-10
@@ -185,6 +186,8 @@ def draw_batch(trainer: Trainer) -> dict[str, np.ndarray]:
     Each row has another share of masked targets, so that a mean of the means of shards or microbatches is wrong.
     """
     config, shapes = trainer.config, trainer.model.batch_shapes()
+    if config.preferences.objective == "task":
+        return trainer.model.make_batch()
     draw = np.random.default_rng([config.training.seed, 1])
     share = np.linspace(0.2, 1, config.training.batch)
     if config.preferences.objective == "lm":

@@ -83,8 +83,13 @@ class Config:
 
     @property
     def tokens_per_step(self) -> int:
-        """Positions in the rows of a global batch; a row of a user's task is one."""
-        return self.model_rows * (1 if self.preferences.objective == "task" else self.model.seq)
+        """Positions in the rows of a global batch."""
+        return self.model_rows * self.row_tokens
+
+    @property
+    def row_tokens(self) -> int:
+        """Positions in a row; a row of a user's task counts as one."""
+        return 1 if self.preferences.objective == "task" else self.model.seq
 
     @property
     def moves_router_bias(self) -> bool:

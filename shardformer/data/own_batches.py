@@ -1,8 +1,7 @@
 """Batches from a notebook, instead of a corpus."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -29,7 +28,7 @@ class OwnBatches:
       validation: the batches of each evaluation; none if the run has none.
       vocab: the number of token ids.
       vocabulary: for samples; by default, token ids below `vocab`.
-      shapes: those of a batch of a task; a session knows them.
+      check: checks a batch of a task; a session knows it.
       name: names the data in the run folder. A resume must bring data of the same name.
     """
 
@@ -42,15 +41,15 @@ class OwnBatches:
         validation: Sequence[Batch] = (),
         vocabulary: Vocabulary | None = None,
         name: str = "own batches",
-        shapes: dict[str, Any] | None = None,
+        check: Callable[[Batch], Batch] | None = None,
     ):
-        self._shapes = shapes
+        self._check_arrays = check
         self._train, self._validation = train, validation
         self.name, self.vocabulary = name, vocabulary or TokenIds(vocab)
 
-    def with_shapes(self, shapes: dict[str, Any]) -> "OwnBatches":
-        """Returns the same batches, of a task whose arrays have these shapes and dtypes."""
-        return OwnBatches(self._train, validation=self._validation, name=self.name, shapes=shapes)
+    def with_check(self, check: Callable[[Batch], Batch]) -> "OwnBatches":
+        """Returns the same batches, which this function checks instead: those of a task."""
+        return OwnBatches(self._train, validation=self._validation, name=self.name, check=check)
 
     @property
     def fingerprint(self) -> str:
@@ -82,7 +81,7 @@ class OwnBatches:
 
         def check(batch: Batch, location: str) -> Batch:
             try:
-                arrays = check_shapes(batch, self._shapes) if self._shapes else check_batch(batch, shape, size)
+                arrays = self._check_arrays(batch) if self._check_arrays else check_batch(batch, shape, size)
             except UsageError as error:
                 raise UsageError(f"{self.name}, {location}: {error}") from None
             return {name: values[rows] for name, values in arrays.items()}
@@ -156,17 +155,6 @@ def check_batch(batch: Batch, shape: tuple[int, int], vocab_size: int) -> Batch:
         name: values.astype(np.float32 if name == "weights" else np.int32, copy=False)
         for name, values in arrays.items()
     }
-
-
-def check_shapes(batch: Mapping[str, Any], shapes: dict[str, Any]) -> Batch:
-    """Returns the arrays of a task's batch in their dtypes; raises UsageError for others."""
-    arrays = {name: np.asarray(values) for name, values in batch.items()}
-    for name in sorted({*arrays, *shapes}):
-        got = f"{arrays[name].dtype}{list(arrays[name].shape)}" if name in arrays else "nothing"
-        wanted = f"{shapes[name].dtype}{list(shapes[name].shape)}" if name in shapes else "no such array"
-        if got != wanted:
-            raise UsageError(f"{name} is {got}, expected {wanted}, as rows() of the task has it")
-    return arrays
 
 
 def _check_ids(name: str, ids: np.ndarray, vocab_size: int, alternative: str) -> None:

@@ -6,7 +6,6 @@ from jax.sharding import PartitionSpec as P
 from shardformer.kernels.vocabulary_loss import TokenLoss
 from shardformer.model.model import Model, count_routes, normalise_weights
 from shardformer.parallel import example_norms
-from shardformer.parallel.microbatch import AccumulationType
 
 
 class Measures:

@@ -37,6 +37,8 @@ class Model(TaskOnMesh):
 
     def __init__(self, layout: Layout, mesh: Mesh):
         config = layout.config
+        if config.preferences.objective == "task":
+            raise UsageError("this run trained a task of yours: it has no language model, which this command reads")
         self._weights = layout.weights
         shapes = self._weights.store(self.abstract_parameters(config))
         super().__init__(layout, mesh, shapes, specs.parameter_specs(shapes, config), choose_trainable(config))

@@ -22,7 +22,7 @@ from shardformer.config.names import DP, MP, PREFIX
 from shardformer.errors import UsageError
 from shardformer.kernels.threefry import THREEFRY
 from shardformer.layout import Layout
-from shardformer.model.task import ADDED, Task, find_batch_shapes, name_task
+from shardformer.model.task import ADDED, Task, check_batch, find_batch_shapes, name_task
 from shardformer.model.task_on_mesh import Loss, Sums, TaskOnMesh
 from shardformer.model.tasks import open_task
 from shardformer.parallel.layer_exchange import apply_to_full_matrices
@@ -56,6 +56,11 @@ class OwnTask(TaskOnMesh):
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes of the arrays of a training batch, without their shardings."""
         return find_batch_shapes(self.task, self.config.training.batch)
+
+    def make_batch(self) -> dict[str, np.ndarray]:
+        """Returns the batch of the first step, for a verification or a measurement."""
+        count = self.config.training.batch
+        return check_batch(next(iter(self.task.batches(0, count))), find_batch_shapes(self.task, count))
 
     def draw_parameters(self, seed) -> dict:
         """Draws the parameters on axes of size 1, where a shard is the full model."""
@@ -93,7 +98,8 @@ class OwnTask(TaskOnMesh):
         """Returns the sums of this shard's rows, each of which counts once."""
         _, losses = self.local_objective(params, self.number_rows(batch))
         rows = jnp.full_like(losses.loss, count_rows(batch))
-        return Sums(rows, rows * losses.loss, rows * losses.accuracy, jnp.zeros_like(rows))
+        accuracy = jnp.nan if "accuracy" in self.unmeasured else losses.accuracy
+        return Sums(rows, rows * losses.loss, rows * accuracy, jnp.zeros_like(rows))
 
     def _check_loss(self, loss) -> None:
         """Raises UsageError for a loss that is no scalar, or that the shards have not summed as they must."""

@@ -63,3 +63,14 @@ def find_batch_shapes(task: Task, count: int) -> dict[str, jax.ShapeDtypeStruct]
         raise UsageError(f"rows of {name_task(task)} has {', '.join(rows) or 'no arrays'}; give others ({ADDED} is "
                          "the trainer's)")  # fmt: skip
     return {name: jax.ShapeDtypeStruct((count, *np.shape(row)), row.dtype) for name, row in rows.items()}
+
+
+def check_batch(batch: Batch, shapes: dict[str, jax.ShapeDtypeStruct]) -> Batch:
+    """Returns the arrays of a task's batch in their dtypes; raises UsageError for others."""
+    arrays = {name: np.asarray(values) for name, values in batch.items()}
+    for name in sorted({*arrays, *shapes}):
+        got = f"{arrays[name].dtype}{list(arrays[name].shape)}" if name in arrays else "nothing"
+        wanted = f"{shapes[name].dtype}{list(shapes[name].shape)}" if name in shapes else "no such array"
+        if got != wanted:
+            raise UsageError(f"{name} is {got}, expected {wanted}, as rows() of the task has it")
+    return arrays

@@ -4,8 +4,9 @@ import functools
 import importlib
 
 from shardformer.config import Config
+from shardformer.data import Data, OwnBatches
 from shardformer.errors import UsageError, forbid_exit
-from shardformer.model.task import Task
+from shardformer.model.task import Task, check_batch, find_batch_shapes, name_task
 from shardformer.model.task_on_mesh import TaskOnMesh
 from shardformer.user_code import import_function
 
@@ -36,6 +37,17 @@ def open_task(config: Config) -> Task:
     if not isinstance(task, Task):
         raise UsageError(f"task is {task!r:.100}, expected an object of a subclass of shardformer.Task")
     return task
+
+
+def open_task_data(config: Config, given: Data | None = None) -> OwnBatches:
+    """Returns the batches of the user's task, or those that are given instead; each is checked."""
+    task, count = open_task(config), config.training.batch
+    if given is None:
+        name, held_out = name_task(task), task.validation(count)
+        given = OwnBatches(lambda first_step: task.batches(first_step, count), validation=held_out, name=name)
+    if not isinstance(given, OwnBatches):
+        raise UsageError(f"a task reads arrays, and {given.name} has text; give OwnBatches, or Task.batches")
+    return given.with_check(functools.partial(check_batch, shapes=find_batch_shapes(task, count)))
 
 
 @functools.lru_cache

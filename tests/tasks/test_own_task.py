@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from shardformer import Config, UsageError
-from shardformer.analysis import memory, traced, verify_exact
+from shardformer.analysis import memory, verify_exact
 from tests import meshes
 from tests.tasks.small import Perceptron
 
@@ -19,7 +19,7 @@ def settings(task=None, **keys):
 
 
 def make_model(task=None, **keys):
-    return traced.make_trainer(settings(task, **keys)).model
+    return memory.make_trainer(settings(task, **keys)).model
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def make(*shape, dtype=jnp.float32, name="w"):
     ],
 )
 def test_wrong_loss_is_rejected(methods, message):
-    trainer = traced.make_trainer(settings(Changed(**methods)))
+    trainer = memory.make_trainer(settings(Changed(**methods)))
     batch = trainer.model.batch_shapes()
     with pytest.raises(UsageError, match=message):
         jax.eval_shape(trainer.model.loss_and_grad, trainer.model.shapes, batch, jax.ShapeDtypeStruct((2,), "uint32"))
@@ -124,4 +124,4 @@ def test_name_of_the_language_model_is_rejected():
 
 def test_configuration_without_its_task_asks_for_it():
     with pytest.raises(UsageError, match=r"trains a task of yours, which each start names; task takes FILE\.py:NAME"):
-        traced.make_trainer(settings().replace(task=""))
+        memory.make_trainer(settings().replace(task=""))
