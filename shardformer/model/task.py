@@ -13,7 +13,7 @@ Batch = dict[str, np.ndarray]  # arrays that lead with the rows
 
 
 class Task:
-    """A loss with its data. A subclass has `rows`, `batches` and `loss`; model/README.md shows one."""
+    """A loss with its data. A subclass has `rows`, `batches` and `loss`; training/README.md shows one."""
 
     def rows(self) -> Mapping[str, Any]:
         """Returns the arrays of a batch by name: for each, the shape and dtype of one row (as an array or as a

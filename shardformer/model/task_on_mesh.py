@@ -23,7 +23,7 @@ from shardformer.devices import programs
 from shardformer.layout import Layout, specs
 from shardformer.layout.mesh import resolve_on
 from shardformer.parallel.layer_exchange import apply_to_full_matrices
-from shardformer.parallel.microbatch import AccumulationType, count_rows, run_in_sequence
+from shardformer.parallel.microbatch import AccumulationType, microbatch
 
 ROWS = P("dp")  # batch rows: split over dp, replicated over mp; see also TaskOnMesh.row_spec
 
@@ -296,6 +296,16 @@ def _is_split_over_dp(spec: P) -> bool:
 
 def count_nothing(model, params, rows, dropout_key) -> None:
     """Returns None: without a balance loss over microbatches, the objective needs no counts of the full batch."""
+
+
+def run_in_sequence(function: Callable, batch: dict, accumulator=AccumulationType.MEAN, *, count: int):
+    """Returns the accumulated results of `count` microbatches of a batch, which run in sequence."""
+    return microbatch(function, 0, count_rows(batch) // count, accumulator)(batch)
+
+
+def count_rows(batch: dict) -> int:
+    """Returns the number of a batch's rows, by which each of its arrays leads."""
+    return jax.tree.leaves(batch)[0].shape[0]
 
 
 def run_at_once(function: Callable, batch: dict, accumulator=None):

@@ -29,16 +29,6 @@ def microbatch(
     return _microbatch(fun, argnums, microbatch_size, accumulator, argnames=argnames, in_axes=in_axes)
 
 
-def run_in_sequence(function: Callable, batch: dict, accumulator=MEAN, *, count: int):
-    """Returns the accumulated results of `count` microbatches of a batch, which run in sequence."""
-    return microbatch(function, 0, count_rows(batch) // count, accumulator)(batch)
-
-
-def count_rows(batch: dict) -> int:
-    """Returns the number of a batch's rows, by which each of its arrays leads."""
-    return jax.tree.leaves(batch)[0].shape[0]
-
-
 def micro_grad(
     fun: Callable,
     has_aux=False,

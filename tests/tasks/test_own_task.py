@@ -10,6 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer import Config, UsageError
 from shardformer.analysis import memory, verify_exact
+from shardformer.layout import mesh
+from shardformer.training.trainer import Trainer
 from tests import meshes
 from tests.tasks.small import Perceptron
 
@@ -125,3 +127,17 @@ def test_name_of_the_language_model_is_rejected():
 def test_configuration_without_its_task_asks_for_it():
     with pytest.raises(UsageError, match=r"trains a task of yours, which each start names; task takes FILE\.py:NAME"):
         memory.make_trainer(settings().replace(task=""))
+
+
+@pytest.mark.parametrize("mode", ["multisteps", "manual"])
+def test_every_way_to_accumulate_has_the_metrics_of_one_pass(mode):
+    batch = next(Perceptron().batches(0, 8))
+    rows = [run_step(accum=accum, accum_mode=mode, batch=batch) for accum, mode in ((1, "scan"), (2, mode))]
+    np.testing.assert_allclose(*rows, rtol=1e-6)
+    assert rows[0].shape == (7,)  # those of every step, and `largest`
+
+
+def run_step(batch, **keys):
+    config = settings(**keys)
+    trainer = Trainer(config, mesh.make(config))
+    return np.asarray(trainer.step(trainer.init(), batch, 0)[1])
