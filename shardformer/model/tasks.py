@@ -11,6 +11,7 @@ from shardformer.model.task_on_mesh import TaskOnMesh
 from shardformer.user_code import import_function
 
 TAKES = "task takes FILE.py:NAME, a subclass of shardformer.Task or a function that returns one"
+NEEDED = ("rows", "batches", "loss")
 PAIRS = "preference_model:PreferenceModel"
 # Imported where an objective asks for one: a plain run has neither pairs nor a teacher.
 CLASSES = {
@@ -32,11 +33,12 @@ def open_task(config: Config) -> Task:
     task = config.start.task
     if not task:
         raise UsageError(f"this run trains a task of yours, which each start names; {TAKES}")
-    if isinstance(task, str):
-        return _import_task(task)
-    if not isinstance(task, Task):
-        raise UsageError(f"task is {task!r:.100}, expected an object of a subclass of shardformer.Task")
-    return task
+    opened = _import_task(task) if isinstance(task, str) else task
+    if not isinstance(opened, Task):
+        raise UsageError(f"task is {opened!r:.100}, expected an object of a subclass of shardformer.Task")
+    if missing := [name for name in NEEDED if getattr(type(opened), name) is getattr(Task, name)]:
+        raise UsageError(f"{name_task(opened)} has no {', '.join(missing)}; a task has {', '.join(NEEDED)}")
+    return opened
 
 
 def open_task_data(config: Config, given: Data | None = None) -> OwnBatches:
@@ -51,16 +53,13 @@ def open_task_data(config: Config, given: Data | None = None) -> OwnBatches:
 
 
 @functools.lru_cache
-def _import_task(name: str) -> Task:
+def _import_task(name: str) -> object:
     file, _, made_by = name.rpartition(":")
     if not file.endswith(".py") or not made_by.isidentifier():
         raise UsageError(f"{TAKES}; got task={name:.100}")
     make = import_function("task", name, TAKES)
     try:
         with forbid_exit(f"task={name}"):
-            task = make()
+            return make()
     except Exception as error:  # the user's code may raise anything
         raise UsageError(f"task={name} raises {type(error).__name__}: {error!s:.200}") from None
-    if not isinstance(task, Task):
-        raise UsageError(f"task={name} gives a {type(task).__name__}; {TAKES}")
-    return task
