@@ -36,8 +36,6 @@ from shardformer.layout import mesh
 from shardformer.logs import command_start, goodput, observers
 from shardformer.logs.observers import Observer
 from shardformer.model import Model, lora
-from shardformer.model.task import Task
-from shardformer.model.tasks import open_task_data
 from shardformer.storage import BucketPath
 from shardformer.training import loop
 from shardformer.training.checkpoint_progress import Best, read_progress
@@ -47,6 +45,7 @@ from shardformer.training.stop_signal import StopSignal
 from shardformer.training.trainer import Trainer
 
 if TYPE_CHECKING:
+    from shardformer.model.task import Task
     from shardformer.training.monitor import Monitor
 
 Say = Callable[[str], None]
@@ -79,7 +78,7 @@ class Session:
         corpus: Data | None = None,
         say: Say = print,
         progress: Progress = ignore_progress,
-        task: Task | None = None,
+        task: "Task | None" = None,
     ) -> "Session":
         """Opens a new run; `corpus` replaces the data that the configuration names.
 
@@ -89,8 +88,7 @@ class Session:
         if config.lora.lora_rank and not config.training.base:
             raise UsageError("lora_rank trains adapters beside the frozen weights of a trained run; name it: base=RUN")
         prompts = open_what_start_names(config)
-        if config.preferences.objective == "task":
-            corpus = open_task_data(config, corpus)
+        corpus = _open_data_of_task(config, corpus)
         if corpus is None:
             Run(config, TokenIds(config.model.vocab or 1), "").refuse_to_overwrite()  # before the data are read
             vocabulary = open_vocabulary_of_base(config) if config.training.base else None
@@ -116,8 +114,7 @@ class Session:
             with contextlib.suppress(RunError):  # damaged: an earlier checkpoint may serve
                 _check_steps(run, read_progress(newest).step)
         prompts = open_what_start_names(run.config)
-        if run.config.preferences.objective == "task":
-            corpus = open_task_data(run.config, corpus)
+        corpus = _open_data_of_task(run.config, corpus)
         if corpus is None:
             if "data" not in changes:
                 _check_fingerprint(run, previous)
@@ -335,6 +332,15 @@ def open_what_start_names(config: Config) -> list[str]:
     from shardformer.inference.prompts import read_prompts  # not imported without prompts
 
     return read_prompts(config.start.eval_prompts, key="eval_prompts")
+
+
+def _open_data_of_task(config: Config, given: Data | None) -> Data | None:
+    """Returns the batches of the user's task, if the run has one, else the data that are given."""
+    if config.preferences.objective != "task":
+        return given
+    from shardformer.model.task import open_task_data  # not imported for a language model
+
+    return open_task_data(config, given)
 
 
 def _check_fingerprint(run: Run, stored: Config) -> None:

@@ -14,7 +14,7 @@ from shardformer.data import Data
 from shardformer.devices import processes, programs
 from shardformer.errors import UsageError
 from shardformer.layout import mesh
-from shardformer.model.tasks import open_task, open_task_data
+from shardformer.model.task import open_task, open_task_data
 from shardformer.training.evaluation import Evaluator, format_losses
 from shardformer.training.run_folder import Run
 from shardformer.training.trainer import Trainer

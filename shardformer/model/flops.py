@@ -6,7 +6,6 @@ from shardformer.devices.chips import Chip
 from shardformer.layout import specs
 from shardformer.model import lora
 from shardformer.model.model import Model
-from shardformer.model.tasks import open_task
 
 EMBED = "transformer/embed"
 
@@ -19,6 +18,8 @@ def flops_per_token(config: Config) -> float:
     not multiply, a tied head does. Recomputation (remat) does not count. Experts count as often as a token uses them.
     """
     if config.preferences.objective == "task":  # whose rows are no tokens
+        from shardformer.model.task import open_task  # not imported for a language model
+
         return open_task(config).flops()
     shapes = Model.abstract_parameters(config)
     trainable = _count_multiplying(lora.select_trainable(shapes, config), config)

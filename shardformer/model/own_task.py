@@ -22,9 +22,8 @@ from shardformer.config.names import DP, MP, PREFIX
 from shardformer.errors import UsageError
 from shardformer.kernels.threefry import THREEFRY
 from shardformer.layout import Layout
-from shardformer.model.task import ADDED, Task, check_batch, find_batch_shapes, name_task
+from shardformer.model.task import ADDED, Task, check_batch, find_batch_shapes, name_task, open_task
 from shardformer.model.task_on_mesh import Loss, Sums, TaskOnMesh, count_rows
-from shardformer.model.tasks import open_task
 from shardformer.parallel.layer_exchange import apply_to_full_matrices
 
 ONE_SHARD = ((DP, 1), (MP, 1))
