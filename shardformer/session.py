@@ -45,6 +45,7 @@ from shardformer.training.stop_signal import StopSignal
 from shardformer.training.trainer import Trainer
 
 if TYPE_CHECKING:
+    from shardformer.model.task import Task
     from shardformer.training.monitor import Monitor
 
 Say = Callable[[str], None]
@@ -73,12 +74,21 @@ class Session:
 
     @staticmethod
     def create(
-        config: Config, corpus: Data | None = None, say: Say = print, progress: Progress = ignore_progress
+        config: Config,
+        corpus: Data | None = None,
+        say: Say = print,
+        progress: Progress = ignore_progress,
+        task: "Task | None" = None,
     ) -> "Session":
-        """Opens a new run; `corpus` replaces the data that the configuration names."""
+        """Opens a new run; `corpus` replaces the data that the configuration names.
+
+        `task` is trained instead of the language model; `resume` takes it too.
+        """
+        config = config.replace(task=task) if task else config
         if config.lora.lora_rank and not config.training.base:
             raise UsageError("lora_rank trains adapters beside the frozen weights of a trained run; name it: base=RUN")
         prompts = open_what_start_names(config)
+        corpus = _open_data_of_task(config, corpus)
         if corpus is None:
             Run(config, TokenIds(config.model.vocab or 1), "").refuse_to_overwrite()  # before the data are read
             vocabulary = open_vocabulary_of_base(config) if config.training.base else None
@@ -104,6 +114,7 @@ class Session:
             with contextlib.suppress(RunError):  # damaged: an earlier checkpoint may serve
                 _check_steps(run, read_progress(newest).step)
         prompts = open_what_start_names(run.config)
+        corpus = _open_data_of_task(run.config, corpus)
         if corpus is None:
             if "data" not in changes:
                 _check_fingerprint(run, previous)
@@ -323,6 +334,15 @@ def open_what_start_names(config: Config) -> list[str]:
     return read_prompts(config.start.eval_prompts, key="eval_prompts")
 
 
+def _open_data_of_task(config: Config, given: Data | None) -> Data | None:
+    """Returns the batches of the user's task, if the run has one, else the data that are given."""
+    if config.preferences.objective != "task":
+        return given
+    from shardformer.model.task import open_task_data  # not imported for a language model
+
+    return open_task_data(config, given)
+
+
 def _check_fingerprint(run: Run, stored: Config) -> None:
     """Rejects data that cannot be opened again, or that no fingerprint shows to be the run's.
 
@@ -350,6 +370,8 @@ def _check_text_field(config: Config, previous: Config) -> None:
 def _has_known_batches(config: Config, corpus: Data) -> bool:
     """Returns whether each batch of a step is one of tokens and targets only, as `Model.batch_shapes` says."""
     plain = config.preferences.objective == "lm" and config.training.accum_mode == "scan"
+    if config.preferences.objective == "task":
+        return config.training.accum_mode == "scan"
     own = isinstance(corpus, Corpus) and not corpus.has_chat
     return plain and own and not choose_row_layout(config).weighs_targets
 

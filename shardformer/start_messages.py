@@ -13,7 +13,8 @@ from shardformer.config import Config, parsing
 from shardformer.devices import programs
 from shardformer.devices.chips import find_chip
 from shardformer.layout import specs
-from shardformer.model import Model, flops, lora
+from shardformer.model import flops, lora
+from shardformer.model.tasks import choose_task
 from shardformer.optim.schedule import decay_end, warmup_steps, wsd_decay_steps
 from shardformer.tables import format_count
 from shardformer.training.run_folder import Run
@@ -22,14 +23,15 @@ from shardformer.training.run_folder import Run
 def describe(run: Run) -> str:
     """Formats the model, the data, the mesh and the bytes of each device."""
     c = run.config
-    shapes = Model.abstract_parameters(c)  # floats, also where the model stores codes
+    task = choose_task(c)
+    shapes = task.abstract_parameters(c)  # floats, also where the model stores codes
     parameters = parameter_count(shapes, lora.select_trainable(shapes, c))
+    units = "" if c.preferences.objective == "task" else f", {len(run.vocabulary)} {run.vocabulary.units}"
     kind = jax.devices()[0].device_kind
     chip = find_chip(kind)
     processes_noted = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
     return (
-        f"{run.out}: {parameters}, {format_count(c.model.layers, 'layer')}, d_model {c.model.d_model}, "
-        f"{format_count(c.model.heads, 'head')}; {c.data.source}, {len(run.vocabulary)} {run.vocabulary.units}; "
+        f"{run.out}: {parameters}{task.describe_sizes(c)}; {c.data.source}{units}; "
         f"mesh {c.parallel.mesh} ({c.parallel.mesh_axes}) of {kind} devices{processes_noted}, {c.parallel.dtype}\n"
         f"on each device: {summarize_bytes(c)}, besides activations"
         + (f"\n{flops.describe_peak(c, chip)}" if chip else "")

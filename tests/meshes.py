@@ -9,7 +9,6 @@ from shardformer.analysis import dense_reference, traced, verify_exact
 from shardformer.analysis.verify import Difference
 from shardformer.analysis.verify_exact import Result
 from shardformer.config import Config
-from shardformer.model import Measures
 from tests import shared
 
 EXACT = 1e-12  # relative; right programs differ by less than 1e-14
@@ -85,7 +84,7 @@ def measure_sums(config: Config, batch: dict | None = None):
     batch = verify_exact.draw_batch(trainer) if batch is None else batch
     params = verify_exact.store(trainer, verify_exact.draw_parameters(config))
     shapes = trainer.model.shapes, verify_exact.describe(batch)
-    return exact.run(Measures(trainer.model).sums, params, batch, shapes=shapes).outputs
+    return exact.run(trainer.model.sums, params, batch, shapes=shapes).outputs
 
 
 def assert_equal_sums(config: Config) -> None:

@@ -56,6 +56,8 @@ def measure(config: Config) -> Measured:
 def make_batch(trainer: Trainer) -> dict[str, np.ndarray]:
     """Returns a batch of the shapes that the objective needs: random tokens, or pairs with all tokens scored."""
     keys = trainer.config.preferences
+    if keys.objective == "task":
+        return trainer.model.make_batch()
     if not (keys.learns_pairs or keys.learns_rewards):
         return verify.random_batch(trainer.config.replace(objective="lm", teacher=""))
     return {

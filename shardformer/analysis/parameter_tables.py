@@ -16,8 +16,8 @@ from shardformer.optim import rules
 
 def format_splits(parameters, config: Config) -> str:
     """Formats every parameter's name, global shape, spec and one device's part; the last row adds up."""
-    dimensions = specs.zero_dimensions(parameters, config)
-    split = specs.split_over_dp(specs.parameter_specs(parameters, config), dimensions, config)
+    by_name = specs.parameter_specs(parameters, config)
+    split = specs.split_over_dp(by_name, specs.zero_dimensions(parameters, by_name, config), config)
     rows, total = [], 0
     for module, leaves in parameters.items():
         for name, leaf in leaves.items():

@@ -18,7 +18,8 @@ from shardformer.devices import chips as chip_table
 from shardformer.devices.chips import Slice, describe_chip
 from shardformer.errors import UsageError
 from shardformer.layout import Layout, choices, mesh, specs, torus
-from shardformer.model import Model, flops, lora
+from shardformer.model import flops, lora
+from shardformer.model.tasks import choose_task
 from shardformer.tables import format_bytes, format_table
 
 MARGIN = 1.1  # on the estimate of a proposed setting
@@ -68,7 +69,8 @@ class Plan(NamedTuple):
     @property
     def utilization(self) -> float:
         """Model FLOPs over the chips' peak (MFU), by the forecast."""
-        return self.tokens_per_second / flops.peak_tokens_per_second(self.config, self.chips.chip)
+        peak = flops.peak_tokens_per_second(self.config, self.chips.chip)
+        return self.tokens_per_second / peak if peak else 0.0  # a task may not know its FLOPs
 
 
 def resolve(config: Config, chips: Slice) -> Config:
@@ -197,11 +199,11 @@ def sweep(config: Config, chips: Slice) -> list[Plan]:
 def format_needs(plan: Plan) -> str:
     """Formats the model, the mesh, and the bytes on one device."""
     config, chip = plan.config, plan.chips.chip
-    parameters = specs.count_parameters(Model.abstract_parameters(config))
+    parameters = specs.count_parameters(choose_task(config).abstract_parameters(config))
     return "\n".join([
         f"{parameters / 1e6:,.2f}M parameters{flops.describe_active(config)}, "
         f"{flops.flops_per_token(config) / 1e9:,.4f} GFLOP per trained token, "
-        f"{config.training.batch} x {config.model.seq} tokens a step",
+        f"{config.training.batch} x {config.row_tokens} tokens a step",
         f"mesh {config.parallel.mesh} ({config.parallel.mesh_axes}) on {plan.chips}: {format_bytes(chip.memory)} of "
         "memory each",
         "",
@@ -262,7 +264,8 @@ def _byte_rows(plan: Plan) -> Iterator[list[str]]:
     yield ["together", format_bytes(plan.estimate), "estimated"]
     if plan.stored.host:
         yield ["optimizer, in the host's memory", format_bytes(plan.stored.host), "exact"]
-    yield ["cache of one sample", format_bytes(memory.cache_bytes(plan.config)), "exact"]
+    if plan.config.preferences.objective != "task":
+        yield ["cache of one sample", format_bytes(memory.cache_bytes(plan.config)), "exact"]
 
 
 def _format_temporaries(plan: Plan) -> str:

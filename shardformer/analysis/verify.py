@@ -77,6 +77,8 @@ def verify_config(config: Config) -> list[Difference]:
     dropout, microbatches and packed documents.
     """
     config = config.replace(dtype="float32", param_dtype="float32", grad_dtype="float32")
+    if config.preferences.objective == "task":
+        return _verify_task(config)
     batch = weighted_batch(config)
     with jax.default_matmul_precision("highest"):
         dense, sharded = make_dense_trainer(config), Trainer(config, mesh.make(config))
@@ -87,6 +89,17 @@ def verify_config(config: Config) -> list[Difference]:
         losses = _train_reference(dense, batch), train(sharded, batch)
     rows = compare_loss_and_gradients(expected, got)
     return [*rows, Difference(f"losses of {STEPS} steps", find_worst(*losses), TRAINING)]
+
+
+def _verify_task(config: Config) -> list[Difference]:
+    """Compares a user's task on the config's mesh with the same task on one device: it has no dense reference."""
+    with jax.default_matmul_precision("highest"):
+        single, sharded = make_dense_trainer(config), Trainer(config, mesh.make(config))
+        batch, parameters = sharded.model.make_batch(), jax.tree.map(np.array, single.model.init(config.training.seed))
+        results = [loss_and_gradients(t.model, parameters, batch, single.dropout_key(0))[:2] for t in (single, sharded)]
+        worst = find_worst(train(single, batch), train(sharded, batch))
+    rows = [*compare_loss_and_gradients(*results), Difference(f"losses of {STEPS} steps", worst, TRAINING)]
+    return [row._replace(expected="one device") for row in rows]
 
 
 def draw_parameters(dense: Trainer) -> Any:

@@ -20,7 +20,8 @@ from shardformer.config import Config
 from shardformer.config.names import ROUTER_BIAS
 from shardformer.errors import RunError
 from shardformer.layout import resolve
-from shardformer.model import Model, lora
+from shardformer.model import lora
+from shardformer.model.tasks import choose_task
 from shardformer.training.trainer import Trainer
 
 BOUND = 1e-10
@@ -162,7 +163,7 @@ def draw_parameters(config: Config) -> dict:
         centre = float(path[-1].key.endswith("scale"))
         return (centre + SPREAD * draw.standard_normal(shape.shape)).astype(np.float32)
 
-    params = jax.tree.map_with_path(draw_leaf, Model.abstract_parameters(config))
+    params = jax.tree.map_with_path(draw_leaf, choose_task(config).abstract_parameters(config))
     if config.experts.experts:
         layers, tokens = params["transformer/layers"], params["transformer/embed"]["tokens"]
         signs = np.resize(np.array([1, -1], np.float32), config.model.d_model)
@@ -185,6 +186,8 @@ def draw_batch(trainer: Trainer) -> dict[str, np.ndarray]:
     Each row has another share of masked targets, so that a mean of the means of shards or microbatches is wrong.
     """
     config, shapes = trainer.config, trainer.model.batch_shapes()
+    if config.preferences.objective == "task":
+        return trainer.model.make_batch()
     draw = np.random.default_rng([config.training.seed, 1])
     share = np.linspace(0.2, 1, config.training.batch)
     if config.preferences.objective == "lm":

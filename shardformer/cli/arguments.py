@@ -17,12 +17,18 @@ from shardformer.storage import BucketPath
 from shardformer.tables import escape_controls, format_blocks, format_table
 
 T = TypeVar("T")
+TASK_OUT = "checkpoints/task"
 
 
 def parse_preset(arguments: list[str]) -> Config:
-    """Returns the config of 'PRESET key=value ...'."""
+    """Returns the config of 'PRESET key=value ...', or of 'task=FILE.py:NAME key=value ...'."""
     if not arguments:
         raise UsageError(f"name a preset: {', '.join(presets.PRESETS)}")
+    if any(word.startswith("task=") for word in arguments):
+        if arguments[0] in presets.PRESETS:
+            raise UsageError(f"{arguments[0]} is a language model, which a task replaces; leave it out")
+        overrides = parse_keys(arguments)
+        return Config.of(task=overrides["task"]).override(overrides | {"out": overrides.get("out") or TASK_OUT})
     if arguments[0] not in presets.PRESETS and (storage.location(arguments[0]) / "config.json").is_file():
         raise UsageError(f"{arguments[0]} is a run; to continue it: train --resume {arguments[0]}")
     if "/" in arguments[0].partition("=")[0]:

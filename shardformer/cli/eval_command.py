@@ -10,9 +10,11 @@ from shardformer.cli.loading import load_corpus
 from shardformer.config import Config, parsing
 from shardformer.config.keys import key
 from shardformer.config.weight_keys import OF_A_RUN
+from shardformer.data import Data
 from shardformer.devices import processes, programs
 from shardformer.errors import UsageError
 from shardformer.layout import mesh
+from shardformer.model.task import open_task, open_task_data
 from shardformer.training.evaluation import Evaluator, format_losses
 from shardformer.training.run_folder import Run
 from shardformer.training.trainer import Trainer
@@ -29,6 +31,7 @@ class EvalOptions:
     step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
     ema: bool = key(False, "use the average of the weights, of a run that was trained with ema")
     reward: str = key("", "of a run with objective=grpo: FILE.py:FUNCTION, match or length:N, as `train` takes it")
+    task: str = key("", "of a run with a task: FILE.py:NAME, as `train` takes it")
     weights: Literal["auto", "float", "int8", "int4", "nf4"] = key("auto", OF_A_RUN)
 
     def __post_init__(self):
@@ -43,9 +46,12 @@ class EvalOptions:
 def evaluate(arguments: list[str]) -> None:
     """Prints the loss of a split under a checkpoint of a run."""
     folder, options = parse_run_and_options(arguments, EvalOptions)
-    run = Run.open(folder)
+    run = Run.open(folder, {"task": options.task} if options.task else {})
     _check_reward(run.config, options.reward)
-    if options.data:
+    corpus: Data | None = None  # of a task: its batches have the rows of this evaluation
+    if run.config.preferences.objective == "task":
+        open_task(run.config)
+    elif options.data:
         corpus = load_corpus(run.config.replace(data=options.data, validation=options.validation), run.vocabulary)
     else:
         corpus = load_corpus(run.config, run.vocabulary)
@@ -53,14 +59,15 @@ def evaluate(arguments: list[str]) -> None:
     if options.reward:
         from shardformer.training.rollouts import try_first_row
 
-        try_first_row(run, corpus, options.reward)
+        try_first_row(run, corpus, options.reward)  # type: ignore[arg-type]
     settings = for_evaluation(run.config.with_weights(options.weights), options.mesh)
     settings = mesh.start(settings, lambda c: predict_bytes(c).parameters, say, may_add_rows=True)
+    corpus = corpus or open_task_data(settings)
     programs.keep_compiled_programs(settings, processes.gather_texts)
     if settings.preferences.needs_references:
         from shardformer.training.preference_references import read_references  # not imported without pairs
 
-        corpus = read_references(run, corpus, say)
+        corpus = read_references(run, corpus, say)  # type: ignore[arg-type]  # of text
     trainer = Trainer(settings, mesh.make(settings))
     if settings.preferences.learns_rewards:
         from shardformer.training.rollouts import for_evaluation as with_rewards  # not imported without rewards

@@ -3,6 +3,9 @@
 import contextlib
 import shlex
 
+import jax
+import numpy as np
+
 from shardformer import storage
 from shardformer.cli.arguments import parse_keys, parse_preset, run_folder, say, say_text
 from shardformer.cli.loading import ShownProgress
@@ -104,16 +107,35 @@ def finish(trained: Trained, stop: StopSignal) -> None:
     A stop ends it; `train --resume` repeats it.
     """
     run, plan = trained.run, "ending the final evaluation; the run is saved"
-    with stop.printed_by(print_line, plan=plan), FinalSample(trained) as sample:
+    ending: FinalSample | TaskReport = TaskReport(trained) if run.config.start.task else FinalSample(trained)
+    with stop.printed_by(print_line, plan=plan), ending:
         try:
             say("evaluating the best checkpoint on all of validation and test")
             losses = trained.evaluate(stop.is_requested)
-            step, params = run.restore_params(sample.generator.model, trained.best.step)
+            step, params = run.restore_params(ending.model, trained.best.step)
             say(f"\nbest checkpoint: step {step}, on {run.config.data.source}\n{format_losses(losses, run.config)}")
             with contextlib.suppress(SampleStopped):
-                say_text(f"\nit writes:\n{sample.write(params, stop)}\n")
+                say_text(ending.write(params, stop))
         except EvaluationStopped:
             say_how_to_resume(run)
+
+
+class TaskReport(contextlib.nullcontext):
+    """The lines that a user's task prints of its best parameters."""
+
+    def __init__(self, trained: Trained):
+        super().__init__()
+        self.model = trained.evaluator.trainer.model
+
+    def write(self, params, stop: StopSignal) -> str:
+        """Returns the lines, of parameters on the host."""
+        if jax.process_count() > 1:
+            from jax.experimental import multihost_utils  # not imported on one machine
+
+            arrays = multihost_utils.process_allgather(params, tiled=True)
+        else:
+            arrays = jax.tree.map(np.asarray, params)
+        return "\n".join(self.model.task.report(arrays))
 
 
 class FinalSample:
@@ -121,7 +143,8 @@ class FinalSample:
 
     def __init__(self, trained: Trained):
         c = trained.run.config
-        self._run, self.generator = trained.run, Generator(trained.make_sampling_model())
+        self._run, self.model = trained.run, trained.make_sampling_model()
+        self.generator = Generator(self.model)
         self._sampling = Sampling(tokens=400, seed=c.training.seed, stride=max(c.model.seq // 4, 1))
         self._early = EarlyCompilation(self.compile) if programs.saves_time() else None
 
@@ -139,7 +162,8 @@ class FinalSample:
             if stop.is_requested():
                 raise SampleStopped
 
-        return sample_text(self._run, self.generator, params, self._sampling, look_for_stop).strip()
+        text = sample_text(self._run, self.generator, params, self._sampling, look_for_stop).strip()
+        return f"\nit writes:\n{text}\n"
 
     def compile(self) -> None:
         """Compiles the programs that `write` runs first."""

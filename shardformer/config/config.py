@@ -58,6 +58,8 @@ class Config:
 
     def replace(self, **changes) -> "Config":
         """Returns the configuration with other values of these keys, by their flat names."""
+        if changes.get("task"):
+            changes = {"objective": "task", "vocab": 1} | changes  # vocab: a row has no tokens
         by_group: dict[str, dict] = {}
         for name, value in changes.items():
             if name not in FIELDS:
@@ -82,7 +84,12 @@ class Config:
     @property
     def tokens_per_step(self) -> int:
         """Positions in the rows of a global batch."""
-        return self.model_rows * self.model.seq
+        return self.model_rows * self.row_tokens
+
+    @property
+    def row_tokens(self) -> int:
+        """Positions in a row; a row of a user's task counts as one."""
+        return 1 if self.preferences.objective == "task" else self.model.seq
 
     @property
     def moves_router_bias(self) -> bool:
@@ -269,4 +276,6 @@ def override_on_resume(config: Config, overrides: dict) -> Config:
                 f"{format_value(FIELDS[name], overrides[name])}; "
                 "start a new run with another out="
             )
+    if overrides.get("task") and config.preferences.objective != "task":
+        raise UsageError("this run trains the language model, which task= cannot replace; start a new run of the task")
     return config.replace(**overrides)

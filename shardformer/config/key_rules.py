@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from shardformer.config.keys import keys_of, largest_divisor, next_multiple, require
 from shardformer.config.names import EXPERT_MATRICES, MATRICES, SHARED_MATRICES
 from shardformer.config.parsing import MeshSizes, parse_mesh, parse_steps_range, shorten
+from shardformer.config.task_rules import check_task
 from shardformer.errors import UsageError
 from shardformer.tables import format_count
 
@@ -17,6 +18,8 @@ MAX_UNROLLED = 1000  # layers; the time of a compilation grows with them
 
 def check_rules(c: "Config") -> None:
     """Raises UsageError if the configuration breaks a rule; rules about the mesh wait until mesh=auto is resolved."""
+    if c.preferences.objective == "task":
+        check_task(c)
     tokens = c.training.batch * c.model.seq
     require(
         tokens < 2**31,
@@ -34,8 +37,12 @@ def check_rules(c: "Config") -> None:
     if c.experts.experts:
         _check_experts(c)
     _check_lbfgs(c)
-    if c.preferences.objective != "lm":
+    if c.preferences.objective not in ("lm", "task"):
         _check_preferences(c)
+    require(
+        not c.start.task or c.preferences.objective == "task",
+        f"a task has a loss of its own, got objective={c.preferences.objective}; leave out objective, or task",
+    )
     require(
         not c.start.reward or c.preferences.learns_rewards,
         f"reward does nothing with objective={c.preferences.objective}; give objective=grpo",
@@ -278,7 +285,8 @@ def _check_mesh(c: "Config") -> None:
         "divide it; "
         f"try seq={next_multiple(c.model.seq, mp)} or sequence_parallel=false",
     )
-    _check_split_sizes(c, mp)
+    if c.preferences.objective != "task":
+        _check_split_sizes(c, mp)
 
 
 def _check_context(c: "Config") -> None:

@@ -156,7 +156,7 @@ def _convert(text: str, kind):
         if number != int(number):
             raise ValueError
         return int(number) if abs(number) >= 2**53 or "e" in text.lower() else int(text)
-    return kind(text)
+    return text if kind is object else kind(text)
 
 
 class MeshSizes(NamedTuple):

@@ -37,10 +37,10 @@ WITH_SIMPO = UsedIf(lambda keys: keys.objective == "simpo", "with another object
 class PreferenceKeys(KeyGroup):
     """Objective"""
 
-    objective: Literal["lm", "distill", "grpo", "dpo", "ipo", "kto", "orpo", "simpo"] = key(
+    objective: Literal["lm", "distill", "grpo", "dpo", "ipo", "kto", "orpo", "simpo", "task"] = key(
         "lm",
-        "loss; lm: of every token; distill: of a teacher's distributions; grpo: of sampled answers with rewards; the "
-        "others: of pairs of a chosen and a rejected answer (batch counts rows of pairs)",
+        "loss; lm: of every token; distill: of a teacher's distributions; grpo: of sampled answers with rewards; task: "
+        "that of task=; the others: of pairs of a chosen and a rejected answer (batch counts rows of pairs)",
         fixed=True,
     )
     beta: float = key(
@@ -97,7 +97,7 @@ class PreferenceKeys(KeyGroup):
     @functools.cached_property
     def learns_pairs(self) -> bool:
         """True for an objective over preference pairs."""
-        return self.objective not in ("lm", "distill", "grpo")
+        return self.objective not in ("lm", "distill", "grpo", "task")
 
     @functools.cached_property
     def learns_rewards(self) -> bool:
@@ -107,7 +107,7 @@ class PreferenceKeys(KeyGroup):
     @functools.cached_property
     def metrics(self) -> tuple[str, ...]:
         """The metrics of a step that only this objective has."""
-        own = {"lm": (), "distill": ("kl",), "grpo": POLICY_METRICS}
+        own = {"lm": (), "task": (), "distill": ("kl",), "grpo": POLICY_METRICS}
         return own.get(self.objective, PAIR_METRICS)
 
     @functools.cached_property

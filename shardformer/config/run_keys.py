@@ -49,6 +49,11 @@ class LaunchKeys(KeyGroup):
         "reward of objective=grpo: FILE.py:FUNCTION, called with (prompt, answer, expected) as text; match: 1 if the "
         "answer is the record's, else 0; length:N: 1 for N characters, less by 1/N for each that differs",
     )
+    task: object = key(
+        "",
+        "FILE.py:NAME, a `shardformer.Task` of yours that is trained instead of the language model; from Python the "
+        "object",
+    )
     profile: str = key("", "FROM:TO, the steps whose trace JAX's profiler writes into the run folder")
 
     def check(self) -> None:

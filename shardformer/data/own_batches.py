@@ -18,13 +18,17 @@ NAMES = ("tokens", "targets", "weights", "documents")  # of the arrays of a batc
 class OwnBatches:
     """Training batches and validation batches of the caller, instead of a `Corpus`.
 
-    A batch has integer arrays `tokens` and `targets` [batch, seq], and may have `weights` of the targets. The weight of
-    a target of -100 is 0. Attention stays within each document of a batch with `documents` [batch, seq].
+    For a user's task, a batch has the arrays of `Task.rows`; see model/task.py. For the language model, a batch has
+    integer arrays `tokens` and `targets` [batch, seq], and may have `weights` of the
+    targets. The weight of a target of -100 is 0. Attention stays within each document of a batch with `documents`
+    [batch, seq].
 
     Arguments:
       train: returns the global batches from a step on, counted from 0. A resumed run starts at its step.
       validation: the batches of each evaluation; none if the run has none.
+      vocab: the number of token ids.
       vocabulary: for samples; by default, token ids below `vocab`.
+      check: checks a batch of a task; a session knows it.
       name: names the data in the run folder. A resume must bring data of the same name.
     """
 
@@ -33,13 +37,19 @@ class OwnBatches:
     def __init__(
         self,
         train: Callable[[int], Iterator[Batch]],
-        vocab: int,
+        vocab: int = 1,
         validation: Sequence[Batch] = (),
         vocabulary: Vocabulary | None = None,
         name: str = "own batches",
+        check: Callable[[Batch], Batch] | None = None,
     ):
+        self._check_arrays = check
         self._train, self._validation = train, validation
         self.name, self.vocabulary = name, vocabulary or TokenIds(vocab)
+
+    def with_check(self, check: Callable[[Batch], Batch]) -> "OwnBatches":
+        """Returns the same batches, which this function checks instead: those of a task."""
+        return OwnBatches(self._train, validation=self._validation, name=self.name, check=check)
 
     @property
     def fingerprint(self) -> str:
@@ -71,7 +81,7 @@ class OwnBatches:
 
         def check(batch: Batch, location: str) -> Batch:
             try:
-                arrays = check_batch(batch, shape, size)
+                arrays = self._check_arrays(batch) if self._check_arrays else check_batch(batch, shape, size)
             except UsageError as error:
                 raise UsageError(f"{self.name}, {location}: {error}") from None
             return {name: values[rows] for name, values in arrays.items()}
@@ -117,7 +127,8 @@ class OwnEvalBatches:
         check = self._checker(rows)
         for number, batch in enumerate(self._batches):
             result = check(batch, f"validation batch {number}")
-            yield {"weights": np.ones(result["targets"].shape, np.float32)} | result
+            weights = {"weights": np.ones(result["targets"].shape, np.float32)} if "targets" in result else {}
+            yield weights | result
 
 
 def check_batch(batch: Batch, shape: tuple[int, int], vocab_size: int) -> Batch:

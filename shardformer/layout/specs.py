@@ -141,18 +141,21 @@ def parameter_specs(parameters, config: Config):
     }
 
 
-def zero_dimensions(parameters, config: Config):
-    """Returns, for each parameter, the dimension that ZeRO splits over dp.
+def zero_dimensions(parameters, specs, config: Config):
+    """Returns, for each parameter, the dimension that ZeRO splits over dp besides those of its spec.
 
     None without ZeRO or replicas, or if no dimension divides.
     """
     return {
-        module: {name: _zero_dimension(f"{module}/{name}", leaf, config) for name, leaf in leaves.items()}
+        module: {
+            name: _zero_dimension(f"{module}/{name}", leaf, specs[module][name], config)
+            for name, leaf in leaves.items()
+        }
         for module, leaves in parameters.items()
     }
 
 
-def _zero_dimension(name: str, leaf, config: Config) -> int | None:
+def _zero_dimension(name: str, leaf, spec: P, config: Config) -> int | None:
     """Chooses a dimension other than the leading L of stacked layers, along which a scan slices.
 
     Prefers parts that are whole tiles of a TPU (8 rows, 128 columns), because its compiler all-reduces other
@@ -160,12 +163,12 @@ def _zero_dimension(name: str, leaf, config: Config) -> int | None:
     """
     if not config.parallel.zero or config.parallel.replicas == 1:
         return None
-    spec = (*parameter_spec(name, config), *[None] * leaf.ndim)[: leaf.ndim]
-    if any(isinstance(axes, tuple) for axes in spec):
+    axes_of = (*spec, *[None] * leaf.ndim)[: leaf.ndim]
+    if any(isinstance(axes, tuple) for axes in axes_of):
         return None  # dp splits it already
 
     def parts(dimension: int) -> int:
-        return config.parallel.replicas * (config.parallel.mp if spec[dimension] else 1)
+        return config.parallel.replicas * (config.parallel.mp if axes_of[dimension] else 1)
 
     def rank(dimension: int) -> tuple[bool, int]:
         tile = 128 if dimension == leaf.ndim - 1 else 8

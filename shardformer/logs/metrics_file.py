@@ -7,13 +7,12 @@
 import math
 from pathlib import Path
 
-from shardformer.config.preference_keys import PAIR_METRICS, POLICY_METRICS
 from shardformer.errors import RunError
 from shardformer.logs.csv_file import CsvFile, Row
 from shardformer.parallel.example_norms import Noise
 
-OBJECTIVE_METRICS = tuple(dict.fromkeys((*PAIR_METRICS, *POLICY_METRICS)))
 EXPERTS_FILE, LARGEST_SHARE = "experts.csv", "largest_share"
+MAX_HEADER = 10_000  # characters
 MAX_POINTS = 20_000  # of a picture, which has 1,200 pixels
 Series = dict[str, list[float | None]]
 COLUMNS = (
@@ -51,14 +50,24 @@ def find_elapsed_seconds(rows: list[Row]) -> float:
 def read_metrics(out: Path) -> Series:
     """Returns the columns of a run's metrics.csv, with None for an empty cell; those of a long run are thinned.
 
-    The columns that only some objectives have are included if they have a value.
+    The columns that only the run's task has are included if they have a value.
     """
     try:
-        rows = open_metrics_file(out, OBJECTIVE_METRICS).read(MAX_POINTS, lowest="val_loss")
+        known = find_further_columns(Path(out) / "metrics.csv")
+        rows = open_metrics_file(out, known).read(MAX_POINTS, lowest="val_loss")
     except FileNotFoundError:
         raise RunError(f"{out} has no metrics.csv; is it the folder of a run?") from None
-    more = [column for column in OBJECTIVE_METRICS if any(row[column] is not None for row in rows)]
+    more = [column for column in known if any(row[column] is not None for row in rows)]
     return {column: [row[column] for row in rows] for column in (*COLUMNS, *more)}
+
+
+def find_further_columns(path: Path) -> tuple[str, ...]:
+    """Returns the columns of a task's own metrics, which a file has besides those of every run."""
+    with path.open(errors="replace") as file:
+        columns = file.readline(MAX_HEADER).rstrip("\n").split(",")
+    if not {"loss", "lr"} <= set(columns):
+        return ()  # not a run's
+    return tuple(column for column in columns if column.isidentifier() and column not in COLUMNS)
 
 
 def find_last_step(series: Series) -> int:

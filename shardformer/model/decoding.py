@@ -9,7 +9,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from shardformer.layout import resolve
-from shardformer.model.model import ROWS, Model
+from shardformer.model.model import Model
+from shardformer.model.task_on_mesh import ROWS
 from shardformer.shards import CausalTransformerShard
 from shardformer.shards.parameters import map_stacked
 

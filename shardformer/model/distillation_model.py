@@ -17,7 +17,7 @@ from shardformer.errors import UsageError
 from shardformer.kernels import vocabulary_loss
 from shardformer.kernels.vocabulary_loss import measure_divergence
 from shardformer.layout.mesh import resolve_on
-from shardformer.model.model import Model, average_tokens, normalise_weights
+from shardformer.model.model import Model, average_tokens
 from shardformer.shards.pair_transformer import PairTransformerShard
 
 
@@ -44,9 +44,7 @@ class DistillationModel(Model):
             dataclasses.replace(self.teacher.layout, replicas=self.teacher.replicas.for_forward_pass())
         )
 
-    @property
-    def details(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self.config.preferences.metrics
+    losses = DistillationLoss
 
     def constant_shapes(self) -> dict:
         return {"teacher": self.teacher.abstract}
@@ -63,7 +61,7 @@ class DistillationModel(Model):
 
             return self._mean(*self.run_rows(grad, rows))
 
-        rows = normalise_weights({name: values for name, values in batch.items() if name != "teacher"})
+        rows = self.prepare({name: values for name, values in batch.items() if name != "teacher"})
         in_specs = self.specs, self.teacher.specs, self.row_spec, P()
         return self.shard_map(body, in_specs, (P(), self.grad_specs))(params, batch["teacher"], rows, dropout_key)
 

@@ -10,13 +10,17 @@ from shardformer.model.model import Model
 EMBED = "transformer/embed"
 
 
-def flops_per_token(config: Config) -> int:
+def flops_per_token(config: Config) -> float:
     """Returns the FLOPs of a train step: 6 for each multiplying parameter, and the causal half of attention.
 
     Two of the six are the forward pass, two the activation's gradient, two the parameter's gradient. The frozen weights
     besides adapters have no parameter gradient; weights frozen by `lr_rules` count as trainable. Embedding tables do
     not multiply, a tied head does. Recomputation (remat) does not count. Experts count as often as a token uses them.
     """
+    if config.preferences.objective == "task":  # whose rows are no tokens
+        from shardformer.model.task import open_task  # not imported for a language model
+
+        return open_task(config).flops()
     shapes = Model.abstract_parameters(config)
     trainable = _count_multiplying(lora.select_trainable(shapes, config), config)
     return 4 * _count_multiplying(shapes, config) + 2 * trainable + 3 * attention_flops(config)
@@ -84,8 +88,9 @@ def describe_formula(config: Config) -> str:
 
 
 def peak_tokens_per_second(config: Config, chip: Chip) -> float:
-    """Returns the speed of the config's mesh at an MFU of 1."""
-    return config.parallel.devices * chip.flops / flops_per_token(config)
+    """Returns the speed of the config's mesh at an MFU of 1; 0 if the FLOPs are not known."""
+    flops = flops_per_token(config)
+    return config.parallel.devices * chip.flops / flops if flops else 0.0
 
 
 def describe_peak(config: Config, chip: Chip) -> str:

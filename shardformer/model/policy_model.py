@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardformer.config.preference_keys import POLICY_METRICS
 from shardformer.model.model import Model
 from shardformer.shards.pair_transformer import PairTransformerShard
 
@@ -30,7 +29,7 @@ class PolicyLoss(NamedTuple):
 class PolicyModel(Model):
     """`Model` with `objective=grpo`."""
 
-    details = POLICY_METRICS
+    losses = PolicyLoss
     shard: PairTransformerShard
 
     def __init__(self, layout, mesh):

@@ -13,11 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer import collectives
 from shardformer.config.names import CP
-from shardformer.config.preference_keys import PAIR_METRICS
 from shardformer.data.chat.preference_windows import MOST_PAIRS
 from shardformer.kernels.preference_losses import Losses, Sides, compute_losses
-from shardformer.model.measuring import Sums
 from shardformer.model.model import Model, choose_counts
+from shardformer.model.task_on_mesh import Sums
 from shardformer.parallel.microbatch import AccumulationType
 from shardformer.shards.pair_transformer import PairTransformerShard
 
@@ -42,7 +41,7 @@ class PairLoss(NamedTuple):
 class PreferenceModel(Model):
     """`Model` with the objective of `config.preferences`."""
 
-    details = PAIR_METRICS
+    losses = PairLoss
     shard: PairTransformerShard
 
     def __init__(self, layout, mesh):
@@ -76,13 +75,8 @@ class PreferenceModel(Model):
             for name, shape in shapes.items()
         }
 
-    def loss_and_grad(self, params, batch, dropout_key):
-        """Returns the batch's `PairLoss` and the gradient of its objective, which ZeRO splits over dp."""
-        return super().loss_and_grad(params, normalise_pairs(batch), dropout_key)
-
-    def evaluate(self, params, batch, dropout_key=None):
-        """Returns (the minimised loss, `PairLoss`) of the batch. Without a dropout key, nothing is dropped."""
-        return super().evaluate(params, normalise_pairs(batch), dropout_key)
+    def prepare(self, batch):
+        return super().prepare(normalise_pairs(batch))
 
     def sums(self, params, batch) -> Sums:
         """Returns the sums over a batch's pairs: their number, their losses without the SFT term, the right orders."""

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from optax.transforms import chain  # while shardformer.legacy is installed, optax.chain is replaced
 
 from shardformer.config import Config
-from shardformer.config.names import EXPERT_MATRICES, MATRICES, SHARED_MATRICES
+from shardformer.config.names import EXPERT_MATRICES, MATRICES, PREFIX, SHARED_MATRICES
 from shardformer.config.registries import call_with
 from shardformer.optim import lbfgs, moments, rules
 from shardformer.optim.optimizers import OPTIMIZERS
@@ -111,7 +111,12 @@ def _clip_by_norm(optimizer: optax.GradientTransformationExtraArgs, limit: float
 
 
 def _select_decayed(parameters):
-    return tree_util.tree_map_with_path(lambda path, _: is_decayed(path[-1].key), parameters)
+    """Returns True for matrices: by name for the language model's, whose biases are stacked, else by dimensions."""
+
+    def is_matrix(path, leaf) -> bool:
+        return is_decayed(path[-1].key) if path[0].key.startswith(PREFIX) else leaf.ndim > 1
+
+    return tree_util.tree_map_with_path(is_matrix, parameters)
 
 
 def is_decayed(leaf: str) -> bool:

@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import jax
 import optax
+from jax import tree_util
 from optax import contrib
 from optax.transforms import chain  # see chain.py
 
-from shardformer.config.names import EXPERT_MATRICES, MATRICES, SHARED_MATRICES
-from shardformer.optim import rules
+from shardformer.config.names import EXPERT_MATRICES, MATRICES, PREFIX, SHARED_MATRICES
 
 # Layers and experts are stacked on leading axes: the last two are the matrix.
 MATRIX = contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
@@ -26,11 +26,13 @@ def scale_by_muon(adam: optax.GradientTransformation, map_matrices: Callable) ->
         _muon(ns_steps=0, preconditioning="aol"),  # only the momentum
         optax.stateless(lambda updates, _: map_matrices(_orthogonalise, updates)),
     )
-    return optax.partition({"muon": muon, "adam": adam}, lambda tree: rules.map_names(_label, tree))
+    return optax.partition({"muon": muon, "adam": adam}, lambda tree: tree_util.tree_map_with_path(_label, tree))
 
 
-def _label(name: str) -> str:
-    return "muon" if name.rpartition("/")[2] in OF_LAYERS else "adam"
+def _label(path, leaf) -> str:
+    """Chooses by name for the language model's parameters, whose vectors are stacked, else by dimensions."""
+    module, name = path[0].key, path[-1].key
+    return "muon" if (name in OF_LAYERS if module.startswith(PREFIX) else leaf.ndim == 2) else "adam"
 
 
 def _orthogonalise(matrices):

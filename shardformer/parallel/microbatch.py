@@ -29,12 +29,6 @@ def microbatch(
     return _microbatch(fun, argnums, microbatch_size, accumulator, argnames=argnames, in_axes=in_axes)
 
 
-def run_in_sequence(function: Callable, batch: dict, accumulator=MEAN, *, count: int):
-    """Returns the accumulated results of `count` microbatches of a batch, which run in sequence."""
-    rows = batch["tokens"].shape[0] // count
-    return microbatch(function, 0, rows, accumulator)(batch)
-
-
 def micro_grad(
     fun: Callable,
     has_aux=False,

@@ -57,7 +57,8 @@ class MultiSteps:
         self._update, self._count = update, update.config.training.accum
         self._program = compile_step(self.train_step, update, shardings)
         # The first call's metrics have the sharding of later ones, so that one program serves all calls.
-        self.zero_metrics = programs.jit(_zero_metrics, out_shardings=update.model.sharding(P()))
+        count = len(StepMetrics._fields) + len(update.model.details)
+        self.zero_metrics = programs.jit(lambda: jnp.zeros(count), out_shardings=update.model.sharding(P()))
 
     def step(self, state: TrainState, batch, step: np.int32) -> tuple[TrainState, jax.Array]:
         metrics = self.zero_metrics()
@@ -71,9 +72,10 @@ class MultiSteps:
     def train_step(self, state: TrainState, batch, batch_step, part, metrics) -> tuple[TrainState, jax.Array]:
         """Adds one microbatch to the step; `metrics` are those of the microbatches so far."""
         update, before = self._update, Measured(*metrics[: len(Measured._fields)])
+        further = metrics[len(StepMetrics._fields) :]
         part_losses, grads = _loss_and_grad_of_part(update, state, batch, part)
         count = (part + 1).astype(jnp.float32)
-        means = Loss(before.loss, before.z_loss, before.accuracy)
+        means = update.model.losses(before.loss, before.z_loss, before.accuracy, *further)
         losses = jax.tree.map(lambda mean, loss: mean + (loss - mean) / count, means, part_losses)
         # One non-finite microbatch spoils the step.
         measured = jax.tree.map(
@@ -87,7 +89,7 @@ class MultiSteps:
             return after._replace(step=state.step + jnp.int32(is_last), average=average), update_norm, rate
 
         after, now = update.guard(state, measured, batch_step, advance)
-        return after, jnp.stack(now)
+        return after, jnp.stack([*now, *losses[len(Loss._fields) :]])
 
 
 class Manual:
@@ -114,8 +116,8 @@ class Manual:
 
     def start_sums(self, state: TrainState):
         """Returns zero sums of losses and gradients."""
-        zero = jnp.zeros(())
-        return Loss(zero, zero, zero), jax.tree.map(jnp.zeros_like, self._update.trainable(state))
+        losses, zero = self._update.model.losses, jnp.zeros(())
+        return losses(*[zero] * len(losses._fields)), jax.tree.map(jnp.zeros_like, self._update.trainable(state))
 
     def add_part(self, sums, state: TrainState, batch, part):
         """Adds the losses and gradients of one microbatch to the sums."""
@@ -125,13 +127,9 @@ class Manual:
         """Applies the mean over all microbatches."""
         losses, grads = jax.tree.map(lambda total: total / self._count, sums)
         after, metrics = self._update.apply(state, losses, grads, batch_step)
-        return after, jnp.stack(metrics)
+        return after, jnp.stack([*metrics, *losses[len(Loss._fields) :]])
 
 
 def _loss_and_grad_of_part(update: Update, state: TrainState, batch, part):
     key = update.dropout_key(state.step)
     return update.model.loss_and_grad_of_part(state.params, batch, key, part)
-
-
-def _zero_metrics() -> jax.Array:
-    return jnp.zeros(len(StepMetrics._fields))

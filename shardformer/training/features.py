@@ -1,31 +1,12 @@
 """The parts of a step: each feature that a configuration switches on. Global view."""
 
-from collections.abc import Callable
-
 from shardformer import optim
 from shardformer.config import Config
-from shardformer.model import Loss, Measures, Model, master_weights
+from shardformer.model import Loss, TaskOnMesh, master_weights
 from shardformer.optim import lbfgs
 from shardformer.training.accumulation import AccumulatedGradient
 from shardformer.training.rolling_guard import RollingGuard
 from shardformer.training.step import Part, TrainState, Update
-
-
-def choose_model(config: Config) -> type[Model]:
-    """Returns the class of the model with the objective of a configuration."""
-    if config.preferences.learns_pairs:
-        from shardformer.model.preference_model import PreferenceModel  # not imported without pairs
-
-        return PreferenceModel
-    if config.preferences.learns_rewards:
-        from shardformer.model.policy_model import PolicyModel  # not imported without rewards
-
-        return PolicyModel
-    if config.preferences.objective == "distill":
-        from shardformer.model.distillation_model import DistillationModel  # not imported without a teacher
-
-        return DistillationModel
-    return Model
 
 
 def choose_update(config: Config) -> type[Update]:
@@ -37,12 +18,7 @@ def choose_update(config: Config) -> type[Update]:
     return Update
 
 
-def choose_sums(config: Config, model: Model) -> Callable:
-    """Returns the function that sums the losses of a batch in an evaluation."""
-    return model.sums if config.preferences.learns_pairs else Measures(model).sums  # type: ignore[attr-defined]
-
-
-def choose_parts(config: Config, model: Model) -> tuple[Part, ...]:
+def choose_parts(config: Config, model: TaskOnMesh) -> tuple[Part, ...]:
     """Returns the parts of a configuration's step, in their order; () for a plain step."""
     parts: list[Part] = []
     if config.training.accum_mode == "multisteps":  # with accum=1 too, because accum may change on resume
@@ -78,7 +54,7 @@ class RouterBiases(Part):
 class FrozenParameters(Part):
     """The parameters that `lr_rules` freezes: they count neither in the norm of the gradient nor in its limit."""
 
-    def __init__(self, config: Config, model: Model):
+    def __init__(self, config: Config, model: TaskOnMesh):
         self._config = config
         optim.rules.check_rules(model.trainable.select(model.shapes), config)
 
@@ -96,7 +72,7 @@ class MasterWeights(Part):
         masters = master_weights.select_masters(params, self._config)
         return {"params": master_weights.round_parameters(params, self._config), "masters": masters}
 
-    def specs(self, model: Model) -> dict:
+    def specs(self, model: TaskOnMesh) -> dict:
         return {"masters": master_weights.select_masters(model.grad_specs, self._config)}
 
     def select_trainable(self, state: TrainState, trainable):
@@ -116,7 +92,7 @@ class WeightAverage(Part):
     def start(self, params) -> dict:
         return {"average": optim.average.start_average(params, self._config)}
 
-    def specs(self, model: Model) -> dict:
+    def specs(self, model: TaskOnMesh) -> dict:
         return {"average": optim.average.select_averaged(model.specs, self._config)}
 
     def finish(self, before: TrainState, after: TrainState, trained) -> TrainState:
@@ -126,7 +102,7 @@ class WeightAverage(Part):
 class LineSearch(Part):
     """The objective of L-BFGS's line search, whose step size is the learning rate."""
 
-    def __init__(self, config: Config, model: Model):
+    def __init__(self, config: Config, model: TaskOnMesh):
         self._config, self._model = config, model
 
     def optimizer_arguments(self, state: TrainState, batch, key, losses: Loss, grads) -> dict:

@@ -41,7 +41,7 @@ def train(
     first_step = int(state.step)
     unevaluated = run.read_unevaluated(first_step)
     last_row = first_step - 1 if unevaluated else first_step  # that row is rewritten with its evaluation
-    with open_outputs(run, best, first_step, lock, last_row, sink) as outputs:
+    with open_outputs(run, best, first_step, lock, last_row, sink, evaluator.trainer.model.details) as outputs:
         show = outputs.progress.show_message if jax.process_index() == 0 else print_line
         with stop.printed_by(show, plan="finishing the step in flight, then saving"):
             goodput.CLOCK.begin_steps()

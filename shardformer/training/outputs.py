@@ -81,15 +81,17 @@ def open_outputs(
     lock: Lock | None = None,
     last_row: int | None = None,
     sink: Observer | None = None,
+    details: tuple[str, ...] = (),
 ) -> Iterator[Outputs]:
     """Opens the outputs of a run that continues from `first_step`; closes them at the end of the block.
 
     Rows of metrics.csv after the step `last_row` are dropped; by default, those after `first_step`. If one process
-    fails to open an output, all processes raise.
+    fails to open an output, all processes raise. `details` are the metrics that only this task has.
     """
     last_row = first_step if last_row is None else last_row
     with contextlib.ExitStack() as stack:
-        yield processes.succeed_or_fail_together(lambda: _open(stack, run, best, first_step, lock, last_row, sink))
+        arguments = run, best, first_step, lock, last_row, sink, details
+        yield processes.succeed_or_fail_together(lambda: _open(stack, *arguments))
 
 
 def _open(
@@ -100,16 +102,17 @@ def _open(
     lock: Lock | None,
     last_row: int,
     sink: Observer | None,
+    details: tuple[str, ...],
 ) -> Outputs:
     c, is_first_process = run.config, jax.process_index() == 0
     metrics, elapsed_before = None, 0.0
     if is_first_process:
-        metrics = metrics_file.open_metrics_file(run.records, c.preferences.metrics)
+        metrics = metrics_file.open_metrics_file(run.records, details)
         elapsed_before = metrics_file.find_elapsed_seconds(metrics.begin(last_row))
         goodput.CLOCK.continue_file(run.records, first_step)
         stack.callback(_flush, metrics)
     chip = find_chip(jax.devices()[0].device_kind)
-    progress = stack.enter_context(_make_progress(c, first_step, elapsed_before, best, chip))
+    progress = stack.enter_context(_make_progress(c, first_step, elapsed_before, best, chip, details))
     observers = stack.enter_context(Observers(progress.show_message))
     if is_first_process:
         _start_observers(observers, run, sink, is_new=first_step == 0)
@@ -128,7 +131,9 @@ def _open(
     )
 
 
-def _make_progress(c: Config, first_step: int, elapsed_before: float, best: Best, chip: Chip | None) -> NoProgress:
+def _make_progress(
+    c: Config, first_step: int, elapsed_before: float, best: Best, chip: Chip | None, details: tuple[str, ...]
+) -> NoProgress:
     if jax.process_index():
         return NoProgress()
     known_best = best if best.step else None
@@ -139,7 +144,7 @@ def _make_progress(c: Config, first_step: int, elapsed_before: float, best: Best
         elapsed_before,
         best=known_best,
         with_mfu=bool(chip),
-        metrics=c.preferences.metrics,
+        metrics=details,
     )
 
 

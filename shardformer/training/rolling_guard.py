@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer.config import Config
 from shardformer.config.training_keys import SKIP_LIMIT
-from shardformer.model import Model
+from shardformer.model import TaskOnMesh
 from shardformer.training.step import Measured, Part, StepMetrics, TrainState
 
 NORMAL = 1.4826  # the standard deviation of a normal distribution, in median absolute deviations
@@ -45,7 +45,7 @@ class RollingGuard(Part):
     def start(self, params) -> dict:
         return {"guard": self.start_record()}
 
-    def specs(self, model: Model) -> dict:
+    def specs(self, model: TaskOnMesh) -> dict:
         return {"guard": jax.tree.map(lambda _: P(), self.start_record())}
 
     def start_record(self) -> dict:

@@ -18,7 +18,7 @@ from shardformer.data import Data, SpecialTokens, Vocabulary
 from shardformer.devices import processes
 from shardformer.errors import RunError, UsageError
 from shardformer.files import check_no_link, make_folder, read_text, remove_temporary, replacing
-from shardformer.model import Model, lora, master_weights
+from shardformer.model import TaskOnMesh, lora, master_weights
 from shardformer.optim import average
 from shardformer.storage import BucketPath
 from shardformer.training.checkpoint_progress import Best, read_progress, select_needed
@@ -30,7 +30,7 @@ FOLDERS = ("references", "tensorboard", "profile")  # that a run writes besides 
 class Starter(Protocol):
     """The part of a Trainer that makes states: `Run` restores into whatever has it."""
 
-    model: Model
+    model: Any  # a TaskOnMesh
 
     @property
     def abstract(self) -> Any:
@@ -254,7 +254,7 @@ class Run:
             return trainer.start(lora.replace_trainable(exact, trainer.model.init_trainable(self.config.training.seed)))
         return trainer.start(lora.replace_trainable(trainer.model.init(self.config.training.seed), exact))
 
-    def restore_params(self, model: Model, step: int = 0, averaged: bool = False, has_adapters: bool = True):
+    def restore_params(self, model: TaskOnMesh, step: int = 0, averaged: bool = False, has_adapters: bool = True):
         """Returns (step, parameters) of one checkpoint: the best by validation unless `step` names another.
 
         `averaged` restores the average of the weights. Without `has_adapters`, the model's are left out. A model with
@@ -284,10 +284,10 @@ class Run:
             return step, rounded if has_codes else model.store(rounded)
         return step, state["params"] if has_codes else model.name_parts(state["params"])
 
-    def _find_shapes(self, model: Model) -> dict:
+    def _find_shapes(self, model: TaskOnMesh) -> dict:
         return model.abstract if self.config.stored.quantized else model.read_abstract
 
-    def abstract_params(self, model: Model) -> dict:
+    def abstract_params(self, model: TaskOnMesh) -> dict:
         """Returns the shapes and shardings of the parameters that `restore_params` reads for a model of the run."""
         return master_weights.round_shapes(self._find_shapes(model), self.config)
 
@@ -369,7 +369,7 @@ def check_links(out: Path | BucketPath) -> None:
                 check_no_link(path)
 
 
-def _choose_reading(model: Model, is_changed: bool) -> Callable[[str, StoredLeaf], Any]:
+def _choose_reading(model: Any, is_changed: bool) -> Callable[[str, StoredLeaf], Any]:
     """Returns the function that reads a parameter in the form in which the model stores it."""
     if not is_changed or not model.config.stored.quantized:
         return checkpoint.keep_as_read

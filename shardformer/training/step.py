@@ -19,7 +19,7 @@ from shardformer.config.names import Stream
 from shardformer.devices import programs
 from shardformer.devices.chips import find_options
 from shardformer.kernels.threefry import THREEFRY
-from shardformer.model import Loss, Model
+from shardformer.model import Loss, TaskOnMesh
 
 NO_ARRAYS: dict = {}  # no code adds to it
 
@@ -66,7 +66,7 @@ class Part:
         """Returns this part's fields of the first TrainState, from float32 parameters."""
         return {}
 
-    def specs(self, model: Model) -> dict:
+    def specs(self, model: TaskOnMesh) -> dict:
         """Returns the PartitionSpecs of these fields."""
         return {}
 
@@ -106,7 +106,7 @@ class Part:
 class Update:
     """The update of a training state by gradients, and the guard against bad steps, as pure functions."""
 
-    def __init__(self, config: Config, model: Model, parts: tuple[Part, ...] = ()):
+    def __init__(self, config: Config, model: Any, parts: tuple[Part, ...] = ()):
         self.config, self.model, self.parts = config, model, parts
         self.learning_rate = optim.learning_rate(config)
         self.optimizer = optim.make_optimizer(config, model.map_matrices)

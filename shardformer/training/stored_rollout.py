@@ -3,20 +3,20 @@
 import jax
 import jax.numpy as jnp
 
-from shardformer.model import Model
+from shardformer.model import TaskOnMesh
 from shardformer.training.step import OneProgram, Part, TrainState
 
 
 class StoredRollout(Part):
     """The arrays of the last rollout; zeros before the first."""
 
-    def __init__(self, model: Model):
+    def __init__(self, model: TaskOnMesh):
         self._shapes = model.batch_shapes()
 
     def start(self, params) -> dict:
         return {"rollout": {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in self._shapes.items()}}
 
-    def specs(self, model: Model) -> dict:
+    def specs(self, model: TaskOnMesh) -> dict:
         return {"rollout": dict.fromkeys(self._shapes, model.row_spec)}
 
 

@@ -1,6 +1,7 @@
 """The compiled functions of training on one mesh: a step, the sums of an evaluation, the norms of gradients."""
 
 import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,9 +12,10 @@ from shardformer.config import Config
 from shardformer.devices import programs
 from shardformer.layout import Layout
 from shardformer.model import Sums, with_shardings
+from shardformer.model.tasks import choose_task
 from shardformer.training.accumulation import make_accumulation
 from shardformer.training.example_gradients import ExampleGradients
-from shardformer.training.features import choose_model, choose_parts, choose_sums, choose_update
+from shardformer.training.features import choose_parts, choose_update
 from shardformer.training.step import StepMetrics, TrainState, Update
 
 IN_FLIGHT = 4  # metrics are read this many steps late, so that the device never waits for the host
@@ -34,8 +36,9 @@ class Trainer:
     def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None):
         """Resolves the layout from the mesh's devices, unless one is given."""
         self.config = config
-        kind = choose_model(config)
-        self.model = kind(layout, mesh) if layout else kind.on(config, mesh)
+        task = choose_task(config)
+        # A TaskOnMesh; what belongs to an objective uses its class.
+        self.model: Any = task(layout, mesh) if layout else task.on(config, mesh)  # type: ignore[call-arg]
         self.model.check_attention()
         self.constants: dict = {}  # arrays that each step needs besides its batch, such as a teacher
         self.update: Update = choose_update(config)(config, self.model, choose_parts(config, self.model))
@@ -43,7 +46,7 @@ class Trainer:
         self.shardings = self.update.make_shardings()
         self.accumulation = make_accumulation(config, self.update, self.shardings)
         self._start = programs.jit(self.update.start, donate_argnums=0, out_shardings=self.shardings)
-        self._sums = programs.jit(choose_sums(config, self.model), out_shardings=self.model.sharding(P()))
+        self._sums = programs.jit(self.model.sums, out_shardings=self.model.sharding(P()))
 
     @property
     def abstract(self) -> TrainState:
@@ -88,10 +91,11 @@ class Trainer:
         """Waits for the step, and returns its metrics."""
         return StepMetrics(*np.asarray(metrics).tolist()[: len(StepMetrics._fields)])
 
-    def read_details(self, metrics: jax.Array) -> dict[str, float]:
-        """Returns the metrics that only this model's objective has."""
-        names = self.model.details
-        return dict(zip(names, np.asarray(metrics)[len(metrics) - len(names) :].tolist(), strict=True))
+    def read_details(self, metrics: jax.Array) -> dict[str, float | None]:
+        """Returns the metrics that only this task has, and None for those that it has not."""
+        names, values = self.model.details, np.asarray(metrics).tolist()
+        further = dict(zip(names, values[len(values) - len(names) :], strict=True))
+        return dict.fromkeys(self.model.unmeasured) | further
 
     def sums(self, params, batch) -> Sums:
         """Returns the weighted sums over one batch."""

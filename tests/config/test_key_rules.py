@@ -254,6 +254,14 @@ def or_code(name: str) -> str:
          "weights=int4 stores two inputs in a byte, and each device of mesh=auto has an odd number of d_ff 255"),
         ({"weights": "nf4", "d_ff": 255, "mesh": "auto"},
          "each device of mesh=auto has an odd number of d_ff 255; give weights=int8"),
+        (
+            {"objective": "task", "d_model": 64},
+            "d_model is a key of the language model and does nothing with a task; leave it out, got d_model=64",
+        ),
+        ({"objective": "task", "param_dtype": "bfloat16"}, "param_dtype is a key of the language model"),
+        ({"objective": "task", "lora_rank": 4}, "lora_rank is a key of the language model"),
+        ({"objective": "task", "mesh": "2x1x2", "accum": 2}, "a task is split over dp and mp, got mesh=2x1x2"),
+        ({"objective": "dpo", "task": "a.py:A"}, "a task has a loss of its own, got objective=dpo"),
     ],
 )  # fmt: skip
 def test_every_rule(changes, message):

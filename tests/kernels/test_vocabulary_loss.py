@@ -14,7 +14,6 @@ from shardformer import exact
 from shardformer.analysis import verify_exact
 from shardformer.kernels import vocabulary_loss
 from shardformer.kernels.vocabulary_loss import Vocabulary
-from shardformer.model import Measures
 from tests import asserts, sharded, shared
 
 B, T, D, SIZE, PADDED, Z_LOSS = 4, 7, 8, 13, 16, 0.1  # 7 tokens a row: no chunk divides them; three padded entries
@@ -152,7 +151,7 @@ def sums(**overrides):
     model = shared.trainer(**overrides).model
     batch = shared.batch() | {"weights": np.tile(np.arange(16, dtype=np.float32) % 3, (8, 1))}
     params = verify_exact.draw_parameters(shared.tiny(**overrides))
-    return np.array(run_exactly(Measures(model).sums, params, batch))
+    return np.array(run_exactly(model.sums, params, batch))
 
 
 def test_evaluation_in_chunks_gives_the_same_sums():
@@ -168,7 +167,7 @@ def temporary_bytes(gradient: bool, **overrides):
     tokens = jax.ShapeDtypeStruct((2, 1024), jnp.int32)
     batch = {"tokens": tokens, "targets": tokens, "weights": jax.ShapeDtypeStruct((2, 1024), jnp.float32)}
     key = () if not gradient else (jax.ShapeDtypeStruct((2,), jnp.uint32),)
-    function = t.model.loss_and_grad if gradient else Measures(t.model).sums
+    function = t.model.loss_and_grad if gradient else t.model.sums
     return jax.jit(function).lower(t.model.abstract, batch, *key).compile().memory_analysis().temp_size_in_bytes
 
 

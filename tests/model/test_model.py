@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from shardformer.kernels.linear import linear
 from shardformer.kernels.remat import Remat
 from shardformer.layout import mesh
-from shardformer.model import Decoder, Measures, Model, lora
+from shardformer.model import Decoder, Model, lora
 from shardformer.model.model import average_tokens
 from shardformer.shards.layer import TransformerLayerShard
 from shardformer.shards.parameters import weight
@@ -85,7 +85,7 @@ def test_a_prompts_padding_does_not_matter():
 def test_sums_are_weighted():
     batch, m = shared.batch(), model()
     weights = np.where(np.arange(16)[None] < np.arange(1, 9)[:, None], 1, 0).astype(np.float32)  # 36 of 128 targets
-    sums = jax.jit(Measures(m).sums)
+    sums = jax.jit(m.sums)
     got = sums(parameters(), batch | {"weights": weights})
     out = meshes.compute_logits(m.config, parameters(), batch["tokens"])
     nats = -np.take_along_axis(jax.nn.log_softmax(out), batch["targets"][..., None], -1)[..., 0]
@@ -100,7 +100,7 @@ def test_sums_are_weighted():
 
 def test_sums_are_those_of_the_microbatches():
     batch = shared.batch() | {"weights": np.where(np.arange(16)[None] < np.arange(8)[:, None], 1, 0).astype(np.float32)}
-    whole, cut = (jax.jit(Measures(model(accum=accum)).sums)(parameters(), batch) for accum in (1, 4))
+    whole, cut = (jax.jit(model(accum=accum).sums)(parameters(), batch) for accum in (1, 4))
     assert float(whole.tokens) == float(cut.tokens) == 28
     assert float(whole.correct) == float(cut.correct)
     np.testing.assert_allclose(cut.nats, whole.nats, rtol=1e-6)
@@ -116,7 +116,7 @@ def test_an_evaluation_takes_the_memory_of_a_microbatch():
     batch = {name: jax.ShapeDtypeStruct(shape, np.int32) for name in ("tokens", "targets")}
     batch["weights"] = jax.ShapeDtypeStruct(shape, np.float32)
     models = (model("1x1", batch=32, accum=accum, vocab=2000) for accum in (1, 16))
-    whole, cut = (temporary_bytes(jax.jit(Measures(m).sums), m.abstract, batch) for m in models)
+    whole, cut = (temporary_bytes(jax.jit(m.sums), m.abstract, batch) for m in models)
     assert cut < whole / 4
 
 

@@ -17,9 +17,9 @@ BASE = Config.of(lr=1e-2, lr_min=1e-3, warmup=10, steps=110)
 def tree(seed: int):
     """A matrix that decays, and what never does: in stacked layers a bias and a gain have two axes as well."""
     shapes = {
-        "layers": {"q": (2, 4, 4), "q_bias": (2, 4)},
-        "layers/norm": {"scale": (2, 4)},
-        "embed": {"tokens": (6, 4)},
+        "transformer/layers": {"q": (2, 4, 4), "q_bias": (2, 4)},
+        "transformer/layers/norm": {"scale": (2, 4)},
+        "transformer/embed": {"tokens": (6, 4)},
     }
     keys = iter(jax.random.split(jax.random.key(seed), 4))
     return {
@@ -28,7 +28,11 @@ def tree(seed: int):
     }
 
 
-DECAYED = {"layers": {"q": True, "q_bias": False}, "layers/norm": {"scale": False}, "embed": {"tokens": True}}
+DECAYED = {
+    "transformer/layers": {"q": True, "q_bias": False},
+    "transformer/layers/norm": {"scale": False},
+    "transformer/embed": {"tokens": True},
+}
 
 
 @pytest.mark.parametrize("clip", [0.0, 1.0, 1e6])
@@ -63,9 +67,11 @@ def test_the_rate_is_that_of_the_step_given():
     state = optimizer.init(params)
     first, after = optimizer.update(grads, state, params, step=jnp.int32(0))
     tenth, _ = optimizer.update(grads, state, params, step=jnp.int32(9))
-    np.testing.assert_allclose(tenth["embed"]["tokens"], 10 * first["embed"]["tokens"], rtol=1e-5)
+    np.testing.assert_allclose(
+        tenth["transformer/embed"]["tokens"], 10 * first["transformer/embed"]["tokens"], rtol=1e-5
+    )
     again, _ = optimizer.update(grads, after, params, step=jnp.int32(0))
-    assert asserts.relative(again["embed"]["tokens"], first["embed"]["tokens"]) < 0.5
+    assert asserts.relative(again["transformer/embed"]["tokens"], first["transformer/embed"]["tokens"]) < 0.5
 
 
 @pytest.mark.parametrize("changes", [{}, {"optimizer": "muon"}, {"optimizer": "lbfgs", "clip": 0, "weight_decay": 0}])
@@ -112,3 +118,13 @@ def test_clip_uses_the_given_norm():
     measured, _ = clip.update(updates, clip.init(updates))
     np.testing.assert_allclose(given["w"], 0.25)
     np.testing.assert_allclose(measured["w"], 0.5)  # its norm is 4
+
+
+def test_matrices_of_a_task_decay_and_vectors_do_not():
+    config = BASE.replace(clip=0.0, weight_decay=0.5, warmup=0)
+    params = {"mlp": {"w": jnp.ones((3, 4)), "q": jnp.ones(3)}}  # q: a name of the language model's matrices
+    optimizer = optim.make_optimizer(config)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = optimizer.update(zeros, optimizer.init(params), params, step=jnp.int32(5))
+    assert (updates["mlp"]["w"] < 0).all()
+    assert (updates["mlp"]["q"] == 0).all()

@@ -21,6 +21,7 @@ PLAIN = {
     "kernels/rotary.py",
     "kernels/vocabulary_loss.py",
     "model/model.py",
+    "model/task_on_mesh.py",
     "optim/chain.py",
     "optim/schedule.py",
     "collectives.py",

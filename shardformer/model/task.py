@@ -1,0 +1,120 @@
+"""What a run trains, as one shard sees it: the class that a user's module is trained by."""
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardformer.config import Config
+from shardformer.data import Data
+from shardformer.data.own_batches import OwnBatches
+from shardformer.errors import UsageError, forbid_exit
+from shardformer.user_code import import_function
+
+TAKES = "task takes FILE.py:NAME, a subclass of shardformer.Task or a function that returns one"
+NEEDED = ("rows", "batches", "loss")
+ADDED = "examples"  # the array of a batch that the trainer adds
+Batch = dict[str, np.ndarray]  # arrays that lead with the rows
+
+
+class Task:
+    """A loss with its data. A subclass has `rows`, `batches` and `loss`; training/README.md shows one."""
+
+    def rows(self) -> Mapping[str, Any]:
+        """Returns the arrays of a batch by name: for each, the shape and dtype of one row (as an array or as a
+        jax.ShapeDtypeStruct)."""
+        raise NotImplementedError
+
+    def batches(self, first_step: int, count: int) -> Iterator[Batch]:
+        """Yields the global batch of each step from `first_step` on, NumPy arrays of `count` rows.
+
+        A batch should depend on its step only, so that a resumed run reads what an unstopped one does.
+        """
+        raise NotImplementedError
+
+    def validation(self, count: int) -> Sequence[Batch]:
+        """Returns the batches of each evaluation, `count` rows each; none by default."""
+        return ()
+
+    def loss(self, batch: dict) -> Any:
+        """Returns the mean loss of this shard's rows, or (the loss, a dict of further means).
+
+        A Haiku function, which makes its parameters by `hk.get_parameter` or Haiku's modules. A parameter is split
+        over `mp` along the dimension whose size divides by `jax.lax.axis_size("mp")`; it is drawn where that is 1.
+        Collectives over `mp` are written out; `dp` is averaged over by the trainer. A further mean "accuracy" stands
+        in the column of that name. `batch["examples"]` has the index of each row in the global batch. With
+        `hk.maybe_next_rng_key()`, a step has a key, the same on all shards, and an evaluation None.
+        """
+        raise NotImplementedError
+
+    def flops(self) -> float:
+        """Returns the FLOPs of a row in a training step, for the metric mfu; 0: unknown."""
+        return 0.0
+
+    def report(self, params: dict) -> Iterable[str]:
+        """Returns lines to print at the end of a run, such as samples; `params` are the best, as NumPy arrays."""
+        return ()
+
+
+def name_task(task: Task) -> str:
+    """Returns the name of a task: that of its class."""
+    return type(task).__name__
+
+
+def find_batch_shapes(task: Task, count: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes of a batch of `count` rows."""
+    rows = task.rows()
+    if ADDED in rows or not rows:
+        raise UsageError(f"rows of {name_task(task)} has {', '.join(rows) or 'no arrays'}; give others ({ADDED} is "
+                         "the trainer's)")  # fmt: skip
+    return {name: jax.ShapeDtypeStruct((count, *np.shape(row)), row.dtype) for name, row in rows.items()}
+
+
+def check_batch(batch: Batch, shapes: dict[str, jax.ShapeDtypeStruct]) -> Batch:
+    """Returns the arrays of a task's batch in their dtypes; raises UsageError for others."""
+    arrays = {name: np.asarray(values) for name, values in batch.items()}
+    for name in sorted({*arrays, *shapes}):
+        got = f"{arrays[name].dtype}{list(arrays[name].shape)}" if name in arrays else "nothing"
+        wanted = f"{shapes[name].dtype}{list(shapes[name].shape)}" if name in shapes else "no such array"
+        if got != wanted:
+            raise UsageError(f"{name} is {got}, expected {wanted}, as rows() of the task has it")
+    return arrays
+
+
+def open_task(config: Config) -> Task:
+    """Returns the user's task of a configuration. Only a start names it: no stored file can have code run."""
+    task = config.start.task
+    if not task:
+        raise UsageError(f"this run trains a task of yours, which each start names; {TAKES}")
+    opened = _import_task(task) if isinstance(task, str) else task
+    if not isinstance(opened, Task):
+        raise UsageError(f"task is {opened!r:.100}, expected an object of a subclass of shardformer.Task")
+    if missing := [name for name in NEEDED if getattr(type(opened), name) is getattr(Task, name)]:
+        raise UsageError(f"{name_task(opened)} has no {', '.join(missing)}; a task has {', '.join(NEEDED)}")
+    return opened
+
+
+def open_task_data(config: Config, given: Data | None = None) -> OwnBatches:
+    """Returns the batches of the user's task, or those that are given instead; each is checked."""
+    task, count = open_task(config), config.training.batch
+    if given is None:
+        name, held_out = name_task(task), task.validation(count)
+        given = OwnBatches(lambda first_step: task.batches(first_step, count), validation=held_out, name=name)
+    if not isinstance(given, OwnBatches):
+        raise UsageError(f"a task reads arrays, and {given.name} has text; give OwnBatches, or Task.batches")
+    return given.with_check(functools.partial(check_batch, shapes=find_batch_shapes(task, count)))
+
+
+@functools.lru_cache
+def _import_task(name: str) -> object:
+    file, _, made_by = name.rpartition(":")
+    if not file.endswith(".py") or not made_by.isidentifier():
+        raise UsageError(f"{TAKES}; got task={name:.100}")
+    make = import_function("task", name, TAKES)
+    try:
+        with forbid_exit(f"task={name}"):
+            return make()
+    except Exception as error:  # the user's code may raise anything
+        raise UsageError(f"task={name} raises {type(error).__name__}: {error!s:.200}") from None

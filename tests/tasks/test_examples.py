@@ -1,0 +1,82 @@
+"""The three tasks of examples/: each is the same on every mesh, trains to the number that it states, and resumes."""
+
+import importlib.util
+import json
+import os
+import shutil
+from pathlib import Path
+
+import haiku as hk
+import pytest
+
+from shardformer import Config, Session
+from shardformer.analysis import verify_exact
+from tests import meshes
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SETTINGS = {
+    "digits": {"batch": 64, "steps": 200, "lr": 0.03},
+    "masked_tokens": {"batch": 64, "steps": 250, "lr": 0.003},
+    "mesh_transformer": {"batch": 32, "steps": 150, "lr": 0.003},
+}
+NAMES = {"digits": "Digits", "masked_tokens": "MaskedTokens", "mesh_transformer": "Counting"}
+STATED = {"digits": 0.94, "masked_tokens": 0.95, "mesh_transformer": 0.9}
+MESHES = {"1x1": 0, "4x2": 3, "2x4": 3}  # and zero
+needs_checkout = pytest.mark.skipif(
+    "MESH_TRANSFORMER_JAX" not in os.environ,
+    reason="did not run: MESH_TRANSFORMER_JAX does not name a checkout of mesh-transformer-jax",
+)
+EVERY = [pytest.param(name, marks=needs_checkout if name == "mesh_transformer" else ()) for name in NAMES]
+
+
+def make_task(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, NAMES[name])()
+
+
+def settings(name, mesh, **keys):
+    common = {"warmup": 20, "mesh": mesh, "zero": MESHES[mesh], "program_cache": "none"}
+    return Config.of(**SETTINGS[name] | common | keys)
+
+
+def read_state(run, step):
+    """Returns the arrays of a checkpoint, by name, with the checksums of their contents."""
+    return json.loads((run / f"step_{step:08d}" / "manifest.json").read_text())["leaves"]
+
+
+@pytest.mark.parametrize("mesh", ["4x2", "2x4"])
+@pytest.mark.parametrize("name", EVERY)
+def test_program_is_that_of_one_device(name, mesh):
+    meshes.assert_exact(verify_exact.verify_exactly(settings(name, mesh, batch=8, task=make_task(name))))
+
+
+@needs_checkout
+def test_bias_that_each_shard_adds_is_found():
+    """Without the edit of row-parallel products, the sum over shards has each bias once for each of them."""
+    task = make_task("mesh_transformer")
+    task.layers.RowLinear = hk.Linear
+    rows = verify_exact.verify_exactly(settings("mesh_transformer", "4x2", batch=8, task=task))
+    assert "loss" in {row.name for row in rows if not row.passes}
+
+
+@pytest.mark.parametrize(
+    "mesh", [pytest.param("1x1", marks=pytest.mark.slow), "4x2", pytest.param("2x4", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("name", EVERY)
+def test_trains_to_its_number_and_resumes_bitwise(tmp_path, name, mesh):
+    steps, saved = SETTINGS[name]["steps"], SETTINGS[name]["steps"] - 10
+    keys = {"save_every": saved, "keep": 9, "eval_every": steps, "out": str(tmp_path / "run")}
+    trained = Session.create(settings(name, mesh, **keys), task=make_task(name), say=lambda _: None).train()
+    assert trained.evaluate()["validation"].accuracy >= STATED[name]
+    killed = shutil.copytree(tmp_path / "run", tmp_path / "killed")
+    shutil.rmtree(killed / f"step_{steps:08d}")  # as if it had been killed between the two
+    Session.resume(killed, task=make_task(name), say=lambda _: None).train()
+    assert read_state(killed, steps) == read_state(tmp_path / "run", steps)
+    assert read_state(killed, saved) != read_state(killed, steps)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_example_has_at_most_100_lines(name):
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 100
