@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import shardformer
 from shardformer import jax_releases
-from shardformer.cli import help
 from shardformer.cli.commands import COMMANDS, load
 from shardformer.cli.interrupts import leave, leaving_at_once
 from shardformer.config.parsing import shorten, suggest_closest
@@ -92,9 +91,13 @@ def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in COMMANDS:
         if arguments and arguments[0] != "help" and not {"-h", "--help", "--version"} & asked:
             _check_command(arguments[0])
+        from shardformer.cli import help  # not imported by a command that runs
+
         print(_versions() if "--version" in asked else help.format_overview())
         return 0 if arguments else 2
     if {"-h", "--help"} & asked:
+        from shardformer.cli import help
+
         print(help.format_command(arguments[0]))
         return 0
     restart_with_huge_pages(arguments)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 from shardformer.config import Config
 from shardformer.model import lora
-from shardformer.optim import rules
 
 
 def select_averaged(parameters: dict, config: Config) -> dict:
@@ -15,7 +14,11 @@ def select_averaged(parameters: dict, config: Config) -> dict:
     if not config.training.ema:
         return {}
     trainable = lora.select_trainable(parameters, config) if config.lora.lora_rank else parameters
-    return rules.drop_frozen(trainable, config) if config.optimizer.lr_rules else trainable
+    if not config.optimizer.lr_rules:
+        return trainable
+    from shardformer.optim import rules  # not imported without lr_rules
+
+    return rules.drop_frozen(trainable, config)
 
 
 def start_average(parameters: dict, config: Config) -> dict:

@@ -12,7 +12,6 @@ from optax.transforms import chain  # while shardformer.legacy is installed, opt
 from shardformer.config import Config
 from shardformer.config.names import EXPERT_MATRICES, MATRICES, PREFIX, SHARED_MATRICES
 from shardformer.config.registries import call_with
-from shardformer.optim import lbfgs, moments, rules
 from shardformer.optim.optimizers import OPTIMIZERS
 from shardformer.optim.schedule import learning_rate
 
@@ -33,12 +32,19 @@ def make_optimizer(config: Config, map_matrices: Callable = jax.tree.map) -> opt
         from shardformer.optim.router_bias import add_bias_update  # not imported without experts
 
         optimizer = add_bias_update(optimizer, config)
-    if rules.any_frozen(config):  # outside the update of biases, which may be frozen too
-        by_label = {"trained": optimizer, "frozen": optax.set_to_zero()}
-        optimizer = optax.partition(by_label, lambda tree: rules.label_frozen(tree, config))
+    if config.optimizer.lr_rules:
+        from shardformer.optim import rules  # not imported without lr_rules
+
+        if rules.any_frozen(config):  # outside the update of biases, which may be frozen too
+            by_label = {"trained": optimizer, "frozen": optax.set_to_zero()}
+            optimizer = optax.partition(by_label, lambda tree: rules.label_frozen(tree, config))
     if config.optimizer.searches_rate:
+        from shardformer.optim import lbfgs  # not imported for other optimizers
+
         optimizer = chain(optimizer, lbfgs.line_search())  # outside any mask: it evaluates the full objective
     if config.optimizer.moment_dtype != "float32":
+        from shardformer.optim import moments  # not imported for moments in float32
+
         optimizer = moments.store_in_bfloat16(optimizer, config.training.seed)
     if config.training.accum_mode == "multisteps":  # with accum=1 too, because accum may change on resume
         optimizer = accumulate_over_calls(optimizer, config.training.accum)
@@ -136,6 +142,8 @@ def _scale_by_rate_at_step(config: Config) -> optax.GradientTransformationExtraA
         return jax.tree.map(lambda u: -rate * u, updates), state
 
     def update_by_rules(updates, state, params=None, *, step, **_):
+        from shardformer.optim import rules
+
         rate = schedule(step)
         return jax.tree.map(lambda u, factor: -rate * factor * u, updates, rules.rate_factors(updates, config)), state
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from shardformer import optim
 from shardformer.devices import programs
 from shardformer.model import Measures
+from shardformer.optim import rules
 from shardformer.parallel import example_norms
 from shardformer.training.step import TrainState, Update
 
@@ -29,8 +29,8 @@ class ExampleGradients:
         The noise scale is the ratio of the sums of variance and signal over many steps.
         """
         model, config, key = self._update.model, self._update.config, self._update.dropout_key(state.step)
-        squares = optim.rules.zero_frozen(Measures(model).example_square_norms(state.params, batch, key), config)
-        grads = optim.rules.zero_frozen(model.loss_and_grad(state.params, batch, key)[1], config)
+        squares = rules.zero_frozen(Measures(model).example_square_norms(state.params, batch, key), config)
+        grads = rules.zero_frozen(model.loss_and_grad(state.params, batch, key)[1], config)
         norm_B = jnp.sqrt(example_norms.sum_all(squares))
         noise = example_norms.estimate_noise(jnp.square(norm_B), jnp.square(model.norm(grads)))
         by_layer = jnp.sqrt(example_norms.sum_by_layer(squares)).mean(0)

@@ -3,9 +3,7 @@
 from shardformer import optim
 from shardformer.config import Config
 from shardformer.model import Loss, TaskOnMesh, master_weights
-from shardformer.optim import lbfgs
 from shardformer.training.accumulation import AccumulatedGradient
-from shardformer.training.rolling_guard import RollingGuard
 from shardformer.training.step import Part, TrainState, Update
 
 
@@ -34,6 +32,8 @@ def choose_parts(config: Config, model: TaskOnMesh) -> tuple[Part, ...]:
     if config.optimizer.searches_rate:
         parts.append(LineSearch(config, model))
     if config.bad_steps.skip_steps:
+        from shardformer.training.rolling_guard import RollingGuard  # not imported without skip_steps
+
         parts.append(RollingGuard(config))
     if config.preferences.learns_rewards:
         from shardformer.training.stored_rollout import StoredRollout  # not imported without rewards
@@ -55,11 +55,13 @@ class FrozenParameters(Part):
     """The parameters that `lr_rules` freezes: they count neither in the norm of the gradient nor in its limit."""
 
     def __init__(self, config: Config, model: TaskOnMesh):
-        self._config = config
-        optim.rules.check_rules(model.trainable.select(model.shapes), config)
+        from shardformer.optim import rules  # not imported without lr_rules
+
+        self._config, self._rules = config, rules
+        rules.check_rules(model.trainable.select(model.shapes), config)
 
     def select_gradient(self, state: TrainState, grads):
-        return optim.rules.zero_frozen(grads, self._config)
+        return self._rules.zero_frozen(grads, self._config)
 
 
 class MasterWeights(Part):
@@ -103,13 +105,15 @@ class LineSearch(Part):
     """The objective of L-BFGS's line search, whose step size is the learning rate."""
 
     def __init__(self, config: Config, model: TaskOnMesh):
-        self._config, self._model = config, model
+        from shardformer.optim import lbfgs  # not imported for other optimizers
+
+        self._config, self._model, self._lbfgs = config, model, lbfgs
 
     def optimizer_arguments(self, state: TrainState, batch, key, losses: Loss, grads) -> dict:
         def objective(trainable):
             return self._model.objective(trainable, state.params, batch, key)
 
-        return lbfgs.search_arguments(objective, losses, grads, self._config)
+        return self._lbfgs.search_arguments(objective, losses, grads, self._config)
 
     def select_rate(self, optimizer_state, rate):
-        return lbfgs.step_size(optimizer_state)
+        return self._lbfgs.step_size(optimizer_state)

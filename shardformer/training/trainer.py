@@ -14,7 +14,6 @@ from shardformer.layout import Layout
 from shardformer.model import Sums, with_shardings
 from shardformer.model.tasks import choose_task
 from shardformer.training.accumulation import make_accumulation
-from shardformer.training.example_gradients import ExampleGradients
 from shardformer.training.features import choose_parts, choose_update
 from shardformer.training.step import StepMetrics, TrainState, Update
 
@@ -106,7 +105,9 @@ class Trainer:
         return self._example_gradients.read(state, self.to_devices(batch))
 
     @functools.cached_property
-    def _example_gradients(self) -> ExampleGradients:
+    def _example_gradients(self):
+        from shardformer.training.example_gradients import ExampleGradients  # not imported without grad_metrics
+
         return ExampleGradients(self.update)
 
     def expert_load(self, state: TrainState, batch) -> dict[str, float]:
