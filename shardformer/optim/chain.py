@@ -12,7 +12,7 @@ from optax.transforms import chain  # while shardformer.legacy is installed, opt
 from shardformer.config import Config
 from shardformer.config.names import EXPERT_MATRICES, MATRICES, PREFIX, SHARED_MATRICES
 from shardformer.config.registries import call_with
-from shardformer.optim import lbfgs, moments, rules
+from shardformer.optim import rules
 from shardformer.optim.optimizers import OPTIMIZERS
 from shardformer.optim.schedule import learning_rate
 
@@ -37,8 +37,12 @@ def make_optimizer(config: Config, map_matrices: Callable = jax.tree.map) -> opt
         by_label = {"trained": optimizer, "frozen": optax.set_to_zero()}
         optimizer = optax.partition(by_label, lambda tree: rules.label_frozen(tree, config))
     if config.optimizer.searches_rate:
+        from shardformer.optim import lbfgs  # not imported for the other optimizers
+
         optimizer = chain(optimizer, lbfgs.line_search())  # outside any mask: it evaluates the full objective
     if config.optimizer.moment_dtype != "float32":
+        from shardformer.optim import moments  # not imported for moments in float32
+
         optimizer = moments.store_in_bfloat16(optimizer, config.training.seed)
     if config.training.accum_mode == "multisteps":  # with accum=1 too, because accum may change on resume
         optimizer = accumulate_over_calls(optimizer, config.training.accum)

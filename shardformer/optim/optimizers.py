@@ -11,8 +11,6 @@ from optax.transforms import chain  # while shardformer.legacy is installed, opt
 
 from shardformer.config.optimizer_keys import OptimizerKeys
 from shardformer.config.registries import Registry
-from shardformer.optim.lbfgs import direction
-from shardformer.optim.muon import scale_by_muon
 
 OPTIMIZERS = Registry()
 
@@ -26,11 +24,15 @@ def adamw(keys: OptimizerKeys, decay_mask: Callable, scale_by_rate: optax.Gradie
 def muon(
     keys: OptimizerKeys, decay_mask: Callable, scale_by_rate: optax.GradientTransformation, map_matrices: Callable
 ):
+    from shardformer.optim.muon import scale_by_muon  # not imported for the other optimizers
+
     return _add_decay(scale_by_muon(_scale_by_adam(keys), map_matrices), keys, decay_mask, scale_by_rate)
 
 
 @OPTIMIZERS.register
 def lbfgs():
+    from shardformer.optim.lbfgs import direction
+
     return direction()  # chain.py adds the line search, outside of all masks
 
 
