@@ -3,7 +3,6 @@
 from shardformer import optim
 from shardformer.config import Config
 from shardformer.model import Loss, TaskOnMesh, master_weights
-from shardformer.optim import lbfgs
 from shardformer.training.accumulation import AccumulatedGradient
 from shardformer.training.rolling_guard import RollingGuard
 from shardformer.training.step import Part, TrainState, Update
@@ -109,7 +108,11 @@ class LineSearch(Part):
         def objective(trainable):
             return self._model.objective(trainable, state.params, batch, key)
 
+        from shardformer.optim import lbfgs  # not imported for the other optimizers
+
         return lbfgs.search_arguments(objective, losses, grads, self._config)
 
     def select_rate(self, optimizer_state, rate):
+        from shardformer.optim import lbfgs
+
         return lbfgs.step_size(optimizer_state)
