@@ -22,7 +22,6 @@ from shardformer.config import Config
 from shardformer.devices import programs
 from shardformer.layout import Layout, specs
 from shardformer.layout.mesh import resolve_on
-from shardformer.parallel.layer_exchange import apply_to_full_matrices
 from shardformer.parallel.microbatch import AccumulationType, microbatch
 
 ROWS = P("dp")  # batch rows: split over dp, replicated over mp; see also TaskOnMesh.row_spec
@@ -240,6 +239,8 @@ class TaskOnMesh:
 
     def map_matrices(self, function, tree):
         """Applies a function of full matrices [layers, D, F] to a tree of some of the layers' gradients or moments."""
+        from shardformer.parallel.layer_exchange import apply_to_full_matrices  # not imported without such a function
+
         matrix_specs = self.find_grad_specs(tree)
 
         def body(tree):
