@@ -14,7 +14,7 @@ from shardformer.devices import programs
 from shardformer.devices.chips import find_chip
 from shardformer.layout import specs
 from shardformer.model import flops, lora
-from shardformer.model.tasks import choose_task
+from shardformer.model.task_on_mesh import choose_task
 from shardformer.optim.schedule import decay_end, warmup_steps, wsd_decay_steps
 from shardformer.tables import format_count
 from shardformer.training.run_folder import Run

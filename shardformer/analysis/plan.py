@@ -19,7 +19,7 @@ from shardformer.devices.chips import Slice, describe_chip
 from shardformer.errors import UsageError
 from shardformer.layout import Layout, choices, mesh, specs, torus
 from shardformer.model import flops, lora
-from shardformer.model.tasks import choose_task
+from shardformer.model.task_on_mesh import choose_task
 from shardformer.tables import format_bytes, format_table
 
 MARGIN = 1.1  # on the estimate of a proposed setting

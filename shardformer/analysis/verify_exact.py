@@ -21,7 +21,7 @@ from shardformer.config.names import ROUTER_BIAS
 from shardformer.errors import RunError
 from shardformer.layout import resolve
 from shardformer.model import lora
-from shardformer.model.tasks import choose_task
+from shardformer.model.task_on_mesh import choose_task
 from shardformer.training.trainer import Trainer
 
 BOUND = 1e-10

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 from shardformer.config.keys import keys_of, largest_divisor, next_multiple, require
 from shardformer.config.names import EXPERT_MATRICES, MATRICES, SHARED_MATRICES
 from shardformer.config.parsing import MeshSizes, parse_mesh, parse_steps_range, shorten
-from shardformer.config.task_rules import check_task
 from shardformer.errors import UsageError
 from shardformer.tables import format_count
 
@@ -19,6 +18,8 @@ MAX_UNROLLED = 1000  # layers; the time of a compilation grows with them
 def check_rules(c: "Config") -> None:
     """Raises UsageError if the configuration breaks a rule; rules about the mesh wait until mesh=auto is resolved."""
     if c.preferences.objective == "task":
+        from shardformer.config.task_rules import check_task  # not imported for a language model
+
         check_task(c)
     tokens = c.training.batch * c.model.seq
     require(

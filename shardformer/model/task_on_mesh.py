@@ -7,6 +7,7 @@ know only this class. The language model, each of its objectives and a user's `T
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,6 +26,15 @@ from shardformer.layout.mesh import resolve_on
 from shardformer.parallel.microbatch import AccumulationType, microbatch
 
 ROWS = P("dp")  # batch rows: split over dp, replicated over mp; see also TaskOnMesh.row_spec
+
+PAIRS = "preference_model:PreferenceModel"
+# Imported where an objective asks for one: a plain run has neither pairs nor a teacher.
+CLASSES = {
+    "lm": "model:Model",
+    "distill": "distillation_model:DistillationModel",
+    "grpo": "policy_model:PolicyModel",
+    "task": "own_task:OwnTask",
+}
 
 
 class Loss(NamedTuple):
@@ -319,3 +329,9 @@ def with_shardings(shapes, shardings):
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
     )
+
+
+def choose_task(config: Config) -> type[TaskOnMesh]:
+    """Returns the class of the task that a configuration trains."""
+    module, _, name = CLASSES.get(config.preferences.objective, PAIRS).partition(":")
+    return getattr(importlib.import_module(f"shardformer.model.{module}"), name)

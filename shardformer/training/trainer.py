@@ -12,7 +12,7 @@ from shardformer.config import Config
 from shardformer.devices import programs
 from shardformer.layout import Layout
 from shardformer.model import Sums, with_shardings
-from shardformer.model.tasks import choose_task
+from shardformer.model.task_on_mesh import choose_task
 from shardformer.training.accumulation import make_accumulation
 from shardformer.training.features import choose_parts, choose_update
 from shardformer.training.step import StepMetrics, TrainState, Update
