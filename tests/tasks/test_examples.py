@@ -1,4 +1,4 @@
-"""The three tasks of examples/: each is the same on every mesh, trains to the number that it states, and resumes."""
+"""The three tasks of scripts/examples/: each is the same on every mesh, trains to the number that it states, and resumes."""
 
 import importlib.util
 import json
@@ -13,7 +13,7 @@ from shardformer import Config, Session
 from shardformer.analysis import verify_exact
 from tests import meshes
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
 SETTINGS = {
     "digits": {"batch": 64, "steps": 200, "lr": 0.03},
     "masked_tokens": {"batch": 64, "steps": 250, "lr": 0.003},

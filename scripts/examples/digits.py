@@ -1,6 +1,6 @@
 """A classifier of drawn digits: a perceptron whose hidden units are split over `mp`, in plain Haiku.
 
-    python -m shardformer train task=examples/digits.py:Digits mesh=4x2 zero=3 batch=64 steps=200 lr=0.03
+    python -m shardformer train task=scripts/examples/digits.py:Digits mesh=4x2 zero=3 batch=64 steps=200 lr=0.03
 
 It classifies 94% of new digits after 200 steps.
 """
