@@ -1,6 +1,7 @@
-"""An encoder that fills in masked tokens: its heads and its feed-forward units are split over `mp`.
+r"""An encoder that fills in masked tokens: its heads and its feed-forward units are split over `mp`.
 
-    python -m shardformer train task=scripts/examples/masked_tokens.py:MaskedTokens mesh=2x4 zero=3 batch=64 steps=250 lr=0.003
+    python -m shardformer train task=scripts/examples/masked_tokens.py:MaskedTokens mesh=2x4 \
+        zero=3 batch=64 steps=250 lr=0.003
 
 A row is a random half and its mirror image, with masked tokens in one of them. The encoder must learn to look at the
 other: it names 95% of the masked tokens after 250 steps, where guessing names 6%.

@@ -1,4 +1,4 @@
-"""The three tasks of scripts/examples/: each is the same on every mesh, trains to the number that it states, and resumes."""
+"""The tasks of scripts/examples/: each is the same on every mesh, trains to the number that it states, and resumes."""
 
 import importlib.util
 import json
