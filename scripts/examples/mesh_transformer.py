@@ -1,8 +1,7 @@
-r"""The layers of mesh-transformer-jax, which were written for xmap, trained by today's shard_map.
+"""The layers of mesh-transformer-jax, which were written for xmap, trained by today's shard_map.
 
     export MESH_TRANSFORMER_JAX=FOLDER     # of github.com/kingoflolz/mesh-transformer-jax; its layers need einops
-    python -m shardformer train task=scripts/examples/mesh_transformer.py:Counting mesh=4x2 \
-        zero=3 batch=32 steps=150 lr=0.003
+    python -m shardformer train task=scripts/examples/mesh_transformer.py:Counting mesh=4x2 batch=32 steps=150 lr=0.003
 
 `read_layers` makes the changes that an owner of such code would make by hand, and names the reason of each. The model
 learns to count by an unknown step: it names 90% of the next tokens after 150 steps, where guessing names 6%.

@@ -48,7 +48,7 @@ LBFGS = ("optimizer=lbfgs", "clip=0", "weight_decay=0")
         ("unknown key 'packing'; rows are packed already; documents=masked", ["train", "tiny", "packing=true"]),
         ("unknown key 'report_to'; TensorBoard's events are always", ["train", "tiny", "report_to=wandb"]),
         ("unknown key '--batch_size'; did you mean 'batch'?", ["train", "tiny", "--batch_size=8"]),
-        ("simpo; got 'ppo'\n", ["train", "tiny", "objective=ppo"]),
+        ("simpo, task; got 'ppo'\n", ["train", "tiny", "objective=ppo"]),
         ("unknown key 'system'; the keys are step, ema, ", ["serve", "run", "system=x"]),
         (
             f"frozen, such as bias=10x; got '{'a' * 79}... (100,002 characters)",
