@@ -13,9 +13,8 @@ from shardformer.analysis import traced, verify_exact
 from shardformer.config import check_zero
 from shardformer.errors import UsageError
 from shardformer.layout import mesh
-from shardformer.model import Decoder, Model, lora
+from shardformer.model import Decoder, Model, lora, task_on_mesh
 from shardformer.optim import chain
-from shardformer.parallel import microbatch as microbatch_module
 from shardformer.parallel.microbatch import AccumulationType, microbatch
 from shardformer.training.trainer import Trainer
 from tests import asserts, reference_update, shared, tiers
@@ -222,7 +221,7 @@ def test_merged_adapters_give_the_same_logits():
 def test_a_sum_for_a_mean_is_seen(broken):
     """In the gradient itself: a clip that binds, or adam, would hide a factor."""
     got, expected = one_gradient(accum=2), whole_gradient()
-    broken(microbatch_module, "microbatch", summed_microbatch)
+    broken(task_on_mesh, "microbatch", summed_microbatch)
     wrong = one_gradient(accum=2)
     assert asserts.worst_relative(got, expected) < 1e-5
     assert asserts.worst_relative(wrong, expected) > 0.5
