@@ -9,6 +9,7 @@ import pytest
 from shardformer.analysis import dense_reference
 from shardformer.config import FIELDS, parsing
 from shardformer.kernels.activations import ACTIVATIONS
+from tests import meshes, shared
 
 GATED = {"swiglu", "geglu"}  # test_layer.py compares them, as they take a second matrix
 
@@ -54,3 +55,9 @@ def test_gradient_is_the_slope_of_the_formula(name):
     with jax.enable_x64(True):
         gradients = np.asarray(jax.vmap(jax.grad(ACTIVATIONS[name]))(points))
     np.testing.assert_allclose(gradients, slopes, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", [*FORMULAS, *sorted(GATED)])
+def test_activation_of_a_shard_has_a_gradient(name):
+    """JAX may fail to differentiate a function of arrays that differ between the devices of a shard_map."""
+    meshes.assert_exact(meshes.find_differences(shared.tiny(mesh="2x2", activation=name), with_steps=False))
