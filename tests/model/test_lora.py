@@ -179,7 +179,8 @@ def test_other_dropout_of_adapters_is_noticed():
 
 
 @pytest.mark.slow
-def test_compiled_dropout_of_adapters_is_that_of_the_reference():
+def test_compiled_dropout_of_adapters_is_that_of_the_reference(monkeypatch):
+    monkeypatch.setattr(verify_exact, "SPREAD", 0.1)  # with 0.3, float32 is 2e-5 from float64 in both programs
     trainer, batch = shared.trainer(mesh="2x4", **EVERY), shared.batch()
     params = verify_exact.draw_parameters(trainer.config)
     key = np.asarray(trainer.dropout_key(3))
