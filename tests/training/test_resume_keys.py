@@ -16,7 +16,7 @@ from tests.surroundings import before_call
 
 # The values of keys that take few; `other_value` makes those of the others.
 VALUES = {"mesh": "2x4", "steps": 50, "accum": 2, "decay_steps": 10, "profile": "4:5", "coordinator": "localhost:1"}
-VALUES |= {"data": "builtin", "validation": "0.1"}
+VALUES |= {"data": "builtin", "validation": "0.1", "task": "other.py:Other"}
 REJECTED = {
     "pipeline_rounds": "pipeline_rounds does nothing without pipeline stages",
     "data": "data=builtin is not what .* was trained on",
@@ -26,6 +26,7 @@ REJECTED = {
     "tracker": "tracker takes module:function",
     "coordinator": "several processes take coordinator=HOST:PORT .*processes=0",
     "processes": "several processes take coordinator=HOST:PORT .*processes=1",
+    "task": "this run trains the language model, which task= cannot replace",
     "process_id": "several processes take coordinator=HOST:PORT .*process_id=1",
 }
 
