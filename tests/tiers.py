@@ -1,4 +1,4 @@
-"""Which cases of a test belong to the short tier: for tests that compile, where an exact test has all cases."""
+"""Chooses the cases of the short tier, for tests that compile where an exact test has all cases."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Where a text may be cut, and the sizes of the pieces."""
+"""The places where a text may be cut, and the sizes of the pieces."""
 
 import dataclasses
 import re

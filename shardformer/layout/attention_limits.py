@@ -1,4 +1,4 @@
-"""What a device's attention kernel can compute, and the rows and the result of a choice of attention."""
+"""The limits of a device's attention kernel, and the rows and the result of a choice of attention."""
 
 import dataclasses
 from typing import NamedTuple

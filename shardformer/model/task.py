@@ -1,4 +1,4 @@
-"""What a run trains, as one shard sees it: the class that a user's module is trained by."""
+"""The base class of a user's task: the module and the loss that a run trains, as one shard sees them."""
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
