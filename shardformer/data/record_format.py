@@ -30,7 +30,7 @@ def crc32c(rows: np.ndarray) -> np.ndarray:
         lead = min(4, length)
         block[:, :lead] ^= state.astype("<u4").view(np.uint8).reshape(-1, 4)[:, :lead]
         rest = state >> np.uint32(8 * lead) if lead < 4 else np.zeros_like(state)
-        state = rest ^ np.bitwise_xor.reduce(tables[np.arange(length)[::-1], block], axis=1)
+        state = rest ^ np.ufunc.reduce(np.bitwise_xor, tables[np.arange(length)[::-1], block], axis=1)
     return state ^ np.uint32(0xFFFFFFFF)
 
 

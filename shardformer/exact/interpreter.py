@@ -355,7 +355,7 @@ CONTROL_FLOW: dict[str, Callable] = {
     "pdot": Interpreter.run_named_product,
 }
 
-REDUCTIONS = {"pmax": np.maximum, "pmin": np.minimum}  # all others add
+REDUCTIONS: dict[str, np.ufunc] = {"pmax": np.maximum, "pmin": np.minimum}  # all others add
 
 
 def _communicate(collectives: Collectives, name: str, p: dict, x: ndarray) -> ndarray:
