@@ -12,7 +12,6 @@ import dataclasses
 import importlib
 import json
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +34,7 @@ from shardformer.files import replacing
 from shardformer.layout import mesh
 from shardformer.logs import command_start, goodput, observers
 from shardformer.logs.observers import Observer
+from shardformer.messages import log
 from shardformer.model import Model, lora
 from shardformer.storage import BucketPath
 from shardformer.training import loop
@@ -47,8 +47,6 @@ from shardformer.training.trainer import Trainer
 if TYPE_CHECKING:
     from shardformer.model.task import Task
     from shardformer.training.monitor import Monitor
-
-Say = Callable[[str], None]
 
 
 def ignore_progress(done: int, total: int) -> None:
@@ -69,14 +67,12 @@ class Session:
     corpus: Data
     previous: Config | None = None
     is_new: bool = True
-    say: Say = print
     prompts: list[str] = dataclasses.field(default_factory=list)
 
     @staticmethod
     def create(
         config: Config,
         corpus: Data | None = None,
-        say: Say = print,
         progress: Progress = ignore_progress,
         task: "Task | None" = None,
     ) -> "Session":
@@ -92,16 +88,15 @@ class Session:
         if corpus is None:
             Run(config, TokenIds(config.model.vocab or 1), "").refuse_to_overwrite()  # before the data are read
             vocabulary = open_vocabulary_of_base(config) if config.training.base else None
-            corpus = data.load_corpus(config, say, vocabulary, progress)
+            corpus = data.load_corpus(config, vocabulary, progress)
         run = Run.create(config, corpus)
         run.refuse_to_overwrite()
-        return Session(run, corpus, say=say, prompts=prompts)
+        return Session(run, corpus, prompts=prompts)
 
     @staticmethod
     def resume(
         folder: Path | BucketPath | str,
         corpus: Data | None = None,
-        say: Say = print,
         progress: Progress = ignore_progress,
         **changes,
     ) -> "Session":
@@ -118,17 +113,16 @@ class Session:
         if corpus is None:
             if "data" not in changes:
                 _check_fingerprint(run, previous)
-            corpus = data.load_corpus(run.config, say, run.vocabulary, progress, resumes=True)
+            corpus = data.load_corpus(run.config, run.vocabulary, progress, resumes=True)
         run.check_corpus(corpus)
         run = run.with_corpus(corpus)
         _check_text_field(run.config, previous)
-        return Session(run, corpus, previous, is_new=False, say=say, prompts=prompts)
+        return Session(run, corpus, previous, is_new=False, prompts=prompts)
 
     @staticmethod
     def branch(
         config: Config,
         previous: Config,
-        say: Say = print,
         progress: Progress = ignore_progress,
         *,
         names_data: bool = False,
@@ -144,9 +138,9 @@ class Session:
             _check_fingerprint(source, config)
         _check_steps(run, config.training.base_step)
         prompts = open_what_start_names(config)
-        corpus = data.load_corpus(config, say, source.vocabulary, progress, resumes=True)
+        corpus = data.load_corpus(config, source.vocabulary, progress, resumes=True)
         source.check_corpus(corpus)
-        return Session(run.with_corpus(corpus), corpus, previous, say=say, prompts=prompts)
+        return Session(run.with_corpus(corpus), corpus, previous, prompts=prompts)
 
     def train(
         self,
@@ -181,18 +175,18 @@ class Session:
             if programs.saves_time() and _has_known_batches(run.config, self.corpus):
                 early = EarlyCompilation(trainer.compile_step)
                 stack.callback(early.wait)
-            state, best = run.restore(trainer, self.say)
+            state, best = run.restore(trainer)
             self._say_step(run, trainer, int(state.step))
             corpus = self._with_references(run, trainer, state)
             if run.config.preferences.teacher:
                 from shardformer.training.teacher import add_teacher  # not imported without one
 
-                add_teacher(run, trainer, self.say)
+                add_teacher(run, trainer)
             if run.config.preferences.learns_rewards:
                 from shardformer.training.rollouts import add_rollouts  # not imported without rewards
 
-                trainer = add_rollouts(run, trainer, state, self.say)
-            monitor = _make_monitor(run, self.prompts, int(state.step), stop, self.say)
+                trainer = add_rollouts(run, trainer, state)
+            monitor = _make_monitor(run, self.prompts, int(state.step), stop)
             evaluator = Evaluator(trainer, corpus, monitor, evaluate)
             self._say_evaluated_share(evaluator)
             batches = corpus.train_batches(run.config, int(state.step), trainer.local_rows)
@@ -205,7 +199,7 @@ class Session:
                 best = loop.train(run, evaluator, batches, state, best, stop, lock, sink)
             finally:
                 with goodput.CLOCK.spending("evaluation"):
-                    draw_curves(run, lock, self.say)
+                    draw_curves(run, lock)
             return Trained(run, evaluator, best, stopped=stop.is_obeyed)
 
     def _try_what_start_names(self) -> None:
@@ -222,7 +216,7 @@ class Session:
     def _on_devices(self) -> Run:
         """Starts JAX, and returns the run with its mesh, which mesh=auto chooses from the devices."""
         check_zero(self.run.config)
-        config = mesh.start(self.run.config, predict_unless_small, self.say, self.previous)
+        config = mesh.start(self.run.config, predict_unless_small, self.previous)
         warn_of_compiler()
         check_zero(config)  # check a second time, as mesh=auto has a shape now
         return dataclasses.replace(self.run, config=config)
@@ -233,22 +227,22 @@ class Session:
             return self.corpus
         from shardformer.training.preference_references import add_references  # not imported without pairs
 
-        return add_references(run, trainer, self.corpus, state, self.say)  # type: ignore[arg-type]
+        return add_references(run, trainer, self.corpus, state)  # type: ignore[arg-type]
 
     def _say_start(self, run: Run, trainer: Trainer) -> None:
-        self.say(start_messages.describe(run))
+        log.info(start_messages.describe(run))
         for line in self.corpus.describe_chat(choose_row_layout(run.config)):
-            self.say(line)
+            log.info(line)
         if run.config.optimizer.lr_rules:
             from shardformer.analysis import parameter_tables  # not imported without rules
 
-            self.say(parameter_tables.format_rules(lora.select_trainable(trainer.model.shapes, run.config), run.config))
+            log.info(parameter_tables.format_rules(lora.select_trainable(trainer.model.shapes, run.config), run.config))
 
     def _say_step(self, run: Run, trainer: Trainer, step: int) -> None:
         if self.previous and self.is_new:
-            self.say(start_messages.describe_branch(self.previous, run.config, step))
+            log.info(start_messages.describe_branch(self.previous, run.config, step))
         elif self.previous:
-            self.say(start_messages.describe_resume(self.previous, run.config, step, trainer.model.sharding(P())))
+            log.info(start_messages.describe_resume(self.previous, run.config, step, trainer.model.sharding(P())))
 
     def _say_evaluated_share(self, evaluator: Evaluator) -> None:
         """Prints a line if the evaluations during training use a part of validation only."""
@@ -257,7 +251,7 @@ class Session:
         used = evaluator.count_batches("validation", evaluator.trainer.config.run.eval_batches or 0)
         total = evaluator.count_batches("validation")
         if used < total:
-            self.say(
+            log.info(
                 f"val loss: on {used} of the {total} batches of validation (eval_batches); at the end on all of them"
             )
 
@@ -300,7 +294,7 @@ def warn_of_compiler() -> None:
     """Warns a program of the user of the installed JAX's faults; a command runs only this package's tested programs."""
     fault = "" if command_start.is_command() or jax.default_backend() != "cpu" else jax_releases.describe_faults()
     if fault and jax.process_index() == 0:
-        warnings.warn(fault, stacklevel=5)  # the line of the user that calls Session.train
+        log.warning(fault)
 
 
 def _check_steps(run: Run, step: int) -> None:
@@ -376,7 +370,7 @@ def _has_known_batches(config: Config, corpus: Data) -> bool:
     return plain and own and not choose_row_layout(config).weighs_targets
 
 
-def _make_monitor(run: Run, prompts: list[str], first_step: int, stop: StopSignal, say: Say) -> "Monitor | None":
+def _make_monitor(run: Run, prompts: list[str], first_step: int, stop: StopSignal) -> "Monitor | None":
     """Returns the scores and generated texts of the run while it trains; None if it has none."""
     c = run.config
     for record, name, given in (
@@ -384,7 +378,7 @@ def _make_monitor(run: Run, prompts: list[str], first_step: int, stop: StopSigna
         ("texts", "eval_prompts", c.start.eval_prompts),
     ):
         if first_step and not given and (run.records / f"{record}.jsonl").exists():
-            say(f"{record}.jsonl is not continued: {name} is never stored in a run; give {name}= again")
+            log.info(f"{record}.jsonl is not continued: {name} is never stored in a run; give {name}= again")
     if not (c.start.eval_tasks or prompts):
         return None
     from shardformer.training.monitor import Monitor  # not imported without scores or texts
@@ -411,17 +405,17 @@ def _importing(module: str) -> Iterator[None]:
         thread.join()
 
 
-def draw_curves(run: Run, lock: Lock | None, say: Say) -> None:
+def draw_curves(run: Run, lock: Lock | None) -> None:
     """Draws curves.png; a failure is printed and does not fail the run."""
     if lock and (run.records / "metrics.csv").exists():
         try:
             from shardformer.logs import curves  # matplotlib, which `train` imports while XLA compiles
 
-            say(f"curves: {curves.draw_curves(run.records)}")
+            log.info(f"curves: {curves.draw_curves(run.records)}")
             lock.check_still_locked()
             storage.upload_records(run.out)
         except Exception as error:
-            say(f"curves.png was not drawn: {error}")
+            log.info(f"curves.png was not drawn: {error}")
 
 
 def open_vocabulary_of_base(settings: Config) -> Vocabulary:

@@ -1,6 +1,7 @@
 """Eight CPU devices, strict promotion, no network: set before anything touches a device."""
 
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ import jax
 import pytest
 
 from shardformer.layout import mesh
+from shardformer.messages import log
 from shardformer.model import Model
 from tests import runs, shared
 from tests.defects import Defects
@@ -107,6 +109,25 @@ def choose_short_tier(items) -> tuple[list, list]:
 def rank_by_length(item) -> int:
     file = item.nodeid.partition("::")[0]
     return LONG_FILES.index(file) if file in LONG_FILES else len(LONG_FILES)
+
+
+class _Keeper(logging.Handler):
+    def __init__(self, messages: list[str]):
+        super().__init__()
+        self._messages = messages
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._messages.append(record.getMessage())
+
+
+@pytest.fixture
+def said():
+    """Returns the list of what the package tells its user."""
+    messages: list[str] = []
+    keeper = _Keeper(messages)
+    log.addHandler(keeper)
+    yield messages
+    log.removeHandler(keeper)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "shardformer"
 
 # From the bottom up: a package may import itself and the packages above it in this table.
 LAYERS = (
-    ("errors",),
+    ("errors", "messages"),
     ("child_process", "files", "jax_releases", "tables"),
     ("config", "storage", "user_code"),
     ("collectives", "exact"),

@@ -22,7 +22,7 @@ def own_batches(**options) -> OwnBatches:
 
 
 def create(tmp_path, corpus, **keys) -> Session:
-    return Session.create(preset("tiny", **KEYS | {"out": str(tmp_path / "run")} | keys), corpus, say=lambda _: None)
+    return Session.create(preset("tiny", **KEYS | {"out": str(tmp_path / "run")} | keys), corpus)
 
 
 class Sink:
@@ -54,9 +54,7 @@ def test_run_of_a_preset_takes_three_lines(tmp_path, text, capsys):
 def test_own_batches_train_and_resume_bitwise(tmp_path):
     create(tmp_path / "one", own_batches(validation=[make_batch(99)])).train()
     create(tmp_path / "two", own_batches(validation=[make_batch(99)]), steps=2).train()
-    resumed = Session.resume(
-        tmp_path / "two/run", own_batches(validation=[make_batch(99)]), say=lambda _: None, steps=4
-    )
+    resumed = Session.resume(tmp_path / "two/run", own_batches(validation=[make_batch(99)]), steps=4)
     trained = resumed.train()
     assert trained.best.step > 0
     assert runs.rows(tmp_path / "one/run")[-1] == runs.rows(tmp_path / "two/run")[-1]

@@ -37,7 +37,7 @@ class Candidate(NamedTuple):
     bytes: int
 
 
-def choose(config: Config, chips: Slice, free: tuple[str, ...], say: Callable[[str], object]) -> list[Plan]:
+def choose(config: Config, chips: Slice, free: tuple[str, ...], show: Callable[[str], object]) -> list[Plan]:
     """Returns at most three plans that fit, the fastest by the forecast first; [] if none is found.
 
     `free` are those of CHOSEN that may change. The mesh is chosen too.
@@ -65,7 +65,7 @@ def choose(config: Config, chips: Slice, free: tuple[str, ...], say: Callable[[s
             # With zero=3 and a fused kernel, remat=none and remat=dots are one program: it is listed once.
             if not any(_are_equal(estimated, other) for other in result):
                 result.append(estimated)
-        say(f"{describe(candidate.config)}: {format_bytes(stored + temporaries)} of {format_bytes(chips.chip.memory)}")
+        show(f"{describe(candidate.config)}: {format_bytes(stored + temporaries)} of {format_bytes(chips.chip.memory)}")
     return sorted(result, key=lambda each: each.forecast)[:BEST]
 
 

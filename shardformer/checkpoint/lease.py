@@ -9,12 +9,12 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Callable
 
 from shardformer.checkpoint.lock import NAME
 from shardformer.checkpoint.lock_owner import Owner, is_known_dead, parse_owner, this_process
 from shardformer.checkpoint.store import FolderLost, Lock, LockTimes
 from shardformer.errors import RunError, UsageError
+from shardformer.messages import log
 from shardformer.storage import BucketPath, bucket
 
 TIMES = LockTimes(renew=5, expire=30, watch=0.5)
@@ -24,8 +24,8 @@ ATTEMPTS = 3  # to acquire a lease whose object is deleted meanwhile
 class Lease(Lock):
     """The lock of a run folder in a bucket."""
 
-    def __init__(self, out: BucketPath, say: Callable[[str], object] = print, times: LockTimes = TIMES):
-        self._out, self._path, self._say, self._times = out, out / NAME, say, times
+    def __init__(self, out: BucketPath, times: LockTimes = TIMES):
+        self._out, self._path, self._times = out, out / NAME, times
         self._version: bucket.Version = {}
         self._name = secrets.token_hex(8)  # in every record of this lease
         self._swap = threading.Lock()  # held during a renewal: the thread and `renew` both renew
@@ -105,7 +105,7 @@ class Lease(Lock):
 
     def _wait_until_released(self, owner: Owner, version: bucket.Version) -> bucket.Version:
         """Returns the version of the record to replace: the expired one, or the one that released the folder."""
-        self._say(f"{self._out} was last used by {owner}: waiting up to {self._times.expire} s "
+        log.info(f"{self._out} was last used by {owner}: waiting up to {self._times.expire} s "
                   "to see whether that run is still alive")  # fmt: skip
         end = time.monotonic() + self._times.expire
         while time.monotonic() < end:

@@ -17,6 +17,7 @@ from shardformer import files
 from shardformer.checkpoint.lock_owner import Owner, is_known_dead, parse_owner, this_process
 from shardformer.checkpoint.store import FolderLost, Lock, LockTimes
 from shardformer.errors import RunError, UsageError
+from shardformer.messages import log
 
 NAME = ".lock"
 TIMES = LockTimes(renew=20, expire=120, watch=1.0)  # of a run on another machine; this one's locks are seen
@@ -122,10 +123,9 @@ def _in_use(path: Path, owner: Owner) -> UsageError:
 
 def _wait_until_stale(descriptor: int, path: Path, owner: Owner, times: LockTimes) -> None:
     """Waits until the lock is stale; raises UsageError if its run renews it meanwhile."""
-    print(
+    log.info(
         f"{path.parent} was last used by {owner}, before a restart or on another machine of this name: "
-        f"waiting up to {times.expire} s to see whether that run is still alive",
-        flush=True,
+        f"waiting up to {times.expire} s to see whether that run is still alive"
     )
     renewed = os.fstat(descriptor).st_mtime_ns
     while _seconds_since_renewal(descriptor, path) < times.expire:

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-import jax
-
 from shardformer import storage
 from shardformer.checkpoint import read_config
 from shardformer.config import Config, override_on_resume, parsing, presets
 from shardformer.errors import UsageError
 from shardformer.files import expand_home
+from shardformer.messages import is_first_process
 from shardformer.storage import BucketPath
 from shardformer.tables import escape_controls, format_blocks, format_table
 
@@ -103,6 +102,6 @@ def say_table(rows: Sequence[Sequence], header: Sequence[str]) -> None:
 
 
 def say(text: str) -> None:
-    """Prints on the first process only."""
-    if not jax.distributed.is_initialized() or jax.process_index() == 0:
+    """Prints on the first process only: a command's answer, which is no message and is never silenced."""
+    if is_first_process():
         print(text, flush=True)

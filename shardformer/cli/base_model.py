@@ -58,7 +58,7 @@ def parse_base(arguments: list[str]) -> Config:
     if hf_settings.is_hf_folder(storage.location(preset.training.base)):
         target = storage.local_folder(storage.location(f"{preset.run.out}.base"))
         _check_before_converting(preset, target, overrides, options)
-        source = str(storage.local_path(preset.training.base, say))
+        source = str(storage.local_path(preset.training.base))
         settings = {"seq": overrides.get("seq", 0), "ignore_config": options.ignore_config}
         preset = preset.replace(base=convert_once("base", source, target, settings))
     elif options.ignored:
@@ -148,7 +148,7 @@ def convert_teacher(config: Config) -> Config:
     check_teacher(config, teacher, name)
     check_zero(config)
     Run(config, TokenIds(config.model.vocab or 1), "").refuse_to_overwrite()
-    source = str(storage.local_path(name, say))
+    source = str(storage.local_path(name))
     return config.replace(teacher=convert_once("teacher", source, target, {"seq": _choose_positions(name, config)}))
 
 

@@ -129,7 +129,7 @@ def _open_vocabulary(options: ShowOptions) -> Vocabulary:
 def show_chat_file(name: str, options: ShowOptions, on_terminal: bool) -> None:
     """Prints the first conversation of files, a folder or a glob; raises UsageError for other files."""
     settings = SourceOptions(options.text, chat_template=options.chat_template, pairs=options.pairs)
-    recipe = file_sources.find_recipe([name], settings, say)
+    recipe = file_sources.find_recipe([name], settings)
     if recipe.pairs and not recipe.chat:  # of texts, which need no template
         return say(show_pair(_read_pair(recipe, options), on_terminal))
     if not recipe.chat:

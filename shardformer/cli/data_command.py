@@ -110,7 +110,7 @@ def prepare_data(arguments: list[str]) -> None:
         skips_bad_rows=options.bad_rows == "skip",
         pairs=options.pairs,
     )
-    recipe = file_sources.find_recipe(names, source, say, with_ids=True)
+    recipe = file_sources.find_recipe(names, source, with_ids=True)
     inputs: list[Source] = [TokenFile(path, source) for path in recipe.token_files]
     if recipe.files:
         text_files = file_sources.TextFiles(recipe)
@@ -120,7 +120,7 @@ def prepare_data(arguments: list[str]) -> None:
     if tokenizer == "auto":
         tokenizer = BPE if recipe.files else TokenIds.name
     vocabulary = choose_vocabulary.choose_vocabulary(
-        tokenizer, inputs, say, special_tokens=options.special_tokens, bos=options.bos
+        tokenizer, inputs, special_tokens=options.special_tokens, bos=options.bos
     )
     vocabulary = choose_vocabulary.choose_chat_template(options.chat_template, inputs, vocabulary)
     with ShownProgress() as progress:
@@ -226,14 +226,14 @@ def draw_lengths(lengths: np.ndarray, path: Path) -> Path:
 
 
 def _is_text_file(name: str) -> bool:
-    path = storage.local_path(name, say, file_sources.check_copy)
+    path = storage.local_path(name, file_sources.check_copy)
     return path.exists() and not TokenFolder.is_folder(path)
 
 
 def _open_folder(arguments: list[str]) -> TokenFolder:
     if len(arguments) != 1:
         raise UsageError(USAGE)
-    path = storage.local_path(arguments[0], say, file_sources.check_copy)
+    path = storage.local_path(arguments[0], file_sources.check_copy)
     if not path.exists():
         raise UsageError(f"{path} does not exist; expected a folder made by `data prepare`, or a file of conversations")
     if not TokenFolder.is_folder(path):

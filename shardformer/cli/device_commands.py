@@ -35,7 +35,7 @@ def run_memory(arguments: list[str]) -> None:
     options, rest = parsing.parse_known_options(arguments, MemoryOptions)
     settings = parse_settings(rest)
     traced.check_one_program(settings)  # before JAX looks for devices
-    settings = mesh.start(settings, say=say)
+    settings = mesh.start(settings)
     if settings.stored.quantized and not settings.lora.lora_rank:  # a step needs gradients
         return say(format_device_bytes(settings))
     measured = live.measure(settings)
@@ -66,7 +66,7 @@ def run_verify(arguments: list[str]) -> int:
             f"verify compares with a dense model of float weights, got weights={settings.stored.weights}; leave it "
             "out, or give exact=true, which compares with one device"
         )
-    settings = mesh.start(settings, say=say)
+    settings = mesh.start(settings)
     if settings.parallel.devices == 1:
         raise UsageError("mesh=1x1 is the dense model itself; give a mesh of several devices, such as mesh=4x2")
     kind = mesh.find_devices()[0].device_kind

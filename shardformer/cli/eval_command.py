@@ -61,13 +61,13 @@ def evaluate(arguments: list[str]) -> None:
 
         try_first_row(run, corpus, options.reward)  # type: ignore[arg-type]
     settings = for_evaluation(run.config.with_weights(options.weights), options.mesh)
-    settings = mesh.start(settings, lambda c: predict_bytes(c).parameters, say, may_add_rows=True)
+    settings = mesh.start(settings, lambda c: predict_bytes(c).parameters, may_add_rows=True)
     corpus = corpus or open_task_data(settings)
     programs.keep_compiled_programs(settings, processes.gather_texts)
     if settings.preferences.needs_references:
         from shardformer.training.preference_references import read_references  # not imported without pairs
 
-        corpus = read_references(run, corpus, say)  # type: ignore[arg-type]  # of text
+        corpus = read_references(run, corpus)  # type: ignore[arg-type]  # of text
     trainer = Trainer(settings, mesh.make(settings))
     if settings.preferences.learns_rewards:
         from shardformer.training.rollouts import for_evaluation as with_rewards  # not imported without rewards

@@ -4,7 +4,6 @@ import sys
 import time
 
 from shardformer import data
-from shardformer.cli.arguments import say
 from shardformer.config import Config
 from shardformer.data import Corpus, Vocabulary
 from shardformer.tables import format_bytes
@@ -15,7 +14,7 @@ SMALL = 1_000_000  # bytes of which only the end is printed
 def load_corpus(config: Config, vocabulary: Vocabulary | None = None, *, resumes: bool = False) -> Corpus:
     """Opens the data of a config and shows the progress; see `data.load_corpus`."""
     with ShownProgress() as progress:
-        return data.load_corpus(config, say, vocabulary, progress.show, resumes=resumes)
+        return data.load_corpus(config, vocabulary, progress.show, resumes=resumes)
 
 
 class ShownProgress:

@@ -36,7 +36,7 @@ def open_served(word: str, scratch: Path, name: str = "", base: Run | None = Non
         return Run.open(folder)
     if is_adapter and base is None:
         raise UsageError(f"{word} has adapters without weights; serve their base, with models=NAME={word}")
-    source, target = storage.local_path(word, say), scratch / (name or folder.name)
+    source, target = storage.local_path(word), scratch / (name or folder.name)
     say(convert_in_process(str(source), target, *([f"base={base.out}"] if is_adapter and base else [])))
     return Run.open(target)
 

@@ -49,13 +49,13 @@ def open_session(arguments: list[str]) -> Session:
     with ShownProgress() as progress:
         if resumed is not None:
             folder, changes = _parse_resume(arguments[:resumed], arguments[resumed:])
-            return Session.resume(folder, say=say, progress=progress.show, **changes)
+            return Session.resume(folder, progress=progress.show, **changes)
         if names_step(arguments):
             from shardformer.cli.base_model import parse_branch  # not imported without a base
 
             names_data = any(word.startswith("data=") for word in arguments)
-            return Session.branch(*parse_branch(arguments), say, progress.show, names_data=names_data)
-        return Session.create(_parse_new(arguments), say=say, progress=progress.show)
+            return Session.branch(*parse_branch(arguments), progress.show, names_data=names_data)
+        return Session.create(_parse_new(arguments), progress=progress.show)
 
 
 def _parse_new(arguments: list[str]) -> Config:

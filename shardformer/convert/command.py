@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -39,6 +38,7 @@ from shardformer.data.stored_vocabulary import TOKENIZER_FOLDER
 from shardformer.data.vocabulary import FILE as VOCABULARY
 from shardformer.errors import UsageError
 from shardformer.layout import mesh
+from shardformer.messages import log
 from shardformer.storage import BucketPath
 from shardformer.storage.local_copy import copy_to_disk
 from shardformer.training.run_folder import Run
@@ -73,19 +73,19 @@ class FromGptj:
     moments: bool = key(True, "take Adam's moments, if SRC has them; without them a resume starts from zero moments")
 
 
-def convert(arguments: list[str], say: Callable[[str], None] = print) -> None:
+def convert(arguments: list[str]) -> None:
     if len(arguments) < 2 or not all(map(storage.is_path, arguments[:2])):
         raise UsageError("convert takes SRC DST [key=value ...]: a folder to read and one to write")
     source, target, options = storage.location(arguments[0]), storage.location(arguments[1]), arguments[2:]
     check_free(target)
     if isinstance(source, BucketPath) and not _is_run(source):
-        source = copy_to_disk(source, say)
+        source = copy_to_disk(source)
     converter = _choose_converter(source, options)
     if isinstance(target, BucketPath) and converter in (run_to_gptj, hf.run_to_hf, peft.run_to_peft):
         raise UsageError(f"{target} is in a bucket, where only runs are written; give a folder on a disk, and copy it")
     mesh.use_cpu_devices(1)
     jax.config.update("jax_platforms", "cpu")  # nothing is computed: no accelerator needs to hold the model
-    say(converter(source, target, options, say))
+    log.info(converter(source, target, options))
 
 
 def _is_run(folder: BucketPath) -> bool:
@@ -134,7 +134,7 @@ def _check_one_target(arguments: list[str]) -> None:
             )
 
 
-def gptj_to_run(source: Path, target: Path, arguments: list[str], say: Callable[[str], None]) -> str:
+def gptj_to_run(source: Path, target: Path, arguments: list[str]) -> str:
     options, changes = _parse_options(arguments)
     count = shard_files.count_shards(source)
     config = _choose_config(source, options.config, count, changes).replace(out=str(target))
@@ -143,7 +143,7 @@ def gptj_to_run(source: Path, target: Path, arguments: list[str], say: Callable[
         raise UsageError(
             f"ema={config.training.ema}: GPT-J's format has no average of the weights to continue from; give ema=0"
         )
-    config, vocabulary, fingerprint = _choose_vocabulary(source, config, say)
+    config, vocabulary, fingerprint = _choose_vocabulary(source, config)
     state = gptj_state.open_state(source, config, options.moments)
     with new_folder(target) as temporary:
         runs.write_run(temporary, Run(config, vocabulary, fingerprint), state)
@@ -159,7 +159,7 @@ def gptj_to_run(source: Path, target: Path, arguments: list[str], say: Callable[
     )
 
 
-def run_to_merged_run(source: Path, target: Path, arguments: list[str], say: Callable[[str], None]) -> str:
+def run_to_merged_run(source: Path, target: Path, arguments: list[str]) -> str:
     options = parsing.parse_options(arguments, merge.Merging)
     adapted = Run.open(source)
     merge.check_adapters(adapted)
@@ -177,7 +177,7 @@ def run_to_merged_run(source: Path, target: Path, arguments: list[str], say: Cal
     )
 
 
-def run_to_stored_run(source: Path, target: Path, arguments: list[str], say: Callable[[str], None]) -> str:
+def run_to_stored_run(source: Path, target: Path, arguments: list[str]) -> str:
     options = parsing.parse_options(arguments, stored_weights.Storing)
     before = Run.open(source)
     if options.weights == before.config.stored.weights:
@@ -196,7 +196,7 @@ def run_to_stored_run(source: Path, target: Path, arguments: list[str], say: Cal
     )
 
 
-def run_to_gptj(source: Path, target: Path, arguments: list[str], say: Callable[[str], None]) -> str:
+def run_to_gptj(source: Path, target: Path, arguments: list[str]) -> str:
     options = parsing.parse_options(arguments, ToGptj)
     run = Run.open(source)
     _check_gptj(run.config, options.shards, is_named=any(word.startswith(("format=", "shards=")) for word in arguments))
@@ -258,8 +258,8 @@ def _choose_config(source: Path, path: str, count: int, changes: dict) -> Config
     return config.replace(**changes)
 
 
-def _choose_vocabulary(source: Path, config: Config, say) -> tuple[Config, Vocabulary, str]:
+def _choose_vocabulary(source: Path, config: Config) -> tuple[Config, Vocabulary, str]:
     """Returns the vocabulary that a run of ours left in SRC, or else that of `tokenizer`, or bare token ids."""
     if (source / VOCABULARY).exists():
         return config, *data.load_vocabulary(source)
-    return open_vocabulary(config, say)
+    return open_vocabulary(config)

@@ -4,7 +4,6 @@ A checkpoint has no configuration. The sizes come from its arrays, the rest from
 """
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -53,14 +52,14 @@ def list_names(layers: int, has_experts: bool) -> list[str]:
     return sorted([EMBEDDINGS, LAST_NORM, *names])
 
 
-def grok_to_run(source: Path, target: Path, arguments: list[str], say: Callable[[str], None]) -> str:
+def grok_to_run(source: Path, target: Path, arguments: list[str]) -> str:
     changes = parsing.parse_overrides(arguments, Config)
     if "out" in changes:
         raise UsageError("the run's folder is DST; out= cannot name another")
     folder = find_checkpoint(source)
     assert folder is not None  # the caller found it
     config, files = read_config(folder, changes)
-    config, vocabulary, fingerprint = runs.open_vocabulary(config.replace(out=str(target)), say)
+    config, vocabulary, fingerprint = runs.open_vocabulary(config.replace(out=str(target)))
     state = State(0, open_params(config, files))
     with new_folder(target) as temporary:
         runs.write_run(temporary, Run(config, vocabulary, fingerprint), state)

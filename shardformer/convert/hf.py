@@ -1,7 +1,6 @@
 """`convert` between Hugging Face's folders (config.json, weights, tokenizer files) and runs."""
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 from shardformer import storage
@@ -25,6 +24,7 @@ from shardformer.data.chat import chat_format
 from shardformer.data.stored_vocabulary import TOKENIZER_FOLDER
 from shardformer.errors import UsageError
 from shardformer.files import read_bytes
+from shardformer.messages import log
 from shardformer.storage import BucketPath
 from shardformer.training.run_folder import Run
 
@@ -61,7 +61,7 @@ class FromHf:
         return [name for name in self.ignore_config.split(",") if name]
 
 
-def hf_to_run(source: Path, target: Path, arguments: list[str], say: Callable[[str], None]) -> str:
+def hf_to_run(source: Path, target: Path, arguments: list[str]) -> str:
     options, rest = parsing.parse_known_options(arguments, FromHf)
     changes = parsing.parse_overrides(rest, Config)
     if "out" in changes:
@@ -73,10 +73,10 @@ def hf_to_run(source: Path, target: Path, arguments: list[str], say: Callable[[s
             path, said = source / hf_settings.NAME, config.shown(name)
             raise UsageError(f"{name}={changes[name]} contradicts {path}, which has {name}={said}")
     if model.ignored:
-        say(hf_settings.describe_ignored(source, model.ignored))
+        log.info(hf_settings.describe_ignored(source, model.ignored))
     config = config.replace(**changes | {"out": str(target)})
     config = _choose_tokenizer(source, config)
-    config, vocabulary, fingerprint = open_vocabulary(config, say, model.special_tokens.first)
+    config, vocabulary, fingerprint = open_vocabulary(config, model.special_tokens.first)
     not_finite: set[str] = set()
     state = State(0, hf_state.open_params(source, family, config, not_finite, model.positions))
     with new_folder(target) as temporary:
@@ -105,7 +105,7 @@ def _choose_tokenizer(source: Path, config: Config) -> Config:
     return config.replace(tokenizer=str(source)) if uses_folder else config
 
 
-def run_to_hf(source: Path, target: Path, arguments: list[str], say: Callable[[str], None]) -> str:
+def run_to_hf(source: Path, target: Path, arguments: list[str]) -> str:
     options = parsing.parse_options(arguments, ToHf)
     run = Run.open(source)
     if run.config.lora.lora_rank:
@@ -121,7 +121,7 @@ def run_to_hf(source: Path, target: Path, arguments: list[str], say: Callable[[s
         special, vocabulary = run.special_tokens, run.vocabulary
         hf_settings.write_config(temporary, family, run.config, options.dtype, special, vocabulary)
         _write_tokenizer(run, temporary)
-        end_of_turn = find_end_of_turn(run, say)
+        end_of_turn = find_end_of_turn(run)
         hf_special_tokens.write_generation_config(temporary, special, vocabulary, end_of_turn)
     return (
         f"{target}: step {state.step}, {describe_size(state.params)} as a {family} model in {options.dtype}"

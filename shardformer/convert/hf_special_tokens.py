@@ -4,7 +4,6 @@ A model that was trained on conversations ends its documents at the end of an as
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from shardformer.convert.families.family import Family
 from shardformer.data import SpecialTokens, Vocabulary
 from shardformer.errors import UsageError
 from shardformer.inference.chat_codec import ChatCodec
+from shardformer.messages import log
 from shardformer.storage import BucketPath, read_small
 from shardformer.training.run_folder import Run
 
@@ -127,7 +127,7 @@ def write_generation_config(
 UNKNOWN = "generation_config.json names no end of an assistant's turn:"
 
 
-def find_end_of_turn(run: Run, say: Callable[[str], None]) -> int | None:
+def find_end_of_turn(run: Run) -> int | None:
     """Returns the id that ends a turn; None without training here, without a template, and where a text ends it."""
     format = run.vocabulary.chat
     if format is None or not run.fingerprint:  # a converted model keeps what was published
@@ -135,9 +135,9 @@ def find_end_of_turn(run: Run, say: Callable[[str], None]) -> int | None:
     try:
         codec = ChatCodec(run.vocabulary, format)
     except UsageError as error:
-        say(f"{UNKNOWN} {error}")
+        log.info(f"{UNKNOWN} {error}")
         return None
     if codec.ends:
         return min(codec.ends)
-    say(f"{UNKNOWN} text ends it; give it to transformers: generate(..., stop_strings={codec.strings!r})")
+    log.info(f"{UNKNOWN} text ends it; give it to transformers: generate(..., stop_strings={codec.strings!r})")
     return None

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -131,7 +130,7 @@ def list_targets(family: str, config: Config) -> list[Target]:
 # A run's adapters to PEFT's.
 
 
-def run_to_peft(source: Path, target: Path, arguments: list[str], say: Callable[[str], None]) -> str:
+def run_to_peft(source: Path, target: Path, arguments: list[str]) -> str:
     options = parsing.parse_options(arguments, ToPeft)
     run = Run.open(source)
     if not run.config.lora.lora_rank:
@@ -251,7 +250,7 @@ def _shorten(number: float) -> float:
 # PEFT's adapters to a run.
 
 
-def peft_to_run(source: Path, target: Path, arguments: list[str], say: Callable[[str], None]) -> str:
+def peft_to_run(source: Path, target: Path, arguments: list[str]) -> str:
     options = parsing.parse_options(arguments, FromPeft)
     if not options.base:
         raise UsageError(f"{source} has adapters without weights; give the run with the weights: base=RUN")

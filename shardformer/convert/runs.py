@@ -20,6 +20,7 @@ from shardformer.convert.leaves import Filled, Leaves, Moments, Readable, State,
 from shardformer.data import Vocabulary
 from shardformer.errors import RunError, UsageError
 from shardformer.layout import mesh
+from shardformer.messages import log
 from shardformer.model import lora
 from shardformer.storage import BucketPath
 from shardformer.training.checkpoint_progress import Best
@@ -176,7 +177,7 @@ def _trainer(config: Config) -> Trainer:
     return Trainer(alone, mesh.make(alone))
 
 
-def open_vocabulary(config: Config, say, first: int | None = None) -> tuple[Config, Vocabulary, str]:
+def open_vocabulary(config: Config, first: int | None = None) -> tuple[Config, Vocabulary, str]:
     """Returns the configuration, the vocabulary of `tokenizer` and the fingerprint of `data`; both keys are optional.
 
     first: the beginning of text that the model was published with, for bos=true.
@@ -185,7 +186,7 @@ def open_vocabulary(config: Config, say, first: int | None = None) -> tuple[Conf
         config.data.tokenizer, config.model.vocab, config.data.special_tokens, config.data.bos, first
     )
     if vocabulary.notice:
-        say(vocabulary.notice)
+        log.info(vocabulary.notice)
     if len(vocabulary) > config.model.vocab:
         raise UsageError(
             f"tokenizer={config.data.tokenizer} has {len(vocabulary)} entries, and the model predicts "
@@ -195,5 +196,5 @@ def open_vocabulary(config: Config, say, first: int | None = None) -> tuple[Conf
     config = config.replace(tokenizer=vocabulary.name)
     if config.data.source == "auto":
         return config.replace(data=""), vocabulary, ""
-    corpus = data.load_corpus(config, say, vocabulary)
+    corpus = data.load_corpus(config, vocabulary)
     return config.replace(data=corpus.name), vocabulary, corpus.fingerprint

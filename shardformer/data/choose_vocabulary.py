@@ -4,10 +4,11 @@ import functools
 from collections.abc import Sequence
 
 from shardformer.data.row_report import join_faults
-from shardformer.data.source import NO_IDS, Say, Source
+from shardformer.data.source import NO_IDS, Source
 from shardformer.data.tokens import SPLITS
 from shardformer.data.vocabulary import MAX_IDS, MAX_NAMED, Bytes, Characters, TokenIds, Vocabulary
 from shardformer.errors import UsageError
+from shardformer.messages import log
 from shardformer.storage import local_path
 
 
@@ -26,7 +27,7 @@ def choose_chat_template(wanted: str, inputs: Sequence[Source], vocabulary: Voca
 
 
 def choose_vocabulary(
-    wanted: str, inputs: Sequence[Source], say: Say, size: int = 0, special_tokens: bool = False, bos: str = "auto"
+    wanted: str, inputs: Sequence[Source], size: int = 0, special_tokens: bool = False, bos: str = "auto"
 ) -> Vocabulary:
     """Returns the vocabulary that `tokenizer` names; auto: of prepared data its own, of token files ids, else chars."""
     prepared = next((source.vocabulary for source in inputs if source.vocabulary), None)
@@ -47,13 +48,11 @@ def choose_vocabulary(
                 f"give the tokenizer.json that they were made with{'' if text_sources else ', or leave tokenizer= out'}"
             )
         return (
-            _collect_characters(text_sources, say)
-            if wanted == "chars"
-            else _train_bpe(wanted, text_sources, special_tokens, say)
+            _collect_characters(text_sources) if wanted == "chars" else _train_bpe(wanted, text_sources, special_tokens)
         )
     vocabulary = open_vocabulary(wanted, size, special_tokens, bos)
     if vocabulary.notice:
-        say(vocabulary.notice)
+        log.info(vocabulary.notice)
     return vocabulary
 
 
@@ -79,25 +78,25 @@ def open_vocabulary(
     return vocabulary.with_chat(chat_format.load_format(folder) or chat_format.read_format(folder))
 
 
-def _collect_characters(text_sources: list[Source], say: Say) -> Characters:
+def _collect_characters(text_sources: list[Source]) -> Characters:
     """Returns the characters of all splits; reports any that the training text lacks."""
     trained = set(join_faults(functools.partial(source.characters, "train") for source in text_sources))
     known = trained.union(*(source.characters(*SPLITS[1:]) for source in text_sources))
     vocabulary = Characters.from_text(known)
     if unseen := sorted(known - trained):
         named = " ".join(map(repr, unseen[:MAX_NAMED])) + (" ..." if len(unseen) > MAX_NAMED else "")
-        say(
+        log.info(
             f"{len(unseen)} of {len(known)} characters are in validation or test only, and are not learned: {named}; "
             "tokenizer=bytes learns every text"
         )
     return vocabulary
 
 
-def _train_bpe(wanted: str, text_sources: list[Source], special_tokens: bool, say: Say) -> Vocabulary:
+def _train_bpe(wanted: str, text_sources: list[Source], special_tokens: bool) -> Vocabulary:
     from shardformer.data import hf_tokenizer  # not imported for the other vocabularies
 
     size = int(wanted.removeprefix("bpe:"))
     vocabulary = hf_tokenizer.train_bpe(join_faults(source.sample for source in text_sources), size, special_tokens)
     if len(vocabulary) < size:
-        say(f"tokenizer=bpe:{size}: the text has pairs for {len(vocabulary):,} entries only, which are used")
+        log.info(f"tokenizer=bpe:{size}: the text has pairs for {len(vocabulary):,} entries only, which are used")
     return vocabulary

@@ -18,11 +18,12 @@ from shardformer.data import batches
 from shardformer.data.choose_vocabulary import choose_chat_template, choose_vocabulary
 from shardformer.data.digests import join_fingerprints
 from shardformer.data.row_report import join_faults
-from shardformer.data.source import SHARE, TAKES, OpenedSource, Progress, Say, Source, SourceOptions, Texts, split_text
+from shardformer.data.source import SHARE, TAKES, OpenedSource, Progress, Source, SourceOptions, Texts, split_text
 from shardformer.data.vocabulary import Vocabulary
 from shardformer.data.windows import AnySplit, Batch, RowLayout
 from shardformer.errors import UsageError
 from shardformer.files import expand_home
+from shardformer.messages import log, silence
 from shardformer.storage import BucketPath, is_url, location
 
 
@@ -209,14 +210,14 @@ def _choose_options(config: Config) -> SourceOptions:
 def check_sources(config: Config) -> None:
     """Raises UsageError for files of this machine that do not exist or hold no text, without reading them."""
     named_validation, _ = parse_validation(config.data.validation)
-    for name in [*parse_mixture(config.data.source)[0], *filter(None, [named_validation])]:
-        if not is_url(name) and not name.startswith("tfds:") and name not in ("auto", "tiny_shakespeare", "builtin"):
-            find_source(name, _choose_options(config), lambda _: None)
+    with silence():  # the lines about the files come when they are read
+        for name in [*parse_mixture(config.data.source)[0], *filter(None, [named_validation])]:
+            if not (is_url(name) or name.startswith("tfds:") or name in ("auto", "tiny_shakespeare", "builtin")):
+                find_source(name, _choose_options(config))
 
 
 def load_corpus(
     config: Config,
-    say: Say = print,
     vocabulary: Vocabulary | None = None,
     progress: Progress = lambda *_: None,
     *,
@@ -231,17 +232,17 @@ def load_corpus(
     named_validation, share = parse_validation(config.data.validation)
     options = _choose_options(config)
     names, weights = parse_mixture(config.data.source)
-    inputs = [find_source(name, options, say) for name in names]
+    inputs = [find_source(name, options) for name in names]
     if share is not None and all(source.fixed_splits for source in inputs):
         raise UsageError(
             f"validation={share:g} does nothing, as data={config.data.source} has its own splits; leave it empty "
             "(validation=), or prepare the texts again with it"
         )
     for_validation = dataclasses.replace(options, named_validation=True)
-    validation = find_source(named_validation, for_validation, say) if named_validation else None
+    validation = find_source(named_validation, for_validation) if named_validation else None
     every = [*inputs, *([validation] if validation else [])]
     vocabulary = vocabulary or choose_vocabulary(
-        config.data.tokenizer, every, say, config.model.vocab, config.data.special_tokens, config.data.bos
+        config.data.tokenizer, every, config.model.vocab, config.data.special_tokens, config.data.bos
     )
     vocabulary = choose_chat_template(config.data.chat_template, every, vocabulary)
     opened = _open_all(every, vocabulary, progress)
@@ -250,7 +251,7 @@ def load_corpus(
     _check_splits(opened, bool(validation), any(source.fixed_splits for source in inputs))
     for source in (*opened, *([held_out] if held_out else [])):
         for notice in source.notices:
-            say(f"{source.name}: {notice}")
+            log.info(f"{source.name}: {notice}")
     if held_out and "train" not in held_out.splits:
         raise UsageError(f"validation={held_out.name} has nothing to validate on; name a source that holds some text")
     return Corpus(
@@ -259,7 +260,7 @@ def load_corpus(
         opened,
         tuple(weights),
         held_out,
-        _check_stored([*opened, *([held_out] if held_out else [])], resumes, say),
+        _check_stored([*opened, *([held_out] if held_out else [])], resumes),
     )
 
 
@@ -289,12 +290,12 @@ def check_objective(config: Config, opened: Sequence[OpenedSource]) -> None:
             )
 
 
-def _check_stored(opened: list[OpenedSource], resumes: bool, say: Say) -> tuple[BackgroundCheck, ...]:
+def _check_stored(opened: list[OpenedSource], resumes: bool) -> tuple[BackgroundCheck, ...]:
     """Compares stored data with its checksums: all of it before a resume, else the changed files in the background."""
     checks = [source.check for source in opened if source.check]
     if resumes:
         if checks:
-            say("reading the data once to compare it with its checksums")
+            log.info("reading the data once to compare it with its checksums")
         for check in checks:
             check(remembered=False)
         return ()
@@ -353,14 +354,14 @@ def _check_splits(opened: tuple[OpenedSource, ...], named_validation: bool, fixe
         )
 
 
-def find_source(name: str, options: SourceOptions, say: Say) -> Source:
+def find_source(name: str, options: SourceOptions) -> Source:
     """Returns the source that a name stands for; imports only what reads it."""
     if name == "builtin":
         from shardformer.data import builtin
 
         return Texts(name, split_text(builtin.text(), SHARE))
     if name == "auto":
-        return _find_shakespeare_or_builtin(options, say)
+        return _find_shakespeare_or_builtin(options)
     if name == "tiny_shakespeare" or name.startswith("tfds:"):
         from shardformer.data import shakespeare
 
@@ -373,13 +374,13 @@ def find_source(name: str, options: SourceOptions, say: Say) -> Source:
     if is_url(name):
         origin = location(name)
         assert isinstance(origin, BucketPath)
-        return file_sources.find_in_bucket(origin, options, say)
-    return file_sources.find_files(name, Path(expand_home(name)), options, say)
+        return file_sources.find_in_bucket(origin, options)
+    return file_sources.find_files(name, Path(expand_home(name)), options)
 
 
-def _find_shakespeare_or_builtin(options: SourceOptions, say: Say) -> Source:
+def _find_shakespeare_or_builtin(options: SourceOptions) -> Source:
     try:
-        return find_source("tiny_shakespeare", options, say)
+        return find_source("tiny_shakespeare", options)
     except UsageError as reason:
-        say(f"{reason}\nUntil then, the built-in corpus is used, whose losses are not Shakespeare's.")
-        return find_source("builtin", options, say)
+        log.info(f"{reason}\nUntil then, the built-in corpus is used, whose losses are not Shakespeare's.")
+        return find_source("builtin", options)

@@ -12,7 +12,7 @@ from shardformer.data.chat.preferences import are_preference_files, holds_messag
 from shardformer.data.listing import TOKEN_FILES, check_suffix, is_code, list_files
 from shardformer.data.prepare import prepare
 from shardformer.data.recipe import Recipe
-from shardformer.data.source import TAKES, OpenedSource, Progress, Say, Source, SourceOptions, Texts, split_text
+from shardformer.data.source import TAKES, OpenedSource, Progress, Source, SourceOptions, Texts, split_text
 from shardformer.data.token_folder import TokenFolder
 from shardformer.data.tokens import (
     describe_largest_id,
@@ -25,6 +25,7 @@ from shardformer.data.vocabulary import Vocabulary
 from shardformer.data.windows import Split
 from shardformer.errors import RunError, UsageError
 from shardformer.files import expand_home, make_folder
+from shardformer.messages import log
 from shardformer.storage import BucketPath, cache_folder, is_url, local_path
 from shardformer.storage.local_copy import copy_to_disk
 
@@ -130,9 +131,9 @@ class TokenFile(Source):
 class TFRecordFiles(Source):
     """GPT-J's TFRecords, through their index file."""
 
-    def __init__(self, path: Path, options: SourceOptions, place: BucketPath | None, say: Say):
+    def __init__(self, path: Path, options: SourceOptions, place: BucketPath | None):
         self.path, self.name, self.options = path, str(path.resolve()), options
-        self.records = tfrecords.Records.open(path, cache_folder(), place, say)
+        self.records = tfrecords.Records.open(path, cache_folder(), place)
 
     def largest_id(self) -> int:
         return self.records.largest_id()
@@ -142,12 +143,12 @@ class TFRecordFiles(Source):
         return OpenedSource(self.name, self.records.fingerprint, self.records.splits(share), through_tf=True)
 
 
-def find_in_bucket(origin: BucketPath, options: SourceOptions, say: Say) -> Source:
+def find_in_bucket(origin: BucketPath, options: SourceOptions) -> Source:
     """Returns the source of a copy on this machine's disk, under its name in the bucket."""
     if set("*?[") & set(origin.key):
         raise UsageError(f"data={origin}: patterns are not looked up in a bucket; name a file or a folder there")
-    path = copy_to_disk(origin, say, check_copy)
-    source = find_files(str(origin), path, options, say, origin)
+    path = copy_to_disk(origin, check_copy)
+    source = find_files(str(origin), path, options, origin)
     source.name = str(origin)
     return source
 
@@ -158,22 +159,22 @@ def check_copy(path: Path) -> None:
         TokenFolder.open(path).check_contents()
 
 
-def find_files(name: str, path: Path, options: SourceOptions, say: Say, origin: BucketPath | None = None) -> Source:
+def find_files(name: str, path: Path, options: SourceOptions, origin: BucketPath | None = None) -> Source:
     """Returns the source of a path; `origin` is the location in a bucket that it is a copy of."""
     if path.is_dir() and TokenFolder.is_folder(path):
         return PreparedFolder(path)
     if path.suffix in TOKEN_FILES and path.is_file():
         return TokenFile(path, options)
     if path.suffix in (".index", *tfrecords.SUFFIXES) and path.is_file():
-        return TFRecordFiles(path, options, origin, say)
-    return _find_texts(name, path, options, say)
+        return TFRecordFiles(path, options, origin)
+    return _find_texts(name, path, options)
 
 
-def find_recipe(names: list[str], options: SourceOptions, say: Say = print, *, with_ids: bool = False) -> Recipe:
+def find_recipe(names: list[str], options: SourceOptions, *, with_ids: bool = False) -> Recipe:
     """Returns the text files of the given names as one corpus; with_ids=True accepts token files among them."""
     files: list[Path] = []
     for name in names:
-        files += list_files(name, local_path(name, say), options.out, say, TAKES)
+        files += list_files(name, local_path(name), options.out, TAKES)
     files = [file.resolve() for file in files]
     if repeated := _find_repeated(files):
         raise UsageError(f"{repeated} is named twice; name every file once")
@@ -185,7 +186,7 @@ def find_recipe(names: list[str], options: SourceOptions, say: Say = print, *, w
             text_files.check_not_records(file)
     name = ",".join(name if is_url(name) else str(Path(expand_home(name)).resolve()) for name in names)
     if tables := [file for file in text_paths if file.suffix.lower() == ".csv"]:
-        say(
+        log.info(
             f"data={name}: {len(tables):,} .csv read as text, with its header, commas and quotes; to train on its "
             "columns as records, write them to .jsonl or .parquet"
         )
@@ -222,8 +223,8 @@ def _find_repeated(files: list[Path]) -> Path | None:
     return None
 
 
-def _find_texts(name: str, path: Path, options: SourceOptions, say: Say) -> Source:
-    recipe = find_recipe([name], options, say)
+def _find_texts(name: str, path: Path, options: SourceOptions) -> Source:
+    recipe = find_recipe([name], options)
     if recipe.has_masks or not recipe.in_order or recipe.files[0].stat().st_size > text_cuts.LIMITS.in_memory:
         return TextFiles(recipe)
     splits = split_text(text_files.read_text(recipe.files[0]), recipe.share)

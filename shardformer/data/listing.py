@@ -8,9 +8,9 @@ from pathlib import Path
 
 from shardformer.data import table_files, text_files
 from shardformer.data.packed_files import find_suffix
-from shardformer.data.source import Say
 from shardformer.data.vocabulary import FILE as VOCABULARY
 from shardformer.errors import UsageError
+from shardformer.messages import log
 from shardformer.tables import format_count
 
 TEXT_FILES = (".txt", ".md", ".rst", ".tex", ".html", ".xml", ".json", ".csv", ".py", ".pyi", ".ipynb", ".c", ".h",
@@ -25,12 +25,12 @@ PACKED_OTHERWISE = (".zip", ".xz", ".bz2", ".7z", ".tar", ".tgz", ".lz4")
 MAX_NAMED = 8  # suffixes in one line
 
 
-def list_files(name: str, path: Path, out: Path | None, say: Say, expected: str) -> list[Path]:
+def list_files(name: str, path: Path, out: Path | None, expected: str) -> list[Path]:
     """Lists the text files below a folder or of a pattern; `out` and other folders of runs are left out."""
     if path.is_dir():
         if saved := table_files.list_saved(path):
             return saved
-        return _list_folder(name, path, out, say, expected)
+        return _list_folder(name, path, out, expected)
     if path.is_file():
         return [path]
     if path.exists():
@@ -43,7 +43,7 @@ def list_files(name: str, path: Path, out: Path | None, say: Say, expected: str)
     base = Path(os.path.dirname(str(path)[: next((i for i, c in enumerate(str(path)) if c in "*?["), 0)]) or ".")
     retained = [file for file in files if not _is_in_a_run(file, base, out)]
     if rest := len(files) - len(retained):
-        say(f"data={name}: left out: {format_count(rest, 'file')} in folders of runs or prepared data")
+        log.info(f"data={name}: left out: {format_count(rest, 'file')} in folders of runs or prepared data")
     if not retained:
         raise UsageError(f"data={name} names only files of runs or of prepared data; name texts")
     return retained
@@ -70,7 +70,7 @@ def is_code(path: Path) -> bool:
     return suffix in TEXT_FILES and suffix not in PROSE
 
 
-def _list_folder(name: str, folder: Path, out: Path | None, say: Say, expected: str) -> list[Path]:
+def _list_folder(name: str, folder: Path, out: Path | None, expected: str) -> list[Path]:
     every = sorted(file for file in folder.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(folder)))
     outside = [file for file in every if not _is_in_a_run(file, folder, out)]
     text_files = [file for file in outside if _has_text_suffix(file)]
@@ -88,9 +88,9 @@ def _list_folder(name: str, folder: Path, out: Path | None, say: Say, expected: 
         known = ", ".join(TEXT_FILES[:8])
         raise UsageError(f"data={name} is a folder without text files ({known}, ...){contents}; {expected}")
     if rest:
-        say(f"data={name}: {format_count(len(text_files), 'text file')}; left out: {_describe(rest)}")
+        log.info(f"data={name}: {format_count(len(text_files), 'text file')}; left out: {_describe(rest)}")
     if len(outside) < len(every):
-        say(f"data={name}: left out: {format_count(len(every) - len(outside), 'file')} of runs or prepared data")
+        log.info(f"data={name}: left out: {format_count(len(every) - len(outside), 'file')} of runs or prepared data")
     return text_files
 
 

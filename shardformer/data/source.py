@@ -13,7 +13,6 @@ from shardformer.data.tokens import SPLITS
 from shardformer.data.vocabulary import Vocabulary
 from shardformer.data.windows import AnySplit, Split
 
-Say = Callable[[str], object]
 Progress = Callable[[int, int], object]  # (bytes done, of how many)
 
 TAKES = (

@@ -10,7 +10,7 @@ import math
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar
 
@@ -101,7 +101,7 @@ class Records:
         self.ids_per_record = len(self.files[0].ids(0))
 
     @staticmethod
-    def open(path: Path, cache: Path | None = None, origin: BucketPath | None = None, say=print) -> "Records":
+    def open(path: Path, cache: Path | None = None, origin: BucketPath | None = None) -> "Records":
         """Opens an index file, with a path a line, or one .tfrecords file; `origin` is its location in a bucket."""
         if path.suffix in SUFFIXES:
             return Records(str(path), [RecordFile.open(_unpack(path, cache))])
@@ -109,7 +109,7 @@ class Records:
             lines = [line.strip() for line in read_text(path).splitlines() if line.strip()]
         except UnicodeDecodeError:
             raise UsageError(f"{path} is not an index of TFRecords: expected a path on every line") from None
-        files = _find_files(origin or path, lines, say)
+        files = _find_files(origin or path, lines)
         return Records(str(path), [RecordFile.open(_unpack(file, cache)) for file in files])
 
     @property
@@ -132,7 +132,7 @@ class Records:
         return {split: RecordSplit(self, *span) for split, span in name_spans(borders).items()}
 
 
-def _find_files(index: Path | BucketPath, lines: list[str], say: Callable[[str], object]) -> list[Path]:
+def _find_files(index: Path | BucketPath, lines: list[str]) -> list[Path]:
     """Returns the files that an index names; paths may begin at its folder, and files in a bucket are copied."""
 
     def find(line: str) -> Path | BucketPath:
@@ -142,7 +142,7 @@ def _find_files(index: Path | BucketPath, lines: list[str], say: Callable[[str],
 
     places = [find(line) for line in lines]
     away = [path for path in places if isinstance(path, BucketPath)]
-    copies = dict(zip(away, copy_files(f"the files of {index}", away, say) if away else [], strict=True))
+    copies = dict(zip(away, copy_files(f"the files of {index}", away) if away else [], strict=True))
     return [copies[path] if isinstance(path, BucketPath) else path for path in places]
 
 

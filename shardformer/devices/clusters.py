@@ -7,7 +7,6 @@ can name the processes it waits for (see `rendezvous.py`), and so that N tasks n
 import functools
 import os
 import re
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardformer.errors import UsageError
+from shardformer.messages import log
 
 # JAX's default, 8482, is closed by the firewall rule that comes with a TPU VM's network; this port is open.
 TPU_PORT = "8476"
@@ -159,8 +159,7 @@ def _read_metadata(environment: Mapping[str, str], patience: Patience, name: str
         if waited > patience.silence and not reported:
             reported = True
             longest = f"for at most {patience.seconds:g} s in all"
-            line = f"waiting for the metadata server {server}, which {problem}, {longest}"
-            print(line, file=sys.stderr, flush=True)
+            log.warning(f"waiting for the metadata server {server}, which {problem}, {longest}")
         time.sleep(0.5)
 
 

@@ -4,10 +4,10 @@ import importlib.util
 import os
 import shutil
 import subprocess
-import sys
 from typing import NamedTuple
 
 from shardformer.errors import UsageError
+from shardformer.messages import log
 
 # XLA ends a process at a flag that it does not know: tests/devices/test_gpu.py asks the installed jaxlib.
 FLAGS = (
@@ -39,9 +39,8 @@ def prepare() -> None:
         return
     plugin = next((name for name in PLUGINS if importlib.util.find_spec(name)), None)
     if not plugin:
-        print(
-            f"{len(gpus)} NVIDIA GPUs are not used: JAX has no plugin for them; pip install 'shardformer[cuda]'",
-            file=sys.stderr,
+        log.warning(
+            f"{len(gpus)} NVIDIA GPUs are not used: JAX has no plugin for them; pip install 'shardformer[cuda]'"
         )
         return
     check(gpus, plugin)

@@ -11,7 +11,6 @@ import hashlib
 import math
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -172,11 +171,8 @@ def _join(config: Config, membership: Membership) -> None:
 
     global _watch
 
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
     address, count, index, devices, source = membership
-    links = rendezvous.connect(address, count, index, config.processes.start_timeout, say, source)
+    links = rendezvous.connect(address, count, index, config.processes.start_timeout, source)
     # Before JAX joins them: it waits for a process that has died since, and then ends in a stack trace.
     _watch = rendezvous.Watch(links, count, config.processes.silence)
     try:

@@ -12,13 +12,13 @@ import os
 import pwd
 import re
 import stat
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from shardformer.files import make_folder
+from shardformer.messages import log
 
 
 def find_danger(folder: Path) -> str:
@@ -63,11 +63,9 @@ def make_private_folder(folder: Path) -> None:
 
 def say_not_stored(why: str) -> None:
     """Prints why programs are not saved, and what the user can do."""
-    print(
+    log.warning(
         f"compiled programs are not kept: {why}; program_cache=FOLDER keeps them elsewhere, "
-        "program_cache=none keeps none",
-        file=sys.stderr,
-        flush=True,
+        "program_cache=none keeps none"
     )
 
 
@@ -117,7 +115,7 @@ class _CacheWarnings:
             say_not_stored(result["why"].partition("\n")[0])
 
     def _delete(self, program: str) -> None:
-        print(f"a kept program is damaged and is compiled again: {program}", file=sys.stderr, flush=True)
+        log.warning(f"a kept program is damaged and is compiled again: {program}")
         for entry in self._folder.glob(f"{glob.escape(program)}-*-cache"):
             with contextlib.suppress(OSError):
                 entry.unlink()

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import secrets
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from jax.extend import backend
 from shardformer.devices.host import describe_processor
 from shardformer.devices.program_folder import find_danger, make_private_folder, say_not_stored
 from shardformer.files import replacing
+from shardformer.messages import log
 from shardformer.storage import BucketPath, bucket
 
 Gather = Callable[[str], list[str]]  # returns the strings of all processes in order
@@ -96,19 +96,19 @@ class ProgramStore:
         except FileNotFoundError:
             return None
         except OSError as error:
-            _say(f"a kept program cannot be read and is compiled again: {path} ({error.strerror})")
+            log.warning(f"a kept program cannot be read and is compiled again: {path} ({error.strerror})")
             return None
         digest, token, payload = _split(content)
         if hashlib.sha256(self._seal + token + payload).digest() != digest:
             copied = " or was copied here" if self._seal else ""
-            _say(f"a kept program is damaged{copied} and is compiled again: {path}")
+            log.warning(f"a kept program is damaged{copied} and is compiled again: {path}")
             return None
         try:
             program = serialize_executable.deserialize_and_load(
                 payload, lowered.in_tree, lowered.out_tree, execution_devices=devices
             )
         except Exception as error:  # any kind, from the backend
-            _say(f"a kept program cannot be loaded and is compiled again: {path} ({_first_line(error)})")
+            log.warning(f"a kept program cannot be loaded and is compiled again: {path} ({_first_line(error)})")
             return None
         note_use(path)
         return _Kept(program, token.decode())
@@ -164,10 +164,6 @@ def _write(path: Path | BucketPath, content: bytes) -> None:
     make_private_folder(path.parent)
     with replacing(path) as temporary:
         temporary.write_bytes(content)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _first_line(error: Exception) -> str:

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import sys
 import threading
 from collections.abc import Callable, Hashable
 from pathlib import Path
@@ -15,6 +14,7 @@ from shardformer.config import Config
 from shardformer.devices import program_folder, programs
 from shardformer.devices.host import describe_processor
 from shardformer.devices.program_folder import find_danger, make_private_folder, say_not_stored
+from shardformer.messages import log
 from shardformer.storage import BucketPath, bucket_path, location, on_disk
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def disable_cache(why: str, is_chosen: bool = False) -> None:
     if not settings.jax_enable_compilation_cache:
         return
     if is_chosen or settings.jax_compilation_cache_dir:
-        print(f"compiled programs are not kept: {why}", file=sys.stderr, flush=True)
+        log.warning(f"compiled programs are not kept: {why}")
     settings.update("jax_enable_compilation_cache", False)
     reset_cache()  # JAX has looked at its settings already, if a program was compiled before
 

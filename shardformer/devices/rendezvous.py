@@ -27,6 +27,7 @@ import jaxlib
 
 import shardformer
 from shardformer.errors import RunError, UsageError
+from shardformer.messages import log
 from shardformer.tables import escape
 
 HELLO = "shardformer"
@@ -84,14 +85,12 @@ class Link:
             self.connection.settimeout(None)
 
 
-def connect(
-    address: str, count: int, index: int, timeout: float, say: Callable[[str], None], source: str = ""
-) -> dict[int, Link]:
+def connect(address: str, count: int, index: int, timeout: float, source: str = "") -> dict[int, Link]:
     """Waits for all `count` processes. Returns the links to all others on process 0, elsewhere the link to process 0.
 
     source: the scheduler that has counted the processes, if no key did.
     """
-    waiting = _Waiting(time.monotonic() + timeout, timeout, count, say, source)
+    waiting = _Waiting(time.monotonic() + timeout, timeout, count, source)
     host, _, port = address.rpartition(":")
     if index == 0:
         return _accept_all(int(port), count, waiting)
@@ -101,8 +100,8 @@ def connect(
 class _Waiting:
     """A wait with a deadline, which names the missing processes."""
 
-    def __init__(self, deadline: float, timeout: float, count: int, say: Callable[[str], None], source: str):
-        self.deadline, self.timeout, self.count, self.say = deadline, timeout, count, say
+    def __init__(self, deadline: float, timeout: float, count: int, source: str):
+        self.deadline, self.timeout, self.count = deadline, timeout, count
         how = f": {source} has {count} processes" if source else ", each with its own process_id"
         self.advice = f"start the same command on every machine{how}"
         self.next_line = time.monotonic() + 1
@@ -115,7 +114,7 @@ class _Waiting:
         if time.monotonic() > self.next_line:
             self.next_line = time.monotonic() + REMIND
             left = self.deadline - time.monotonic()
-            self.say(f"waiting for {named}, for at most {left:.0f} s more; {self.advice}")
+            log.warning(f"waiting for {named}, for at most {left:.0f} s more; {self.advice}")
 
 
 def _accept_all(port: int, count: int, waiting: _Waiting) -> dict[int, Link]:
@@ -181,7 +180,7 @@ def _welcome(connection: socket.socket, count: int, links: dict[int, Link], wait
     elif index == 0:  # it does not join: this run may still become complete
         reason = "two processes were started with process_id=0 and this port; give each process its own process_id"
         link.send(REFUSED + b" " + reason.encode() + b", or another run another port of coordinator=")
-        waiting.say(f"{reason}; the second one was rejected")
+        log.warning(f"{reason}; the second one was rejected")
     elif their_count != count:
         reason = f"process 0 was given processes={count}, process {index} processes={their_count}; give all the same"
         link.send(REFUSED + b" " + reason.encode())

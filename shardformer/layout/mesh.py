@@ -3,7 +3,6 @@
 import contextlib
 import math
 import os
-import sys
 from collections.abc import Callable, Iterator
 
 import jax
@@ -19,6 +18,7 @@ from shardformer.devices.chips import CPU, describe_hardware
 from shardformer.errors import UsageError
 from shardformer.layout import choices, torus
 from shardformer.layout.choices import Layout
+from shardformer.messages import log
 from shardformer.tables import format_bytes, format_count
 
 
@@ -46,7 +46,6 @@ def use_cpu_devices(count: int, many_in_flight: bool = False) -> None:
 def start(
     config: Config,
     needed: Callable[[Config], int] = lambda config: 0,
-    say: Callable[[str], None] = print,
     previous: Config | None = None,
     may_add_rows: bool = False,
 ) -> Config:
@@ -67,13 +66,13 @@ def start(
     if previous and previous.parallel.mesh != "auto":
         rows = previous.microbatch_rows
         if config.parallel.mesh == previous.parallel.mesh:
-            config = adapt_to_devices(config, len(devices), distributed, say)
+            config = adapt_to_devices(config, len(devices), distributed)
     if may_add_rows and config.parallel.mesh == "auto":
         config = config.replace(batch=-(-config.training.batch // len(devices)) * len(devices))
-    return choose_mesh(config, len(devices), virtual, needed, device_memory(), say, rows)
+    return choose_mesh(config, len(devices), virtual, needed, device_memory(), rows)
 
 
-def adapt_to_devices(config: Config, devices: int, all_of_them: bool, say: Callable[[str], None]) -> Config:
+def adapt_to_devices(config: Config, devices: int, all_of_them: bool) -> Config:
     """Adapts the mesh of a resumed run to fewer or more devices: changes dp if that fits, else sets mesh=auto."""
     before, size = parse_mesh(config.parallel.mesh), config.parallel.devices
     per_replica = size // before.dp
@@ -84,7 +83,7 @@ def adapt_to_devices(config: Config, devices: int, all_of_them: bool, say: Calla
         with contextlib.suppress(UsageError):
             changed = config.replace(mesh=str(before._replace(dp=devices // per_replica)))
     hint = "" if config.training.accum == 0 else "; accum=auto would adapt the microbatches"
-    say(
+    log.info(
         f"{format_count(size, 'device')} before, {devices} now: mesh={config.parallel.mesh} becomes "
         f"mesh={changed.parallel.mesh}, batch={config.training.batch} stays{hint}"
     )
@@ -116,7 +115,6 @@ def choose_mesh(
     virtual: bool = False,
     needed: Callable[[Config], int] = lambda config: 0,
     available: float = math.inf,
-    say: Callable[[str], None] = print,
     rows: int = 0,
 ) -> Config:
     """Replaces mesh=auto and accum=auto.
@@ -137,13 +135,13 @@ def choose_mesh(
         )
         if bytes_needed <= available:
             if too_large:
-                say(
+                log.info(
                     f"{'mesh=auto' if config.training.accum else 'auto'} took {name}: "
                     f"{_format_needs(too_large, available)}"
                 )
             elif not config.training.accum:
                 rows_at_once = format_count(candidate.microbatch_rows, "row")
-                say(f"auto took accum={candidate.training.accum}: {rows_at_once} at a time on each device")
+                log.info(f"auto took accum={candidate.training.accum}: {rows_at_once} at a time on each device")
             return candidate
         too_large[name] = bytes_needed
     if too_large:
@@ -256,11 +254,9 @@ def arrange(config: Config, devices: list, follow_wires: bool = True) -> Mesh:
             shape, names = (dp, *between, mp), (DP, *axes[2:], MP)
             return torus.unroll_ring(make_mesh(jax.make_mesh(shape, names, devices=devices).devices))
     except NotImplementedError:  # no neighbours of this shape: a TPU's physical axes do not factor into this shape
-        print(
+        log.warning(
             f"mesh={config.parallel.mesh} does not follow the wires of these devices, so collectives may be slow; "
-            "another mesh "
-            "may be faster",
-            file=sys.stderr,
+            "another mesh may be faster"
         )
     return make_mesh(np.array(by_slice).reshape(dp, *between, mp))
 

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from shardformer.config import Config
 from shardformer.errors import UsageError, forbid_exit
+from shardformer.messages import log
 
 
 class Observer(Protocol):
@@ -32,8 +33,8 @@ class Observers:
       finish_seconds: the longest wait for an observer at the end of a run.
     """
 
-    def __init__(self, say: Callable[[str], None], queue_rows: int = 1000, finish_seconds: float = 10):
-        self._say, self._queue_rows, self._finish_seconds = say, queue_rows, finish_seconds
+    def __init__(self, queue_rows: int = 1000, finish_seconds: float = 10):
+        self._queue_rows, self._finish_seconds = queue_rows, finish_seconds
         self._workers: list[_Worker] = []
 
     def __enter__(self) -> "Observers":
@@ -55,7 +56,7 @@ class Observers:
     def _print_problems(self) -> None:
         for worker in self._workers:
             while worker.problems:
-                self._say(f"{worker.problems.popleft()}; training continues")
+                log.info(f"{worker.problems.popleft()}; training continues")
 
 
 class _Worker:

@@ -5,13 +5,15 @@ from pathlib import Path
 
 import jax
 
+from shardformer.messages import log
+
 
 class StepProfiler:
     """The profiler of a range of steps. A failure is printed and does not end the run."""
 
-    def __init__(self, steps: tuple[int, int] | None, folder: Path, say: Callable[[str], None]):
+    def __init__(self, steps: tuple[int, int] | None, folder: Path):
         self._first, self._last = steps or (0, 0)
-        self._folder, self._say = folder, say
+        self._folder = folder
         self._running = False
 
     def __enter__(self) -> "StepProfiler":
@@ -30,7 +32,7 @@ class StepProfiler:
         if self._running and step >= self._last:
             self._running, self._last = False, 0
             if self._try(jax.profiler.stop_trace):
-                self._say(f"profile: the trace up to step {step} is in {self._folder}, for TensorBoard or Perfetto")
+                log.info(f"profile: the trace up to step {step} is in {self._folder}, for TensorBoard or Perfetto")
 
     def _try(self, act: Callable[[], object]) -> bool:
         try:
@@ -38,5 +40,5 @@ class StepProfiler:
             return True
         except Exception as error:
             self._last = 0
-            self._say(f"the profile failed: {error}; training continues")
+            log.info(f"the profile failed: {error}; training continues")
             return False

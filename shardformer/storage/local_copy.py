@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from shardformer.errors import RunError, UsageError
 from shardformer.files import locked, make_folder, replacing, sync
+from shardformer.messages import log
 from shardformer.storage import bucket
 from shardformer.storage.bucket import ChangedError, Stored
 from shardformer.storage.bucket_path import BucketPath, cache_folder, local_folder
@@ -33,12 +34,11 @@ class Requests(NamedTuple):
 
 
 REQUESTS = Requests()
-Say = Callable[[str], object]
 Check = Callable[[Path], object]  # raises if a file or a folder is damaged
 _open_folders: dict[str, int] = {}  # open folders of the copies that this process uses
 
 
-def copy_to_disk(path: BucketPath, say: Say, check: Check | None = None) -> Path:
+def copy_to_disk(path: BucketPath, check: Check | None = None) -> Path:
     """Copies an object as a file, or all objects below a path as a folder."""
     try:
         head = bucket.head(path)
@@ -47,10 +47,10 @@ def copy_to_disk(path: BucketPath, say: Say, check: Check | None = None) -> Path
         raise RunError(f"cannot read {path}: {error.strerror}") from None
     if not objects:
         raise UsageError(f"{path} does not exist")
-    return _copy(str(path), objects, say, check and (lambda folder: check(folder / _name(path)))) / _name(path)
+    return _copy(str(path), objects, check and (lambda folder: check(folder / _name(path)))) / _name(path)
 
 
-def copy_files(what: str, places: list[BucketPath], say: Say) -> list[Path]:
+def copy_files(what: str, places: list[BucketPath]) -> list[Path]:
     """Copies objects as one copy; returns their files."""
     with ThreadPoolExecutor(REQUESTS.threads) as pool:
         try:
@@ -59,11 +59,11 @@ def copy_files(what: str, places: list[BucketPath], say: Say) -> list[Path]:
             raise RunError(f"cannot read {error.filename}: {error.strerror}") from None
     if missing := next((path for path, stored in objects.items() if not stored), None):
         raise UsageError(f"{missing} does not exist")
-    folder = _copy(what, {path: stored for path, stored in objects.items() if stored}, say, None)
+    folder = _copy(what, {path: stored for path, stored in objects.items() if stored}, None)
     return [folder / _name(path) for path in places]
 
 
-def _copy(what: str, objects: dict[BucketPath, Stored], say: Say, check: Check | None) -> Path:
+def _copy(what: str, objects: dict[BucketPath, Stored], check: Check | None) -> Path:
     """Returns the folder of the copies; continues an interrupted copy with its missing files."""
     objects = {path: stored for path, stored in objects.items() if path.name}  # a folder may be an object, too
     copies, prefix = cache_folder() / FOLDER, _digest(what)
@@ -76,7 +76,7 @@ def _copy(what: str, objects: dict[BucketPath, Stored], say: Say, check: Check |
         with locked(copies / f".{prefix}.lock"):
             if final.exists():  # another process has copied it while this one waited
                 return _hold(prefix, final)
-            _download(what, objects, hidden, final, say)
+            _download(what, objects, hidden, final)
             if check:
                 _check(check, hidden)
             os.rename(hidden, final)
@@ -123,7 +123,7 @@ def _check(check: Check, hidden: Path) -> None:
         raise
 
 
-def _download(what: str, objects: dict[BucketPath, Stored], hidden: Path, final: Path, say: Say) -> None:
+def _download(what: str, objects: dict[BucketPath, Stored], hidden: Path, final: Path) -> None:
     left = {path: it for path, it in objects.items() if not (hidden / _name(path)).exists()}
     total = sum(stored.bytes for stored in left.values())
     free = shutil.disk_usage(final.parent).free
@@ -132,7 +132,7 @@ def _download(what: str, objects: dict[BucketPath, Stored], hidden: Path, final:
             f"{what} has {total / 1e9:,.1f} GB to copy, and the disk of {final.parent} has room for {free / 1e9:,.1f} "
             "GB; name a folder on a larger one: SHARDFORMER_CACHE=FOLDER"
         )
-    say(f"copying {what} ({total / 1e6:,.1f} MB) to {final}, where the next start finds it")
+    log.info(f"copying {what} ({total / 1e6:,.1f} MB) to {final}, where the next start finds it")
     with ThreadPoolExecutor(REQUESTS.threads) as pool:
         files = [_File(path, stored, hidden / _name(path)) for path, stored in left.items()]
         tasks = [pool.submit(file.copy_range, start) for file in files for start in file.starts]

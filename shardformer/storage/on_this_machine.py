@@ -7,16 +7,14 @@ from shardformer.files import expand_home
 from shardformer.storage.bucket_path import BucketPath, location, reading_folder
 
 
-def local_path(
-    text, say: Callable[[str], object] = lambda _: None, check: Callable[[Path], object] | None = None
-) -> Path:
+def local_path(text, check: Callable[[Path], object] | None = None) -> Path:
     """Returns a path on a disk unchanged; copies a file or a folder in a bucket to the disk."""
     path = location(text)
     if isinstance(path, Path):
         return Path(expand_home(str(path)))
     from shardformer.storage.local_copy import copy_to_disk  # not imported for a path on a disk
 
-    return copy_to_disk(path, say, check)
+    return copy_to_disk(path, check)
 
 
 def read_records(path: Path | BucketPath) -> Path:

@@ -4,12 +4,13 @@ import contextlib
 import errno
 import random
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import NamedTuple, Protocol, TypeVar
+
+from shardformer.messages import log
 
 # obstore's retries. It never repeats conditional puts, deletions and interrupted listings: `send` does.
 RETRIES = {"max_retries": 3, "retry_timeout": timedelta(seconds=30)}
@@ -139,14 +140,14 @@ def _announce_silence(name: str, patience: float) -> Iterator[None]:
 def _print_silence(name: str, patience: float) -> None:
     if name not in _silent:
         _silent.add(name)
-        print(f"{name} has not answered for {PATIENCE.silence} s; trying for {patience} s", file=sys.stderr, flush=True)
+        log.warning(f"{name} has not answered for {PATIENCE.silence} s; trying for {patience} s")
 
 
 def _note_answer(name: str) -> None:
     _answered.add(name)
     if name in _silent:
         _silent.discard(name)
-        print(f"{name} answers again", file=sys.stderr, flush=True)
+        log.warning(f"{name} answers again")
 
 
 @contextlib.contextmanager

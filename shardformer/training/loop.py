@@ -51,7 +51,7 @@ def train(
                     return loop.train(state, unevaluated)
                 except Stuck as stuck:
                     first_step, record, unevaluated = stuck.step, stuck.record, None
-                state, batches = go_back(run, evaluator, outputs.checkpoints, first_step, record, show)
+                state, batches = go_back(run, evaluator, outputs.checkpoints, first_step, record)
 
 
 class TrainingLoop:
@@ -177,8 +177,7 @@ class TrainingLoop:
             self.checkpoints.write(snapshot, step)
         if evaluating and self.evaluator.monitor:
             with self.outputs.throughput.pause():
-                show, attempt = self.outputs.progress.show_message, self.checkpoints.try_to_write
-                self.evaluator.monitor.observe(state, step, show, attempt)
+                self.evaluator.monitor.observe(state, step, self.checkpoints.try_to_write)
 
     def _validate(self, params) -> Evaluation:
         """Evaluates the validation split, showing how far the evaluation is."""

@@ -18,6 +18,7 @@ from shardformer.inference import Generator, Sampling, Stops
 from shardformer.inference.lm_eval_answers import Answers
 from shardformer.inference.text_codec import Switch, TextCodec
 from shardformer.layout import mesh
+from shardformer.messages import log
 from shardformer.model import Model, master_weights
 from shardformer.optim import average
 from shardformer.training.run_folder import Run
@@ -121,7 +122,7 @@ class Monitor:
         names = [name for name, used in (("scores", self._tasks), ("texts", self._writer)) if used]
         return {name: JsonLines(self._run.records / f"{name}.jsonl", first_step) for name in names}
 
-    def observe(self, state, step: int, say: Callable[[str], None], try_to_write: Write = write_or_raise) -> None:
+    def observe(self, state, step: int, try_to_write: Write = write_or_raise) -> None:
         """Scores the weights of an evaluated state and their average; a stop leaves out the rest.
 
         `try_to_write` calls a function that writes a record, and decides what its failure does to the run.
@@ -130,11 +131,11 @@ class Monitor:
         try:
             for name, params in self._select_weights(state, step):
                 if self._tasks:
-                    self._score(params, step, name, say)
+                    self._score(params, step, name)
                 if self._writer:
                     self._write_texts(params, step, name)
         except Stopped:
-            say(f"the scores of step {step} are incomplete, because of the stop")
+            log.info(f"the scores of step {step} are incomplete, because of the stop")
 
     def _select_weights(self, state, step: int) -> Iterator[tuple[str, Any]]:
         yield "last", jax.device_put(state.params, self._model.shardings)
@@ -149,7 +150,7 @@ class Monitor:
         answers = Answers(self._model, None, codec, ROWS, before_batch=self._raise_if_stopped)
         return answers, *open_tasks(self._config.start.eval_tasks)
 
-    def _score(self, params, step: int, weights: str, say: Callable[[str], None]) -> None:
+    def _score(self, params, step: int, weights: str) -> None:
         from shardformer.inference import lm_eval_adapter
 
         started = time.monotonic()
@@ -165,7 +166,7 @@ class Monitor:
         seconds = round(time.monotonic() - started, 2)
         self._append("scores", {"step": step, "weights": weights, "scores": scores, "seconds": seconds})
         listed = "; ".join(f"{task} {_format_numbers(result)}" for task, result in scores.items())
-        say(f"step {step}, {weights} weights: {listed} ({seconds:.1f} s)")
+        log.info(f"step {step}, {weights} weights: {listed} ({seconds:.1f} s)")
 
     def _open_writer(self):
         codec, ids = encode_prompts(self._run, self._prompts)

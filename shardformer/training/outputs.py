@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Iterator
 
 import jax
 
+from shardformer import messages
 from shardformer.checkpoint import Lock
 from shardformer.config import FIELDS, Config, parsing
 from shardformer.devices import processes
@@ -113,7 +115,8 @@ def _open(
         stack.callback(_flush, metrics)
     chip = find_chip(jax.devices()[0].device_kind)
     progress = stack.enter_context(_make_progress(c, first_step, elapsed_before, best, chip, details))
-    observers = stack.enter_context(Observers(progress.show_message))
+    stack.enter_context(messages.printed_by(progress.show_message))
+    observers = stack.enter_context(Observers())
     if is_first_process:
         _start_observers(observers, run, sink, is_new=first_step == 0)
     steps = parsing.parse_steps_range("profile", c.start.profile) if is_first_process else None
@@ -123,9 +126,9 @@ def _open(
         experts=ExpertsFile(run.records, first_step) if c.experts.experts and is_first_process else None,
         progress=progress,
         observers=observers,
-        profiler=stack.enter_context(StepProfiler(steps, run.records / "profile", progress.show_message)),
-        checkpoints=stack.enter_context(RunCheckpoints(run, best, progress.show_message, lock)),
-        skips=SkipLog(run.records if is_first_process else None, first_step, c, progress.show_message),
+        profiler=stack.enter_context(StepProfiler(steps, run.records / "profile")),
+        checkpoints=stack.enter_context(RunCheckpoints(run, best, lock)),
+        skips=SkipLog(run.records if is_first_process else None, first_step, c),
         throughput=Throughput(c.tokens_per_step, first_step, elapsed_before),
         peak_speed=flops.peak_tokens_per_second(c, chip) if chip else None,
     )
@@ -134,7 +137,7 @@ def _open(
 def _make_progress(
     c: Config, first_step: int, elapsed_before: float, best: Best, chip: Chip | None, details: tuple[str, ...]
 ) -> NoProgress:
-    if jax.process_index():
+    if jax.process_index() or not messages.log.isEnabledFor(logging.INFO):
         return NoProgress()
     known_best = best if best.step else None
     return Progress(

@@ -10,7 +10,6 @@ import hashlib
 import io
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from shardformer.data.corpus import choose_row_layout
 from shardformer.devices import processes, programs
 from shardformer.errors import RunError
 from shardformer.files import make_folder, read_bytes, read_text, replacing
+from shardformer.messages import log
 from shardformer.tables import format_count
 from shardformer.training.run_folder import Run
 from shardformer.training.trainer import Trainer
@@ -35,26 +35,25 @@ FOLDER, INDEX = "references", "index.json"
 MAX_BYTES = 1 << 30
 HEADER_BYTES = 4096  # of a part, at most
 BATCHES_OF_A_PART = 64  # computed between two writes
-Say = Callable[[str], None]
 
 
-def add_references(run: Run, trainer: Trainer, corpus: Corpus, state: Any, say: Say) -> Corpus:
+def add_references(run: Run, trainer: Trainer, corpus: Corpus, state: Any) -> Corpus:
     """Returns the corpus with the reference of every pair, computed now or read from the run. Every process calls it.
 
     At step 0, `state` has the weights of the reference. A later start makes them again only if the file is missing.
     """
     stored = References(run, corpus)
-    if (references := stored.read(say)) is not None:
+    if (references := stored.read()) is not None:
         return corpus.with_references(references)
     if run.config.training.base_step:  # a branch: it has the reference of the run that it continues
-        weights, references = _read_of_base(run, corpus, say)
+        weights, references = _read_of_base(run, corpus)
     else:
         params = state.params if int(state.step) == 0 else run.make_first_state(trainer).params
         weights = digest_weights(params, trainer.model.sharding(P()))
         _check_weights(run, stored, weights)
         references = {
             name: _ReferencePass(trainer, params, f"{weights} {corpus.fingerprint}").compute(
-                split, stored.part_folder(name), say, name
+                split, stored.part_folder(name), name
             )
             for name, split in corpus.preference_splits().items()
         }
@@ -62,17 +61,17 @@ def add_references(run: Run, trainer: Trainer, corpus: Corpus, state: Any, say: 
     return corpus.with_references(references)
 
 
-def read_references(run: Run, corpus: Corpus, say: Say) -> Corpus:
+def read_references(run: Run, corpus: Corpus) -> Corpus:
     """Returns the corpus with the references that a run has stored."""
-    references = References(run, corpus).read(say)
+    references = References(run, corpus).read()
     if references is None:
         raise RunError(f"{run.out} has no references of this data; `train --resume` computes them again")
     return corpus.with_references(references)
 
 
-def _read_of_base(run: Run, corpus: Corpus, say: Say) -> tuple[str, dict[str, np.ndarray]]:
+def _read_of_base(run: Run, corpus: Corpus) -> tuple[str, dict[str, np.ndarray]]:
     stored = References(Run.open(run.config.training.base_run), corpus)
-    if (references := stored.read(say)) is None:
+    if (references := stored.read()) is None:
         raise RunError(f"base={run.config.training.base} has no references of this data; resume that run once")
     return stored.weights, references
 
@@ -97,14 +96,14 @@ class References:
         """Returns the folder of the parts of a split; their names do not depend on its path."""
         return self.folder / _shorten(name)
 
-    def read(self, say: Say) -> dict[str, np.ndarray] | None:
+    def read(self) -> dict[str, np.ndarray] | None:
         """Returns the references of every split; None if they are not complete, or belong to other data."""
         index = processes.succeed_or_fail_together(self._read_index)
         if index is None:
             return None
         self.weights = index["weights"]
         if index["data"] != self._corpus.fingerprint:
-            say("references: the data has changed, so that they are computed again")
+            log.info("references: the data has changed, so that they are computed again")
             return None
         references = {}
         for name, split in self._corpus.preference_splits().items():
@@ -117,7 +116,7 @@ class References:
             if not is_valid:
                 raise RunError(f"{self.folder / INDEX} is damaged; remove it, and the references are computed again")
             references[name] = values
-        say(f"references: read from {self.folder}, of weights {self.weights[:12]} and data {index['data'][:12]}")
+        log.info(f"references: read from {self.folder}, of weights {self.weights[:12]} and data {index['data'][:12]}")
         return references
 
     def _read_index(self) -> dict | None:
@@ -164,7 +163,7 @@ class _ReferencePass:
         model = trainer.model
         self._measure = programs.jit(model.log_probabilities, out_shardings=model.sharding(P()))  # type: ignore[attr-defined]
 
-    def compute(self, split: PreferenceSplit, folder: Path, say: Say, name: str) -> np.ndarray:
+    def compute(self, split: PreferenceSplit, folder: Path, name: str) -> np.ndarray:
         """Returns log-probabilities [pairs, columns] of a split, 0 for pairs without a row; goes on after a kill."""
         config = self._trainer.config
         windows = PreferenceWindows(split, choose_row_layout(config))
@@ -173,7 +172,7 @@ class _ReferencePass:
         columns = config.preferences.references_of_a_pair
         result, size = np.zeros((split.count, columns), np.float32), config.training.batch
         batches = -(-windows.count // size)
-        say(f"references: computing those of {format_count(len(windows.pairs), 'pair')} of {name}, batch={size}")
+        log.info(f"references: computing those of {format_count(len(windows.pairs), 'pair')} of {name}, batch={size}")
         for number, first in enumerate(range(0, batches, BATCHES_OF_A_PART)):
             path = folder / f"{identity}_{number:06d}.npy"
             rows = np.arange(first * size, min(first + BATCHES_OF_A_PART, batches) * size)

@@ -15,14 +15,13 @@ from shardformer.config.training_keys import ROLLBACKS, SKIP_LIMIT
 from shardformer.devices import processes, programs
 from shardformer.errors import RunError
 from shardformer.logs.csv_file import CsvFile
+from shardformer.messages import log
 from shardformer.training.checkpoint_progress import is_scheduled, select_earlier
 from shardformer.training.rolling_guard import Verdict
 from shardformer.training.run_folder import Run, Starter
 
 MOST_TRIED = 100  # checkpoints; a text between processes holds 2 kB
 COLUMNS = ("step", "loss", "grad_norm", *Verdict._fields)
-
-Say = Callable[[str], None]
 
 
 class Stuck(Exception):
@@ -39,8 +38,8 @@ class SkipLog:
     Only the first process writes the file; on resume it continues after `first_step`.
     """
 
-    def __init__(self, records: Path | None, first_step: int, config: Config, say: Callable[[str], None]):
-        self._say, self._file = say, None
+    def __init__(self, records: Path | None, first_step: int, config: Config):
+        self._file = None
         if records and config.bad_steps.skip_steps:
             self._file = CsvFile(records / "skipped.csv", COLUMNS)
             self._file.begin(first_step)
@@ -54,7 +53,7 @@ class SkipLog:
         if not verdict.in_row:
             return row
         problem = self._describe(row, verdict, explain)
-        self._say(f"step {row['step']} is left out, {verdict.skipped:.0f} so far: {problem}")
+        log.info(f"step {row['step']} is left out, {verdict.skipped:.0f} so far: {problem}")
         if self._file:
             left_out = {"step": row["step"], "loss": row["loss"], "grad_norm": row["grad_norm"]}
             self._file.append(left_out | verdict._asdict())
@@ -71,20 +70,20 @@ class SkipLog:
         return ", ".join(f"{name} is {row[name]:.4g}, its bound {bound:.4g}" for name, bound in above.items())
 
 
-def go_back(run: Run, evaluator: Any, checkpoints: Any, step: int, record: dict, say: Say) -> tuple[Any, Iterator]:
+def go_back(run: Run, evaluator: Any, checkpoints: Any, step: int, record: dict) -> tuple[Any, Iterator]:
     """Returns the state of an earlier checkpoint as that of `step`, and the batches after it.
 
     The batches in between are left out. After the last step, saves the state.
     """
     trainer, c = evaluator.trainer, run.config
     checkpoints.wait()
-    state = _restore_as(run, trainer, step, record, say)
+    state = _restore_as(run, trainer, step, record)
     if step == c.training.steps:
         checkpoints.save_last_state(state)
     return state, evaluator.corpus.train_batches(c, step, trainer.local_rows)
 
 
-def _restore_as(run: Run, trainer: Starter, step: int, record: dict, say: Say) -> Any:
+def _restore_as(run: Run, trainer: Starter, step: int, record: dict) -> Any:
     """Returns the state of an earlier checkpoint as that of `step`.
 
     The checkpoint is older than the first left-out step's weights. A run that goes back again before it has applied a
@@ -101,7 +100,7 @@ def _restore_as(run: Run, trainer: Starter, step: int, record: dict, say: Say) -
     if counts["rollbacks"] and before <= counts["went_back_at"]:
         before = counts["went_back_to"]
     restored, state = _restore_earlier(run, trainer, before)
-    say(
+    log.info(
         f"{bad}: the run goes back to the weights of step {restored} and continues after step {step} "
         f"({counts['rollbacks'] + 1} of at most {ROLLBACKS})"
     )

@@ -22,6 +22,7 @@ from shardformer.inference.chat_codec import ChatCodec
 from shardformer.inference.generator import Continuation, place
 from shardformer.inference.text_codec import TextCodec
 from shardformer.logs import goodput
+from shardformer.messages import log
 from shardformer.model import Measures, Model, Sums, lora
 from shardformer.tables import format_count
 from shardformer.training.preference_references import digest_weights
@@ -33,7 +34,6 @@ from shardformer.training.trainer import Trainer
 
 FILE = "reference.json"
 SMALLEST_SPREAD = 1e-4  # added to the deviation of a group's rewards, as TRL adds it
-Say = Callable[[str], None]
 
 
 class Answers(NamedTuple):
@@ -198,11 +198,11 @@ class RolloutTrainer(Trainer):
         return self._made[1]
 
 
-def add_rollouts(run: Run, trainer: Trainer, state: TrainState, say: Say) -> RolloutTrainer:
+def add_rollouts(run: Run, trainer: Trainer, state: TrainState) -> RolloutTrainer:
     """Returns the trainer of a run with objective=grpo, from the state that it starts with."""
     reference = Reference(run, trainer, state) if run.config.preferences.beta else None
     keys = run.config.preferences
-    say(
+    log.info(
         f"rollouts: {keys.group_size} answers of at most {format_count(keys.answer_tokens, 'token')} to each of "
         f"{format_count(run.config.data_rows, 'prompt')}, for {format_count(keys.rollout_steps, 'step')}; "
         "val_loss is minus the mean reward of greedy answers"

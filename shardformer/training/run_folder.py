@@ -18,6 +18,7 @@ from shardformer.data import Data, SpecialTokens, Vocabulary
 from shardformer.devices import processes
 from shardformer.errors import RunError, UsageError
 from shardformer.files import check_no_link, make_folder, read_text, remove_temporary, replacing
+from shardformer.messages import log
 from shardformer.model import TaskOnMesh, lora, master_weights
 from shardformer.optim import average
 from shardformer.storage import BucketPath
@@ -188,7 +189,7 @@ class Run:
         needed = select_needed(checkpoint.list_steps(self.out), self.config)
         checkpoint.prune(self.out, self.config.run.keep, {best.step} | needed, self.config.run.keep_every)
 
-    def restore(self, trainer: Starter, say: Callable[[str], None] = print) -> tuple[Any, Best]:
+    def restore(self, trainer: Starter) -> tuple[Any, Best]:
         """Returns the state and the best so far of the newest valid checkpoint; a new state if there is none yet.
 
         Renames newer checkpoints that are damaged.
@@ -209,7 +210,7 @@ class Run:
             for number, problem in damage.items():
                 if problem:
                     aside = checkpoint.set_aside(self.out, number)
-                    say(f"{problem}; it is now {aside}, and the run goes on from step {step}")
+                    log.info(f"{problem}; it is now {aside}, and the run goes on from step {step}")
 
         processes.run_on_first_process(set_aside)
         assert restored is not None  # it has no damage

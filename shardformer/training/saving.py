@@ -14,6 +14,7 @@ from shardformer.checkpoint import FolderLost, Lock, Snapshot
 from shardformer.devices import processes
 from shardformer.errors import RunError
 from shardformer.logs import goodput
+from shardformer.messages import log
 from shardformer.training.checkpoint_progress import Best
 from shardformer.training.run_folder import Run
 
@@ -28,12 +29,11 @@ class RunCheckpoints:
         self,
         run: Run,
         best: Best,
-        say: Callable[[str], None],
         lock: Lock | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.best, self._clock = best, clock
-        self._run, self._say, self._config, self._lock = run, say, run.config, lock
+        self._run, self._config, self._lock = run, run.config, lock
         self._saver = checkpoint.Saver(run.out, lock)
         self._best_in_flight = self._best_saved = best  # of the last save, and of the last save that succeeded
         self._in_flight: tuple[Snapshot, int] | None = None
@@ -162,7 +162,7 @@ class RunCheckpoints:
         return bool(processes.text_of_first_process(result))
 
     def _say_that_training_continues(self, problem: str) -> None:
-        self._say(f"{problem}; training continues (on_save_error=continue)")
+        log.info(f"{problem}; training continues (on_save_error=continue)")
 
     def _find_lost_folder(self) -> tuple[str, str]:
         """Returns the run folder's loss and the path to save to instead, on all processes; ("", "") if it exists."""

@@ -1,13 +1,13 @@
 """The teacher of a distillation: its weights on the run's devices, the same in every start of the run."""
 
 import json
-from collections.abc import Callable
 
 from jax.sharding import PartitionSpec as P
 
 from shardformer.devices import processes
 from shardformer.errors import RunError, UsageError
 from shardformer.files import make_folder, read_text, replacing
+from shardformer.messages import log
 from shardformer.training.preference_references import digest_weights
 from shardformer.training.run_folder import Run
 from shardformer.training.trainer import Trainer
@@ -15,7 +15,7 @@ from shardformer.training.trainer import Trainer
 FILE = "teacher.json"
 
 
-def add_teacher(run: Run, trainer: Trainer, say: Callable[[str], None]) -> None:
+def add_teacher(run: Run, trainer: Trainer) -> None:
     """Loads the teacher's best weights; raises RunError if they are not those of the run's first start."""
     teacher = Run.open(run.config.preferences.teacher)
     if teacher.vocabulary.without_options().sha256 != run.vocabulary.without_options().sha256:
@@ -28,7 +28,7 @@ def add_teacher(run: Run, trainer: Trainer, say: Callable[[str], None]) -> None:
     name = f"teacher={run.config.preferences.teacher}"
     processes.run_on_first_process(lambda: check_weights(run, FILE, name, weights, step))
     trainer.constants["teacher"] = params
-    say(f"teacher: step {step} of {teacher.out}, weights {weights[:12]}")
+    log.info(f"teacher: step {step} of {teacher.out}, weights {weights[:12]}")
 
 
 def check_weights(run: Run, file: str, name: str, weights: str, step: int) -> None:

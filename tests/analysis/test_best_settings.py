@@ -21,7 +21,7 @@ def with_memory(count: int) -> chips.Slice:
 
 
 def silent(_: str) -> None:
-    """A `say` that prints nothing."""
+    """Shows no setting that is tried."""
 
 
 @pytest.fixture(scope="module")

@@ -24,9 +24,9 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("SHARDFORMER_CACHE", str(tmp_path / "cache"))
 
 
-def load(path, say=lambda _: None, **options):
+def load(path, **options):
     settings = {"data": str(path), "tokenizer": "bytes", "chat_template": "plain", "seq": 128, "vocab": 257}
-    return load_corpus(shared.tiny(**settings | {"documents": "masked"} | options), say)
+    return load_corpus(shared.tiny(**settings | {"documents": "masked"} | options))
 
 
 def test_all_causes_come_at_once(tmp_path):
@@ -40,10 +40,10 @@ def test_all_causes_come_at_once(tmp_path):
     assert lines[2:] == [f"  - 1 row; the first: {path}, line 22, has no messages; remove the row"]
 
 
-def test_skipped_rows_are_counted_by_cause(tmp_path):
+def test_skipped_rows_are_counted_by_cause(tmp_path, said):
     good = write_lines(tmp_path / "good.jsonl", records(20))
-    path, said = write_lines(tmp_path / "chat.jsonl", [*BAD, *records(20)]), []
-    corpus = load(path, said.append, bad_rows="skip")
+    path = write_lines(tmp_path / "chat.jsonl", [*BAD, *records(20)])
+    corpus = load(path, bad_rows="skip")
     assert [line for line in said if "left out (bad_rows=skip): 3 rows: 2 x role 'bot'" in line]
     kept, expected = (sum(len(s.tokens) for s in c.splits("train")) for c in (corpus, load(good)))
     assert kept == expected
@@ -87,14 +87,14 @@ def test_records_in_utf16_are_named(tmp_path):
     ],
     ids=["text", "prompt", "chat", "pair"],
 )
-def test_half_a_character_is_a_bad_row(tmp_path, make, keys, tokenizer):
+def test_half_a_character_is_a_bad_row(tmp_path, make, keys, tokenizer, said):
     texts = [*(f"some words {n} " * 9 for n in range(40)), "half \ud83d"]
-    path, said, options = tmp_path / "rows.jsonl", [], {"tokenizer": tokenizer, "vocab": 0} | keys
+    path, options = tmp_path / "rows.jsonl", {"tokenizer": tokenizer, "vocab": 0} | keys
     path.write_text("\n".join(json.dumps(make(text)) for text in texts))
     message = r"rows.jsonl, line 41, has '\\ud83d', half of a character .* remove it; .* bad_rows=skip"
     with pytest.raises(UsageError, match=message):
         load(path, **options)
-    load(path, said.append, bad_rows="skip", **options)
+    load(path, bad_rows="skip", **options)
     assert [line for line in said if "1 row: 1 x half of a character" in line]
 
 
@@ -137,14 +137,14 @@ def test_each_reason_of_a_template_is_a_cause(tmp_path):
 
 
 @pytest.mark.parametrize("keys", [{}, {"objective": "dpo"}], ids=str)
-def test_tools_that_a_template_ignores_are_named(tmp_path, keys):
-    tools, said = [{"type": "function", "function": {"name": "clock"}}], []
+def test_tools_that_a_template_ignores_are_named(tmp_path, keys, said):
+    tools = [{"type": "function", "function": {"name": "clock"}}]
     rows = [record | {"tools": tools} for record in records(60)]
     if keys:
         turns = [(record["messages"][:1], record["messages"][1:2]) for record in rows]
         other = {"rejected": [{"role": "assistant", "content": "?"}], "tools": tools}
         rows = [{"prompt": prompt, "chosen": answer} | other for prompt, answer in turns]
-    load(write_lines(tmp_path / "chat.jsonl", rows), said.append, **keys)
+    load(write_lines(tmp_path / "chat.jsonl", rows), **keys)
     message = "rows that are changed: 60 x tools are left out: the chat template of plain does not read them"
     assert [line for line in said if message in line]
 

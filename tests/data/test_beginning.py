@@ -28,7 +28,7 @@ def tokenizer(tmp_path):
 
 def load(data, tokenizer, **options):
     settings = preset("tiny").replace(data=str(data), tokenizer=str(tokenizer), **{"validation": "0.2"} | options)
-    return load_corpus(settings, print)
+    return load_corpus(settings)
 
 
 @pytest.mark.parametrize("known", [{}, {"<ghost>": {"id": "<ghost>", "ids": [77], "tokens": ["<ghost>"]}}])

@@ -32,7 +32,7 @@ def upload(monkeypatch, tmp_path):
 
 
 def load(data, **overrides):
-    return corpus.load_corpus(tiny(data=str(data), **overrides), lambda _: None)
+    return corpus.load_corpus(tiny(data=str(data), **overrides))
 
 
 def assert_same(in_bucket: corpus.Corpus, on_disk: corpus.Corpus, name: str):

@@ -35,8 +35,8 @@ def text_file(tmp_path):
     return write
 
 
-def load(source, say=lambda _: None, vocabulary=None, **settings):
-    return data.load_corpus(Config.of(**{"data": str(source), "seq": 4, "batch": 2} | settings), say, vocabulary)
+def load(source, vocabulary=None, **settings):
+    return data.load_corpus(Config.of(**{"data": str(source), "seq": 4, "batch": 2} | settings), vocabulary)
 
 
 def text_of(corpus, split: str) -> str:
@@ -137,10 +137,9 @@ def test_tokenizers(text_file, tokenizer, size):
     assert sum(b["bytes"].sum() for b in evaluated) == 50 - first
 
 
-def test_bpe_needs_text_and_a_given_vocabulary_is_kept(text_file):
-    notices = []
-    first = load(text_file("ab" * 50), notices.append, tokenizer="bpe:5000")
-    assert "the text has pairs for" in notices[0]
+def test_bpe_needs_text_and_a_given_vocabulary_is_kept(text_file, said):
+    first = load(text_file("ab" * 50), tokenizer="bpe:5000")
+    assert "the text has pairs for" in said[0]
     assert load(text_file("ab" * 60), vocabulary=first.vocabulary).vocabulary is first.vocabulary
     for wrong in ("bpe:256", "bpe:", "bpe:x"):
         with pytest.raises(UsageError, match="tokenizer=bpe:N takes N from 257"):
@@ -174,11 +173,10 @@ def test_path_in_an_unknown_home_is_rejected(monkeypatch, keys):
         data.load_corpus(Config.of(**keys))
 
 
-def test_characters_outside_training_are_known_and_reported(text_file):
-    notices = []
-    corpus = load(text_file("a" * 92 + "xyx" + "a" * 5), notices.append)
+def test_characters_outside_training_are_known_and_reported(text_file, said):
+    corpus = load(text_file("a" * 92 + "xyx" + "a" * 5))
     assert corpus.vocabulary.characters == "axy"
-    (notice,) = notices
+    (notice,) = said
     assert "2 of 3 characters are in validation or test only, and are not learned: 'x' 'y'" in notice
 
 
@@ -190,22 +188,20 @@ def test_unreachable_tiny_shakespeare_lists_alternatives(offline):
     assert not offline.exists()
 
 
-def test_unreachable_auto_takes_the_builtin_corpus(offline):
-    notices = []
-    corpus = load("auto", notices.append)
+def test_unreachable_auto_takes_the_builtin_corpus(offline, said):
+    corpus = load("auto")
     assert (corpus.name, corpus.fingerprint) == ("builtin", load("builtin").fingerprint)
-    (notice,) = notices
+    (notice,) = said
     for words in ("not Shakespeare's", *ALTERNATIVES):
         assert words in notice
 
 
-def test_auto_takes_a_prepared_tiny_shakespeare(monkeypatch):
+def test_auto_takes_a_prepared_tiny_shakespeare(monkeypatch, said):
     monkeypatch.setattr(shakespeare, "is_prepared", lambda: True)
     monkeypatch.setattr(shakespeare, "_read_splits", lambda: ("abc", "ab", "bc"))
-    notices = []
-    corpus = load("auto", notices.append)
+    corpus = load("auto")
     assert [corpus.name, *(text_of(corpus, split) for split in SPLITS)] == ["tiny_shakespeare", "abc", "ab", "bc"]
-    assert not notices
+    assert not said
 
 
 @pytest.mark.parametrize("name", ["", "*.txt"])

@@ -43,7 +43,7 @@ def find_recipe(path: Path, **changes) -> Recipe:
 
 
 def load(name, **options):
-    return data.load_corpus(Config.of(data=str(name), seq=4, batch=2, tokenizer="bytes"), lambda _: None, **options)
+    return data.load_corpus(Config.of(data=str(name), seq=4, batch=2, tokenizer="bytes"), **options)
 
 
 def change_one_byte(path: Path) -> None:
@@ -248,7 +248,7 @@ def test_bpe_learns_from_training_documents_only(tmp_path):
 def test_bpe_learns_from_the_training_part_of_one_long_text(tmp_path, monkeypatch):
     change_text_limits(monkeypatch, in_memory=1000)
     (tmp_path / "a.txt").write_text("train me\n" * 950 + "held out\n" * 50)
-    source = corpus.find_source(str(tmp_path / "a.txt"), SourceOptions(), print)
+    source = corpus.find_source(str(tmp_path / "a.txt"), SourceOptions())
     assert isinstance(source, file_sources.TextFiles)
     assert set("".join(source.sample())) == set("train me\n")
     assert source.characters("test") == set("held out\n")

@@ -26,9 +26,9 @@ def write(path: Path, content: str | bytes = TEXT) -> Path:
     return path
 
 
-def list_names(name, path=None, out=None, said=None) -> list[str]:
+def list_names(name, path=None, out=None) -> list[str]:
     base = Path(path or name)
-    found = listing.list_files(str(name), base, out, said.append if said is not None else lambda _: None, "data takes")
+    found = listing.list_files(str(name), base, out, "data takes")
     return [file.name for file in found]
 
 
@@ -38,42 +38,39 @@ def test_the_run_folder_is_no_part_of_its_data(tmp_path):
     write(texts / "a.txt")
     out = texts / "run"
     config = Config.of(data=str(texts), out=str(out), seq=4, batch=2)
-    before = data.load_corpus(config, lambda _: None).fingerprint
+    before = data.load_corpus(config).fingerprint
     write(out / "metrics.csv", "step,loss\n1,2\n" * 50)
-    assert data.load_corpus(config, lambda _: None).fingerprint == before
+    assert data.load_corpus(config).fingerprint == before
     write(out / "config.json", "{}" * 90)
     write(out / "vocabulary.json", "{}" * 90)
     write(out / "step_5" / "config.json", "{}" * 90)
     moved = config.replace(out=str(tmp_path / "elsewhere"))
-    assert data.load_corpus(moved, lambda _: None).fingerprint == before
+    assert data.load_corpus(moved).fingerprint == before
 
 
-def test_prepared_folders_below_a_folder_are_left_out(tmp_path):
+def test_prepared_folders_below_a_folder_are_left_out(tmp_path, said):
     write(tmp_path / "texts" / "a.txt")
     write(tmp_path / "texts" / "tokens" / "vocabulary.json", "{}")
     write(tmp_path / "texts" / "tokens" / "README.md")
-    said: list[str] = []
-    assert list_names(tmp_path / "texts", said=said) == ["a.txt"]
+    assert list_names(tmp_path / "texts") == ["a.txt"]
     assert said == [f"data={tmp_path / 'texts'}: left out: 2 files of runs or prepared data"]
 
 
-def test_a_pattern_leaves_files_of_runs_out(tmp_path):
+def test_a_pattern_leaves_files_of_runs_out(tmp_path, said):
     write(tmp_path / "a.txt")
     write(tmp_path / "run" / "vocabulary.json", "{}")
     write(tmp_path / "run" / "notes.txt")
-    said: list[str] = []
-    assert list_names(tmp_path / "**" / "*.txt", said=said) == ["a.txt"]
+    assert list_names(tmp_path / "**" / "*.txt") == ["a.txt"]
     assert "left out: 1 file in folders of runs" in said[0]
     assert list_names(tmp_path / "run" / "*.txt") == ["notes.txt"]  # the run's folder is named
     with pytest.raises(UsageError, match="names only files of runs"):
         list_names(tmp_path / "r*" / "*.txt")
 
 
-def test_other_files_of_a_folder_are_counted(tmp_path):
+def test_other_files_of_a_folder_are_counted(tmp_path, said):
     for name in ("a.txt", "b.md", "c.png", "d.PNG", "e.wav", "LICENSE"):
         write(tmp_path / "texts" / name)
-    said: list[str] = []
-    assert list_names(tmp_path / "texts", said=said) == ["a.txt", "b.md"]
+    assert list_names(tmp_path / "texts") == ["a.txt", "b.md"]
     (line,) = said
     assert line.startswith(f"data={tmp_path / 'texts'}: 2 text files; left out: 2 .png, 1 ")
     assert "1 .wav" in line
@@ -87,7 +84,7 @@ def test_a_data_set_of_feather_files_is_rejected(tmp_path):
     with pytest.raises(
         UsageError, match=r"has 2 \.feather files, which are not read here; write their text as \.jsonl"
     ):
-        corpus.find_source(str(tmp_path / "hub"), SourceOptions(), print)
+        corpus.find_source(str(tmp_path / "hub"), SourceOptions())
 
 
 @pytest.mark.parametrize(
@@ -140,14 +137,14 @@ def test_a_relative_pattern_is_that_of_the_shell(tmp_path, monkeypatch):
 def test_all_files_that_are_not_utf8_are_named_first(tmp_path, monkeypatch):
     for number in range(5):
         write(tmp_path / "texts" / f"{number}.txt", TEXT.encode() + (b"\xff" if number % 2 else b""))
-    source = corpus.find_source(str(tmp_path / "texts"), SourceOptions(), print)
+    source = corpus.find_source(str(tmp_path / "texts"), SourceOptions())
     let_fail(monkeypatch, os, "rename", AssertionError("nothing is prepared"))
     with pytest.raises(UsageError, match=r"2 of 5 files are not UTF-8: .*1\.txt, .*3\.txt; convert them"):
-        data.load_corpus(Config.of(data=str(tmp_path / "texts"), seq=4, batch=2), lambda _: None)
+        data.load_corpus(Config.of(data=str(tmp_path / "texts"), seq=4, batch=2))
     assert isinstance(source, file_sources.TextFiles)
     assert not (tmp_path / "cache").exists()
 
 
 def test_ids_of_a_token_file_are_not_text(tmp_path):
     np.arange(500, dtype="<u2").tofile(tmp_path / "a.bin")
-    assert corpus.find_source(str(tmp_path / "a.bin"), SourceOptions(), print).largest_id() == 499
+    assert corpus.find_source(str(tmp_path / "a.bin"), SourceOptions()).largest_id() == 499

@@ -127,7 +127,7 @@ def test_a_prepared_token_file_trains_as_the_file_itself(tmp_path, monkeypatch, 
 
     def read(source):
         config = Config.of(data=str(source), seq=8, batch=4)
-        corpus = data.load_corpus(config, lambda _: None)
+        corpus = data.load_corpus(config)
         splits = [split.tokens.take(0, len(split.tokens)) for name in SPLITS for split in corpus.splits(name)]
         return [*splits, next(corpus.train_batches(config))["tokens"]]
 
@@ -251,7 +251,7 @@ def test_a_source_that_changes_under_the_cache(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in DOCUMENTS])
 
     def opened():
-        return corpus.find_source(str(path), SourceOptions(), print).open(Bytes(), lambda *_: None)
+        return corpus.find_source(str(path), SourceOptions()).open(Bytes(), lambda *_: None)
 
     first = opened()
     assert opened().fingerprint == first.fingerprint
@@ -344,12 +344,12 @@ def test_damage_is_named(folder, file, damage, message):
 
 
 def test_a_folder_brings_its_vocabulary(folder):
-    source = corpus.find_source(str(folder), SourceOptions(), print)
+    source = corpus.find_source(str(folder), SourceOptions())
     assert source.vocabulary == Bytes()
     with pytest.raises(UsageError, match=r"was prepared with tokenizer=bytes .* and this takes chars"):
         source.open(Characters("ab"), lambda *_: None)
     shutil.move(folder, folder.with_name("moved"))
-    moved = corpus.find_source(str(folder.with_name("moved")), SourceOptions(), print)
+    moved = corpus.find_source(str(folder.with_name("moved")), SourceOptions())
     assert moved.open(Bytes(), lambda *_: None).fingerprint == source.folder.fingerprint
 
 

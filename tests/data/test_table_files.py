@@ -44,7 +44,7 @@ def save(folder, rows, **state):
 
 
 def find(path, **options):
-    return file_sources.find_recipe([str(path)], SourceOptions(**options), lambda _: None)
+    return file_sources.find_recipe([str(path)], SourceOptions(**options))
 
 
 @pytest.mark.parametrize(("name", "file"), [("x.parquet", False), ("x.arrow", False), ("x.arrow", True)])

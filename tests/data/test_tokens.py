@@ -55,7 +55,7 @@ def test_ids_are_stored_in_two_bytes_while_they_fit():
 
 
 def load(source, **settings):
-    return data.load_corpus(Config.of(**{"data": str(source), "seq": 4, "batch": 2} | settings), lambda _: None)
+    return data.load_corpus(Config.of(**{"data": str(source), "seq": 4, "batch": 2} | settings))
 
 
 @pytest.mark.parametrize("name", ["train.bin", "train.npy"])

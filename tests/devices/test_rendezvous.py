@@ -28,51 +28,50 @@ def free_port() -> int:
 
 
 def connect_all(port: int, *members: tuple[int, int], timeout: float = 20):
-    """Returns the links or the error of each (count, index), and the printed lines."""
-    said = []
+    """Returns the links or the error of each (count, index)."""
 
     def attempt(member):
         try:
-            return rendezvous.connect(f"localhost:{port}", *member, timeout, said.append)
+            return rendezvous.connect(f"localhost:{port}", *member, timeout)
         except (RunError, UsageError) as error:
             return error
 
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(attempt, members)), said
+        return list(pool.map(attempt, members))
 
 
 def test_all_find_each_other_in_any_order():
-    found, _ = connect_all(free_port(), (3, 2), (3, 1), (3, 0))
+    found = connect_all(free_port(), (3, 2), (3, 1), (3, 0))
     assert [sorted(links) for links in found] == [[0], [0], [1, 2]]
 
 
 @pytest.mark.multiprocess
-def test_a_partner_that_never_starts_is_named():
+def test_a_partner_that_never_starts_is_named(said):
     begin = time.monotonic()
-    found, said = connect_all(free_port(), (3, 0), (3, 2), timeout=3)
+    found = connect_all(free_port(), (3, 0), (3, 2), timeout=3)
     for error in found:
         assert str(error).startswith("process 1 of 3 did not answer within 3 s (start_timeout); start the same command")
     assert any(line.startswith("waiting for process 1 of 3, for at most ") for line in said)
     assert time.monotonic() - begin < 15
 
 
-def test_a_missing_first_process_is_named_with_its_address():
+def test_a_missing_first_process_is_named_with_its_address(said):
     port = free_port()
-    (error,), said = connect_all(port, (2, 1), timeout=2)
+    (error,) = connect_all(port, (2, 1), timeout=2)
     assert str(error).startswith(f"process 0 of 2 at localhost:{port} did not answer within 2 s")
     assert said[0].startswith(f"waiting for process 0 of 2 at localhost:{port}, for at most ")
 
 
 def test_a_wrong_host_is_named():
     with pytest.raises(RunError, match=r"no\.such\.host\.invalid:1 \(this host name cannot be found: "):
-        rendezvous.connect("no.such.host.invalid:1", 2, 1, 1, print)
+        rendezvous.connect("no.such.host.invalid:1", 2, 1, 1)
 
 
 def test_a_port_in_use_is_named_on_both_sides():
     with socket.create_server(("", free_port())) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UsageError, match=f"port {port} of coordinator= is in use on this machine"):
-            rendezvous.connect(f"localhost:{port}", 2, 0, 5, print)
+            rendezvous.connect(f"localhost:{port}", 2, 0, 5)
 
         def answer():
             for _ in range(2):  # process 0 has asked for the owner of the port before
@@ -81,7 +80,7 @@ def test_a_port_in_use_is_named_on_both_sides():
 
         threading.Thread(target=answer, daemon=True).start()
         with pytest.raises(RunError, match=f"localhost:{port} belongs to another program"):
-            rendezvous.connect(f"localhost:{port}", 2, 1, 5, print)
+            rendezvous.connect(f"localhost:{port}", 2, 1, 5)
 
 
 def connect_when_listening(port: int) -> socket.socket:
@@ -95,23 +94,23 @@ def connect_when_listening(port: int) -> socket.socket:
 def test_a_stranger_who_connects_is_not_counted():
     port = free_port()
     with ThreadPoolExecutor() as pool:
-        first = pool.submit(rendezvous.connect, f"localhost:{port}", 2, 0, 20, print)
+        first = pool.submit(rendezvous.connect, f"localhost:{port}", 2, 0, 20)
         stranger = connect_when_listening(port)
         stranger.sendall(b"GET / HTTP/1.1\n")
-        second = pool.submit(rendezvous.connect, f"localhost:{port}", 2, 1, 20, print)
+        second = pool.submit(rendezvous.connect, f"localhost:{port}", 2, 1, 20)
         assert list(first.result()) == [1]
         assert list(second.result()) == [0]
 
 
 def test_two_processes_with_one_number_are_rejected():
-    found, _ = connect_all(free_port(), (3, 0), (3, 1), (3, 1), timeout=5)
+    found = connect_all(free_port(), (3, 0), (3, 1), (3, 1), timeout=5)
     assert str(found[0]) == "two processes were started with process_id=1; give each its own"
 
 
 @pytest.mark.parametrize("other", [(3, 1), (3, 2), (4, 1)])
 def test_different_counts_end_both_processes_at_once(other):
     begin = time.monotonic()
-    found, _ = connect_all(free_port(), (2, 0), other, timeout=60)
+    found = connect_all(free_port(), (2, 0), other, timeout=60)
     count, index = other
     expected = f"process 0 was given processes=2, process {index} processes={count}; give all the same"
     assert [str(error) for error in found] == [expected] * 2
@@ -124,11 +123,11 @@ def test_different_counts_end_the_other_waiting_processes():
         waiting = pool.submit(connect_all, port, (3, 0), (3, 2), timeout=60)
         time.sleep(1)
         connect_all(port, (4, 1), timeout=60)
-        found, _ = waiting.result(timeout=20)
+        found = waiting.result(timeout=20)
     assert all("process 0 was given processes=3, process 1 processes=4" in str(error) for error in found)
 
 
-def test_a_second_process_0_is_rejected_and_the_first_goes_on():
+def test_a_second_process_0_is_rejected_and_the_first_goes_on(said):
     port = free_port()
     with ThreadPoolExecutor() as pool:
         first = pool.submit(connect_all, port, (2, 0), timeout=60)
@@ -136,9 +135,9 @@ def test_a_second_process_0_is_rejected_and_the_first_goes_on():
             with contextlib.suppress(OSError), socket.create_connection(("localhost", port)):
                 break
             time.sleep(0.05)
-        (second,), _ = connect_all(port, (2, 0), timeout=60)
+        (second,) = connect_all(port, (2, 0), timeout=60)
         connect_all(port, (2, 1), timeout=60)
-        (links,), said = first.result(timeout=20)
+        (links,) = first.result(timeout=20)
     expected = "two processes were started with process_id=0 and this port; give each process its own process_id"
     assert isinstance(second, UsageError)
     assert str(second) == f"{expected}, or another run another port of coordinator="
@@ -164,7 +163,7 @@ def test_processes_with_different_code_are_rejected(theirs, named):
     with ThreadPoolExecutor() as pool:
         first = pool.submit(connect_all, port, (2, 0), timeout=20)
         answer = say_hello(port, b"shardformer 1 2" + theirs + b"\n")
-        (error,), _ = first.result(timeout=20)
+        (error,) = first.result(timeout=20)
     assert isinstance(error, UsageError)
     ours = describe_software()
     assert str(error) == f"process 0 runs {ours}, process 1 runs {named}; install and set the same on all machines"
@@ -196,7 +195,7 @@ def test_two_checkouts_do_not_train_together(tmp_path):
     package = Path(rendezvous.__file__).parents[1]
     copy = shutil.copytree(package, tmp_path / "shardformer", ignore=shutil.ignore_patterns("__pycache__"))
     port, code = free_port(), "from shardformer.devices import rendezvous; import sys; "
-    code += f"rendezvous.connect('localhost:{port}', 2, int(sys.argv[1]), 30, print)"
+    code += f"rendezvous.connect('localhost:{port}', 2, int(sys.argv[1]), 30)"
 
     def start(index: int, root) -> subprocess.Popen:
         environment = os.environ | {"PYTHONPATH": str(root)}
@@ -228,7 +227,7 @@ def test_a_client_that_drips_does_not_outlast_the_deadline(monkeypatch):
 
     threading.Thread(target=drip, daemon=True).start()
     begin = time.monotonic()
-    (error,), _ = connect_all(port, (2, 0), timeout=2)
+    (error,) = connect_all(port, (2, 0), timeout=2)
     ended.set()
     assert "did not answer within 2 s" in str(error)
     assert time.monotonic() - begin < 6
@@ -247,7 +246,7 @@ def test_a_first_process_that_drips_does_not_outlast_the_deadline():
 
         threading.Thread(target=drip, daemon=True).start()
         begin = time.monotonic()
-        (error,), _ = connect_all(server.getsockname()[1], (2, 1), timeout=1)
+        (error,) = connect_all(server.getsockname()[1], (2, 1), timeout=1)
         ended.set()
     assert "did not answer within 1 s" in str(error)
     assert time.monotonic() - begin < 15
@@ -260,7 +259,7 @@ def test_an_answer_that_is_not_utf_8_is_one_line():
             server.accept()[0].sendall(b"refused \xff\xfe\n")
 
         threading.Thread(target=answer, daemon=True).start()
-        (error,), _ = connect_all(server.getsockname()[1], (2, 1), timeout=5)
+        (error,) = connect_all(server.getsockname()[1], (2, 1), timeout=5)
     assert str(error) == "\N{REPLACEMENT CHARACTER}" * 2
 
 
@@ -360,5 +359,5 @@ def test_a_process_that_was_started_again_takes_its_own_place():
         time.sleep(0.3)
         died.close()
         connect_all(port, (3, 1), (3, 2))
-        (links,), _ = first.result()
+        (links,) = first.result()
     assert sorted(links) == [1, 2]

@@ -39,13 +39,11 @@ def test_auto(devices, batch, virtual, shape):
     assert mesh.choose_mesh(EIGHT_HEADS.replace(batch=batch), devices, virtual).parallel.mesh == shape
 
 
-def test_auto_takes_the_least_mp_that_fits_in_memory():
-    needed, said = {"8x1": 80e9, "4x2": 40e9, "2x4": 20e9, "1x8": 10e9}, []
+def test_auto_takes_the_least_mp_that_fits_in_memory(said):
+    needed = {"8x1": 80e9, "4x2": 40e9, "2x4": 20e9, "1x8": 10e9}
 
     def resolve(available, virtual=False):
-        return mesh.choose_mesh(
-            EIGHT_HEADS.replace(batch=16), 8, virtual, lambda c: needed[c.parallel.mesh], available, said.append
-        )
+        return mesh.choose_mesh(EIGHT_HEADS.replace(batch=16), 8, virtual, lambda c: needed[c.parallel.mesh], available)
 
     assert resolve(80e9).parallel.mesh == "8x1"
     assert not said
@@ -66,7 +64,7 @@ def test_gptj_is_split_over_all_of_eight_devices_of_16_gb():
     whole = preset("gptj_6b").replace(zero=0)
 
     def resolve(available):
-        return mesh.choose_mesh(whole, 8, False, needed, available, lambda _: None).parallel.mesh
+        return mesh.choose_mesh(whole, 8, False, needed, available).parallel.mesh
 
     assert resolve(16e9) == "1x8"
     assert resolve(95e9) == "8x1" if needed(whole.replace(mesh="8x1")) < 95e9 else "4x2"
@@ -183,8 +181,8 @@ def test_devices_of_one_mp_are_nearer_than_those_of_one_cp(follow_wires):
 
 def test_a_resumed_mesh_keeps_its_cp():
     config = shared.tiny(mesh="dp4.cp2.mp1")
-    assert mesh.adapt_to_devices(config, 4, True, print).parallel.mesh == "dp2.cp2.mp1"
-    assert mesh.adapt_to_devices(config, 6, True, print).parallel.mesh == "auto"  # dp=3 does not divide the batch
+    assert mesh.adapt_to_devices(config, 4, True).parallel.mesh == "dp2.cp2.mp1"
+    assert mesh.adapt_to_devices(config, 6, True).parallel.mesh == "auto"  # dp=3 does not divide the batch
 
 
 def test_one_stage_is_none():
@@ -236,10 +234,9 @@ def test_what_the_first_process_does_the_others_only_hear_of(monkeypatch):
         ("8x1", 8, 16, True, "auto"),  # eight rows have no place on dp=16
     ],
 )
-def test_a_resumed_run_adapts_to_the_devices_there_are(mesh_before, batch, devices, all_of_them, expected):
-    said = []
+def test_a_resumed_run_adapts_to_the_devices_there_are(mesh_before, batch, devices, all_of_them, expected, said):
     before = EIGHT_HEADS.replace(mesh=mesh_before, batch=batch)
-    after = mesh.adapt_to_devices(before, devices, all_of_them, said.append)
+    after = mesh.adapt_to_devices(before, devices, all_of_them)
     assert after == before.replace(mesh=expected)
     size = before.parallel.dp * before.parallel.mp
     hint = f"{format_count(size, 'device')} before, {devices} now: mesh={mesh_before} becomes mesh={expected}"
@@ -263,7 +260,7 @@ def test_accum_auto(shape, rows, available, expected):
         return c.training.batch // c.parallel.dp // c.training.accum
 
     settings = EIGHT_HEADS.replace(mesh=shape, batch=32, accum=0)
-    got = mesh.choose_mesh(settings, 8, False, needed, available, lambda _: None, rows)
+    got = mesh.choose_mesh(settings, 8, False, needed, available, rows)
     assert (got.parallel.mesh, got.training.accum) == expected
     assert got.training.batch == 32
 
@@ -293,7 +290,7 @@ def test_an_evaluation_uses_all_devices(monkeypatch):
 
 def test_accum_auto_that_never_fits_is_refused_with_numbers():
     with pytest.raises(UsageError, match=r"8x1 accum=1 needs .* 8x1 accum=4 needs"):
-        mesh.choose_mesh(EIGHT_HEADS.replace(mesh="8x1", batch=32, accum=0), 8, False, lambda c: 9, 8, lambda _: None)
+        mesh.choose_mesh(EIGHT_HEADS.replace(mesh="8x1", batch=32, accum=0), 8, False, lambda c: 9, 8)
 
 
 def test_a_batch_beyond_reason_is_split_at_once():

@@ -22,9 +22,9 @@ def raise_(error):
     raise error
 
 
-def test_each_observer_receives_every_row_and_is_closed():
-    recorders, said = [Recorder(), Recorder()], []
-    with Observers(said.append) as watching:
+def test_each_observer_receives_every_row_and_is_closed(said):
+    recorders = [Recorder(), Recorder()]
+    with Observers() as watching:
         for recorder in recorders:
             watching.start("a recorder", lambda recorder=recorder: recorder)
         for step in range(100):
@@ -35,7 +35,7 @@ def test_each_observer_receives_every_row_and_is_closed():
 
 
 @pytest.mark.parametrize("error", [OSError("no route"), ValueError(), SystemExit(3), KeyboardInterrupt()])
-def test_failing_observer_is_reported_once(error):
+def test_failing_observer_is_reported_once(error, said):
     class Broken(Recorder):
         def write(self, row):
             raise error
@@ -43,8 +43,8 @@ def test_failing_observer_is_reported_once(error):
         def close(self):
             raise error
 
-    recorder, said = Recorder(), []
-    with Observers(said.append) as watching:
+    recorder = Recorder()
+    with Observers() as watching:
         watching.start("broken", Broken)
         watching.start("never there", lambda: raise_(error))
         watching.start("a recorder", lambda: recorder)
@@ -56,15 +56,15 @@ def test_failing_observer_is_reported_once(error):
                             f"never there did not start: {what}; training continues"]  # fmt: skip
 
 
-def test_hanging_observer_neither_slows_nor_blocks_the_run():
-    forever, said = threading.Event(), []
+def test_hanging_observer_neither_slows_nor_blocks_the_run(said):
+    forever = threading.Event()
 
     class Hanging(Recorder):
         def write(self, row):
             forever.wait(60)
 
     try:
-        with Observers(said.append, queue_rows=3, finish_seconds=0.05) as watching:
+        with Observers(queue_rows=3, finish_seconds=0.05) as watching:
             watching.start("hanging", Hanging)
             for step in range(100):
                 watching.write({"step": step})
@@ -82,7 +82,7 @@ def test_observer_may_change_its_row():
             self.rows.append(row.pop("step"))
 
     rows, recorders = [{"step": step} for step in range(50)], [Pops(), Pops()]
-    with Observers(lambda _: None) as watching:
+    with Observers() as watching:
         for recorder in recorders:
             watching.start("a recorder", lambda recorder=recorder: recorder)
         for row in rows:

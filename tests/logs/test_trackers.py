@@ -39,15 +39,13 @@ def calls(monkeypatch):
 
 
 def trace(steps, first, last, calls, folder):
-    """Runs a loop that dispatches each step before it reads the previous one; returns the printed lines."""
-    said = []
-    with StepProfiler(steps, folder, said.append) as profiler:
+    """Runs a loop that dispatches each step before it reads the previous one."""
+    with StepProfiler(steps, folder) as profiler:
         for step in range(first, last + 1):
             profiler.begin(step)
             calls.append(step)
             if step > first:
                 profiler.end(step - 1)
-    return said
 
 
 @pytest.mark.parametrize(
@@ -60,14 +58,14 @@ def trace(steps, first, last, calls, folder):
         ((1, 2), [3, 4, 5, 6]),
     ],
 )
-def test_profiler_traces_the_given_steps(tmp_path, calls, steps, expected):
-    said = trace(steps, 3, 6, calls, tmp_path)
+def test_profiler_traces_the_given_steps(tmp_path, calls, steps, expected, said):
+    trace(steps, 3, 6, calls, tmp_path)
     assert calls == expected
     assert len(said) == ("stop" in expected)
 
 
-def test_failing_profiler_is_reported_once(tmp_path, calls, monkeypatch):
+def test_failing_profiler_is_reported_once(tmp_path, calls, monkeypatch, said):
     error = RuntimeError("Only one profile may be run at a time.")
     let_fail(monkeypatch, step_profiler.jax.profiler, "start_trace", error)
-    said = trace((3, 5), 3, 6, calls, tmp_path)
+    trace((3, 5), 3, 6, calls, tmp_path)
     assert said == ["the profile failed: Only one profile may be run at a time.; training continues"]

@@ -68,11 +68,11 @@ def test_bias_that_each_shard_adds_is_found():
 def test_trains_to_its_number_and_resumes_bitwise(tmp_path, name, mesh):
     steps, saved = SETTINGS[name]["steps"], SETTINGS[name]["steps"] - 10
     keys = {"save_every": saved, "keep": 9, "eval_every": steps, "out": str(tmp_path / "run")}
-    trained = Session.create(settings(name, mesh, **keys), task=make_task(name), say=lambda _: None).train()
+    trained = Session.create(settings(name, mesh, **keys), task=make_task(name)).train()
     assert trained.evaluate()["validation"].accuracy >= STATED[name]
     killed = shutil.copytree(tmp_path / "run", tmp_path / "killed")
     shutil.rmtree(killed / f"step_{steps:08d}")  # as if it had been killed between the two
-    Session.resume(killed, task=make_task(name), say=lambda _: None).train()
+    Session.resume(killed, task=make_task(name)).train()
     assert read_state(killed, steps) == read_state(tmp_path / "run", steps)
     assert read_state(killed, saved) != read_state(killed, steps)
 

@@ -176,14 +176,13 @@ def test_a_folder_with_other_things_or_none_is_free(tmp_path):
 
 @pytest.mark.parametrize("name", ["arrays.npy", "tree.pkl", "manifest.json", "progress.json"])
 @pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
-def test_a_damaged_newest_checkpoint_is_reported_and_left_aside(copied, name, damage):
+def test_a_damaged_newest_checkpoint_is_reported_and_left_aside(copied, name, damage, said):
     folder = checkpoint.step_folder(copied.out, 5)
     raw = (folder / name).read_bytes()
     (folder / name).unlink()
     if damage != "gone":
         (folder / name).write_bytes(raw[:-20] if damage == "cut" else raw[:-20] + bytes([raw[-20] ^ 1]) + raw[-19:])
-    said = []
-    state, best = copied.restore(runs.trainer(copied.config), said.append)
+    state, best = copied.restore(runs.trainer(copied.config))
     assert (int(state.step), best) == (3, Best(3, 1.5))
     (line,) = said
     assert str(folder) in line
@@ -210,8 +209,7 @@ def pruned(tmp_path):
 
 def test_a_best_that_was_deleted_is_none(pruned):
     trainer = runs.trainer(pruned.config)
-    said = []
-    state, best = pruned.restore(trainer, said.append)
+    state, best = pruned.restore(trainer)
     assert (int(state.step), best) == (5, Best())
     assert pruned.restore_params(trainer.model)[0] == 5
     assert pruned.restore_params(trainer.model, best.step)[0] == 5  # as at the end of a run

@@ -34,9 +34,9 @@ def state(step: int):
     return shared.trainer().init()._replace(step=jnp.int32(step))
 
 
-def make_checkpoints(tmp_path, said=None, lock=None, clock=time.monotonic, **settings) -> RunCheckpoints:
+def make_checkpoints(tmp_path, lock=None, clock=time.monotonic, **settings) -> RunCheckpoints:
     run = Run.create(shared.tiny(vocab=0, out=str(tmp_path / "run"), **settings), CORPUS)
-    return RunCheckpoints(run, Best(), [].append if said is None else said.append, lock, clock)
+    return RunCheckpoints(run, Best(), lock, clock)
 
 
 def save(each: RunCheckpoints, step: int) -> None:
@@ -140,9 +140,8 @@ def test_a_failing_save_stops_the_run(tmp_path, monkeypatch):
     assert checkpoint.list_steps(tmp_path / "run") == [5]
 
 
-def test_a_failing_save_is_reported_and_training_goes_on(tmp_path, monkeypatch):
-    said = []
-    with make_checkpoints(tmp_path, said, on_save_error="continue") as each:
+def test_a_failing_save_is_reported_and_training_goes_on(tmp_path, monkeypatch, said):
+    with make_checkpoints(tmp_path, on_save_error="continue") as each:
         assert each.update_best(5, 2.0)
         save(each, 5)
         each.wait()
@@ -323,10 +322,9 @@ def test_folder_lost_during_the_last_save_costs_nothing(tmp_path, monkeypatch):
     assert checkpoint.list_steps(tmp_path / "moved") == [1]
 
 
-def test_silent_store_does_not_end_training(tmp_path, monkeypatch):
+def test_silent_store_does_not_end_training(tmp_path, monkeypatch, said):
     unreachable = OSError(errno.EIO, "unreachable")
-    said = []
-    with make_checkpoints(tmp_path, said, on_save_error="continue") as each:
+    with make_checkpoints(tmp_path, on_save_error="continue") as each:
         assert each.update_best(5, 2.0)
         save(each, 5)
         each.wait()

@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import logging
-import sys
 import time
 from typing import Any, cast
 
@@ -12,6 +11,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from shardformer.inference.serve.bodies import Limits
+from shardformer.messages import log
 
 BACKLOG = 128  # connections that the loop accepts at once, before it can close others
 SPARE_SECONDS = 5.0  # after the time of a body, in which the endpoint answers that it was late
@@ -32,10 +32,10 @@ class Connections:
         next(iter(self.waiting)).end()
         if time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + LOG_SECONDS
-            print(
+            log.warning(
                 f"more than {self.limits.connections} connections are open; those that wait longest for their clients "
-                "are closed", file=sys.stderr, flush=True,
-            )  # fmt: skip
+                "are closed"
+            )
 
 
 class Connection(H11Protocol):

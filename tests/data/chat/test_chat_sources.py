@@ -29,7 +29,7 @@ def load(files, data: str, **options):
     names = ",".join(f"{files / name}=1" for name in data.split(",")) if "," in data else str(files / data)
     settings = {"data": names, "tokenizer": "bytes", "chat_template": "plain", "seq": 128, "documents": "masked"}
     config = shared.tiny(vocab=257, **settings | options)
-    return load_corpus(config, lambda _: None), config
+    return load_corpus(config), config
 
 
 @pytest.mark.parametrize(

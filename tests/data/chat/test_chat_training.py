@@ -56,7 +56,7 @@ def make_windows(split, config):
 def test_packed_rows_give_the_loss_and_gradients_of_single_ones(chat):
     settings = {"seq": 128, "vocab": 257, "mesh": "1x1", "batch": 64, "tokenizer": "bytes", "documents": "masked"}
     config = shared.tiny(**settings)
-    corpus = load_corpus(config.replace(data=str(chat), chat_template="plain"), print)
+    corpus = load_corpus(config.replace(data=str(chat), chat_template="plain"))
     [split] = corpus.splits("train")
     packed, single = (make_windows(split, config.replace(documents=each)) for each in ("masked", "padded"))
     assert packed.count < single.count <= 64

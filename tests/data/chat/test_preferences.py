@@ -129,7 +129,7 @@ def files(tmp_path, monkeypatch):
 def load(files, name: str, **keys):
     settings = {"data": str(files / name), "tokenizer": "bytes", "seq": 32, "vocab": 257, "objective": "dpo"}
     config = shared.tiny(**settings | keys)
-    corpus = load_corpus(config, lambda _: None)
+    corpus = load_corpus(config)
     return corpus, corpus.adapt(config)
 
 

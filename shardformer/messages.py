@@ -1,0 +1,60 @@
+"""What the package tells its user while it works, by Python's logging.
+
+`log.info` goes to standard output, of the first process only; `log.warning` to standard error. A notebook silences both
+by `logging.getLogger("shardformer").setLevel("ERROR")`, or puts a handler of its own in place of `log.handlers[0]`.
+"""
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+
+
+class _Printer(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.show: Callable[[str], object] = _print_line
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.WARNING:
+            print(self.format(record), file=sys.stderr, flush=True)  # the stream of the moment: tests replace it
+        elif is_first_process():
+            self.show(self.format(record))
+
+
+def _print_line(text: str) -> None:
+    print(text, flush=True)
+
+
+def is_first_process() -> bool:
+    """Returns True for the first of several processes, and for the only one, without asking for its devices."""
+    jax = sys.modules.get("jax")  # not imported by the commands that need no device
+    return jax is None or not jax.distributed.is_initialized() or jax.process_index() == 0
+
+
+log = logging.getLogger("shardformer")
+_printer = _Printer()
+log.addHandler(_printer)
+log.setLevel(logging.INFO)
+log.propagate = False  # else a handler of the root would print each message a second time
+
+
+@contextlib.contextmanager
+def printed_by(show: Callable[[str], object]) -> Iterator[None]:
+    """Within the block `show` prints what goes to standard output: above a progress bar, say."""
+    before, _printer.show = _printer.show, show
+    try:
+        yield
+    finally:
+        _printer.show = before
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Within the block nothing is printed."""
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)

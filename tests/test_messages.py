@@ -1,0 +1,59 @@
+"""What the package tells its user: where it is printed, and how a program silences or takes it."""
+
+import logging
+
+import jax
+
+from shardformer import messages
+from shardformer.messages import log
+
+
+def test_information_goes_to_the_output_and_warnings_to_the_errors(capsys):
+    log.info("a step")
+    log.warning("a cache that is damaged")
+    assert capsys.readouterr() == ("a step\n", "a cache that is damaged\n")
+
+
+def test_other_processes_print_warnings_only(capsys, monkeypatch):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    log.info("a step")
+    log.warning("a partner that does not answer")
+    assert capsys.readouterr() == ("", "a partner that does not answer\n")
+
+
+def test_a_level_silences(capsys):
+    log.setLevel("ERROR")
+    try:
+        log.info("a step")
+        log.warning("a cache that is damaged")
+    finally:
+        log.setLevel("INFO")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_root_handler_prints_no_second_time(capsys):
+    handler = logging.StreamHandler()
+    logging.getLogger().addHandler(handler)
+    try:
+        log.warning("once")
+    finally:
+        logging.getLogger().removeHandler(handler)
+    assert capsys.readouterr().err == "once\n"
+
+
+def test_a_display_prints_what_goes_to_the_output(capsys):
+    shown: list[str] = []
+    with messages.printed_by(shown.append):
+        log.info("above the bar")
+        log.warning("beside it")
+    log.info("after it")
+    assert shown == ["above the bar"]
+    assert capsys.readouterr() == ("after it\n", "beside it\n")
+
+
+def test_silence_ends_with_its_block(capsys):
+    with messages.silence():
+        log.warning("unheard")
+    log.info("heard")
+    assert capsys.readouterr() == ("heard\n", "")
