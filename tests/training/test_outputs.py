@@ -2,13 +2,14 @@
 
 import pytest
 
-from shardformer import checkpoint, start_messages
+from shardformer import checkpoint, messages, start_messages
 from shardformer.devices import chips
 from shardformer.logs import curves, metrics_file
-from shardformer.messages import log
+from shardformer.logs.progress import Progress
 from shardformer.model import flops
 from shardformer.training import outputs
-from tests import runs
+from shardformer.training.checkpoint_progress import Best
+from tests import runs, shared
 from tests.surroundings import let_fail, note_texts
 
 
@@ -29,6 +30,15 @@ def test_gradients_file_needs_grad_metrics(tmp_path, text):
     assert runs.train("tiny", "mesh=4x2", f"data={text}", f"out={tmp_path}/run", "steps=2") == 0
     assert (tmp_path / "run/metrics.csv").exists()
     assert not (tmp_path / "run/gradients.csv").exists()
+
+
+def test_silenced_run_shows_no_table():
+    def make_progress():
+        return outputs._make_progress(shared.tiny(), 0, 0.0, Best(), None, ())
+
+    assert isinstance(make_progress(), Progress)
+    with messages.silence():
+        assert not isinstance(make_progress(), Progress)
 
 
 TRACKERS = []
@@ -82,7 +92,9 @@ def test_observer_failure_does_not_stop_training(tmp_path, text, monkeypatch, ca
     words = ("train", "tiny", "mesh=4x2", f"data={text}", "steps=2")
     out = tmp_path / b"$x_{$ caf\xe9".decode("utf-8", "surrogateescape")
     with monkeypatch.context() as patch:
-        patch.setattr(log, "handlers", log.handlers[:1])  # pytest's cannot report a name that is not UTF-8
+        patch.setattr(
+            messages.log, "handlers", messages.log.handlers[:1]
+        )  # pytest's cannot report a name that is not UTF-8
         assert runs.train(*words[1:], f"out={out}", curves=True) == 0
     assert (out / "final.json").exists()
     assert (out / "curves.png").exists()
