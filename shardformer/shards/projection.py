@@ -29,17 +29,19 @@ class ProjectionShard(hk.Module):
     def __call__(self, x_BTD: Array, tied_table_vD: Array | None = None) -> tuple:
         """Returns the factors of the logits: normed activations, this shard's table and bias, and its vocabulary."""
         c, tied = self.config, tied_table_vD is not None
-        h_BTD = Norm(c)(x_BTD)
-        if c.model.logits_scale != 1:
-            h_BTD = h_BTD * c.model.logits_scale  # the logits are linear in it, and far more numbers
+        h_BTD = self._scale(Norm(c)(x_BTD))  # the logits are linear in it, and far more numbers
         h_BTD = collectives.fan_out(h_BTD, c.parallel.sequence_parallel)
         v, table, bias_v = collectives.local(c.model.padded_vocab), tied_table_vD, None
         if not tied:
             table = weight("w", [c.model.d_model, v], c.model.init_std or 1 / math.sqrt(c.model.d_model))
         if not tied and "head" in c.model.biased and c.model.head_bias:
-            bias_v = zeros("bias", v) * c.model.logits_scale
+            bias_v = self._scale(zeros("bias", v))
         multiply = self.weights.multiply_table
         return h_BTD, table, bias_v, Vocabulary(c.model.vocab, MP, tied, c.model.logits_cap, multiply)
+
+    def _scale(self, x: Array) -> Array:
+        scale = self.config.model.logits_scale
+        return x if scale == 1 else x * scale
 
     def logits(self, x_BTD: Array, tied_table_vD: Array | None = None) -> Array:
         """Returns this shard's logits_BTv in float32; padded entries are -inf."""
