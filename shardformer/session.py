@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from shardformer import checkpoint, data, jax_releases, optim, start_messages, storage
+from shardformer import checkpoint, data, jax_releases, start_messages, storage
 from shardformer.analysis.needed_bytes import predict_unless_small
 from shardformer.checkpoint import Lock
 from shardformer.config import Config, check_given, check_zero
@@ -32,7 +32,7 @@ from shardformer.devices.programs import EarlyCompilation
 from shardformer.errors import RunError, UsageError
 from shardformer.files import replacing
 from shardformer.layout import mesh
-from shardformer.logs import command_start, goodput, observers
+from shardformer.logs import command_start, goodput
 from shardformer.logs.observers import Observer
 from shardformer.messages import log
 from shardformer.model import Model, lora
@@ -40,13 +40,14 @@ from shardformer.storage import BucketPath
 from shardformer.training import loop
 from shardformer.training.checkpoint_progress import Best, read_progress
 from shardformer.training.evaluation import Evaluation, Evaluator
+from shardformer.training.features_on_host import open_features
+from shardformer.training.host_feature import HostFeature
 from shardformer.training.run_folder import Run, check_links
 from shardformer.training.stop_signal import StopSignal
 from shardformer.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from shardformer.model.task import Task
-    from shardformer.training.monitor import Monitor
 
 
 def ignore_progress(done: int, total: int) -> None:
@@ -58,16 +59,16 @@ class Session:
     """One start of a run: from its newest checkpoint, or from step 0, to its last step or to a stop.
 
     Arguments:
+      features: what the run does on the host besides its steps.
       previous: the configuration of the checkpoint that the run continues; None for a run from step 0.
       is_new: the run's folder does not exist yet.
-      prompts: those of eval_prompts, which are continued at each evaluation.
     """
 
     run: Run
     corpus: Data
+    features: tuple[HostFeature, ...]
     previous: Config | None = None
     is_new: bool = True
-    prompts: list[str] = dataclasses.field(default_factory=list)
 
     @staticmethod
     def create(
@@ -83,7 +84,7 @@ class Session:
         config = config.replace(task=task) if task else config
         if config.lora.lora_rank and not config.training.base:
             raise UsageError("lora_rank trains adapters beside the frozen weights of a trained run; name it: base=RUN")
-        prompts = open_what_start_names(config)
+        features = open_features(config)
         corpus = _open_data_of_task(config, corpus)
         if corpus is None:
             Run(config, TokenIds(config.model.vocab or 1), "").refuse_to_overwrite()  # before the data are read
@@ -91,7 +92,7 @@ class Session:
             corpus = data.load_corpus(config, vocabulary, progress)
         run = Run.create(config, corpus)
         run.refuse_to_overwrite()
-        return Session(run, corpus, prompts=prompts)
+        return Session(run, corpus, features)
 
     @staticmethod
     def resume(
@@ -108,7 +109,7 @@ class Session:
         if newest := checkpoint.newest_step_folder(run.out):
             with contextlib.suppress(RunError):  # damaged: an earlier checkpoint may serve
                 _check_steps(run, read_progress(newest).step)
-        prompts = open_what_start_names(run.config)
+        features = open_features(run.config)
         corpus = _open_data_of_task(run.config, corpus)
         if corpus is None:
             if "data" not in changes:
@@ -117,7 +118,7 @@ class Session:
         run.check_corpus(corpus)
         run = run.with_corpus(corpus)
         _check_text_field(run.config, previous)
-        return Session(run, corpus, previous, is_new=False, prompts=prompts)
+        return Session(run, corpus, features, previous, is_new=False)
 
     @staticmethod
     def branch(
@@ -137,10 +138,10 @@ class Session:
         if not names_data:
             _check_fingerprint(source, config)
         _check_steps(run, config.training.base_step)
-        prompts = open_what_start_names(config)
+        features = open_features(config)
         corpus = data.load_corpus(config, source.vocabulary, progress, resumes=True)
         source.check_corpus(corpus)
-        return Session(run.with_corpus(corpus), corpus, previous, prompts=prompts)
+        return Session(run.with_corpus(corpus), corpus, features, previous)
 
     def train(
         self,
@@ -159,7 +160,9 @@ class Session:
             with StopSignal() as stop:
                 return self.train(stop, sink, evaluate)
         with contextlib.ExitStack() as stack:
-            self._try_what_start_names()
+            for feature in self.features:
+                feature.check(self.run)
+            self._try_reward()
             run = self._on_devices()
             programs.keep_compiled_programs(run.config, processes.gather_texts)
             stack.enter_context(processes.ending_all_on_failure())
@@ -186,8 +189,9 @@ class Session:
                 from shardformer.training.rollouts import add_rollouts  # not imported without rewards
 
                 trainer = add_rollouts(run, trainer, state)
-            monitor = _make_monitor(run, self.prompts, int(state.step), stop)
-            evaluator = Evaluator(trainer, corpus, monitor, evaluate)
+            evaluator = Evaluator(trainer, corpus, evaluate)
+            for feature in self.features:
+                feature.prepare(run, evaluator, state, stop.is_requested)
             self._say_evaluated_share(evaluator)
             batches = corpus.train_batches(run.config, int(state.step), trainer.local_rows)
             stack.callback(batches.close)
@@ -196,18 +200,14 @@ class Session:
                 with goodput.CLOCK.spending("compile"):
                     early.wait()
             try:
-                best = loop.train(run, evaluator, batches, state, best, stop, lock, sink)
+                best = loop.train(run, evaluator, batches, state, best, stop, lock, sink, self.features)
             finally:
                 with goodput.CLOCK.spending("evaluation"):
                     draw_curves(run, lock)
             return Trained(run, evaluator, best, stopped=stop.is_obeyed)
 
-    def _try_what_start_names(self) -> None:
-        """Raises UsageError for a reward or prompts that this run's tokens and data show to be wrong."""
-        if self.prompts:
-            from shardformer.training.monitor import encode_prompts  # not imported without prompts
-
-            encode_prompts(self.run, self.prompts)
+    def _try_reward(self) -> None:
+        """Raises UsageError for a reward that this run's data show to be wrong."""
         if self.run.config.preferences.learns_rewards and isinstance(self.corpus, Corpus):
             from shardformer.training.rollouts import try_first_row  # not imported without rewards
 
@@ -243,6 +243,8 @@ class Session:
             log.info(start_messages.describe_branch(self.previous, run.config, step))
         elif self.previous:
             log.info(start_messages.describe_resume(self.previous, run.config, step, trainer.model.sharding(P())))
+        for line in start_messages.describe_unnamed(run, step):
+            log.info(line)
 
     def _say_evaluated_share(self, evaluator: Evaluator) -> None:
         """Prints a line if the evaluations during training use a part of validation only."""
@@ -303,31 +305,6 @@ def _check_steps(run: Run, step: int) -> None:
         raise UsageError(f"{run.out} is at step {step} already, got steps={run.config.training.steps}; give more")
 
 
-def open_what_start_names(config: Config) -> list[str]:
-    """Returns the prompts of eval_prompts; raises UsageError for code, tasks or prompts that cannot be opened.
-
-    Called before the data are read, which may take hours.
-    """
-    observers.check_trackers(config)
-    if config.optimizer.is_code:
-        optim.make_optimizer(config)
-    if config.start.eval_tasks:
-        from shardformer.inference.lm_eval_answers import check_installed  # not imported without tasks
-        from shardformer.training.monitor import open_tasks
-
-        check_installed("eval_tasks")
-        open_tasks(config.start.eval_tasks)
-    if config.preferences.learns_rewards:
-        from shardformer.training.rewards import open_reward  # not imported without rewards
-
-        open_reward(config.start.reward)
-    if not config.start.eval_prompts:
-        return []
-    from shardformer.inference.prompts import read_prompts  # not imported without prompts
-
-    return read_prompts(config.start.eval_prompts, key="eval_prompts")
-
-
 def _open_data_of_task(config: Config, given: Data | None) -> Data | None:
     """Returns the batches of the user's task, if the run has one, else the data that are given."""
     if config.preferences.objective != "task":
@@ -368,22 +345,6 @@ def _has_known_batches(config: Config, corpus: Data) -> bool:
         return config.training.accum_mode == "scan"
     own = isinstance(corpus, Corpus) and not corpus.has_chat
     return plain and own and not choose_row_layout(config).weighs_targets
-
-
-def _make_monitor(run: Run, prompts: list[str], first_step: int, stop: StopSignal) -> "Monitor | None":
-    """Returns the scores and generated texts of the run while it trains; None if it has none."""
-    c = run.config
-    for record, name, given in (
-        ("scores", "eval_tasks", c.start.eval_tasks),
-        ("texts", "eval_prompts", c.start.eval_prompts),
-    ):
-        if first_step and not given and (run.records / f"{record}.jsonl").exists():
-            log.info(f"{record}.jsonl is not continued: {name} is never stored in a run; give {name}= again")
-    if not (c.start.eval_tasks or prompts):
-        return None
-    from shardformer.training.monitor import Monitor  # not imported without scores or texts
-
-    return Monitor(run, prompts, first_step, stop.is_requested)
 
 
 @contextlib.contextmanager

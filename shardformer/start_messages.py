@@ -1,6 +1,7 @@
 """The lines that a start prints: the model, its data and devices, and the changes of a resume or a branch."""
 
 import math
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -105,6 +106,17 @@ def describe_resume(previous: Config, current: Config, step: int, replicated: Na
             line += f"; the decay ends at the last step: decay_steps={previous.training.steps} keeps the previous rates"
         lines.append(line)
     return "\n".join(lines)
+
+
+def describe_unnamed(run: Run, step: int) -> Iterator[str]:
+    """Yields a line for each record of the run that a resume ends, as its key is not given again."""
+    start = run.config.start
+    for record, name, given in (
+        ("scores", "eval_tasks", start.eval_tasks),
+        ("texts", "eval_prompts", start.eval_prompts),
+    ):
+        if step and not given and (run.records / f"{record}.jsonl").exists():
+            yield f"{record}.jsonl is not continued: {name} is never stored in a run; give {name}= again"
 
 
 def describe_branch(before: Config, config: Config, step: int) -> str:

@@ -29,7 +29,7 @@ from shardformer.data import TokenIds
 from shardformer.data.corpus import check_sources
 from shardformer.errors import RunError, UsageError
 from shardformer.files import locked, make_folder, replacing
-from shardformer.session import open_what_start_names
+from shardformer.training.features_on_host import open_features
 from shardformer.training.run_folder import Run, reads_shorter_rows
 
 OUT = "checkpoints/finetune"
@@ -79,7 +79,7 @@ def _check_before_converting(preset: Config, target: Path, overrides: dict, opti
         model = hf_settings.read_model(source, options.ignored, overrides.get("seq", 0)).config
     settings = _choose_settings(model, preset, overrides)
     check_zero(settings)
-    open_what_start_names(settings)
+    open_features(settings)
     check_sources(settings)
     Run(settings, TokenIds(settings.model.vocab), "").refuse_to_overwrite()  # whatever its vocabulary will be
 

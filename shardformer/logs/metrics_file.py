@@ -1,6 +1,5 @@
 """`metrics.csv`: the record of a run, with one row for each logged step. All pictures are drawn from it.
 
-`gradients.csv` has the spread of per-example gradients at each logged step of a run with `grad_metrics=true`;
 `experts.csv` has the load of each layer's experts at each logged step.
 """
 
@@ -9,7 +8,6 @@ from pathlib import Path
 
 from shardformer.errors import RunError
 from shardformer.logs.csv_file import CsvFile, Row
-from shardformer.parallel.example_norms import Noise
 
 EXPERTS_FILE, LARGEST_SHARE = "experts.csv", "largest_share"
 MAX_HEADER = 10_000  # characters
@@ -86,34 +84,6 @@ def find_best_validation(series: Series) -> tuple[int, float] | None:
     return step, loss
 
 
-class GradientsFile:
-    """The file, opened by the first write, which knows the columns. On resume it continues after `first_step`."""
-
-    def __init__(self, out: Path, first_step: int):
-        self._path = Path(out) / "gradients.csv"
-        self._first_step = first_step
-        self._file: CsvFile | None = None
-        self._sums = dict.fromkeys(Noise._fields, 0.0)
-
-    def write(self, step: int, metrics: dict[str, float]) -> None:
-        if self._file is None:
-            file = CsvFile(self._path, ("step", *metrics, "noise_scale"))
-            for row in file.begin(self._first_step):
-                self._add(row)
-            self._file = file
-        self._add(metrics)
-        # Both estimates are noisy and their ratio is noisier, so the scale is the ratio of their means over the run.
-        self._file.append({"step": step, **metrics, "noise_scale": self._compute_scale()})
-
-    def _add(self, row: dict) -> None:
-        for name in self._sums:
-            self._sums[name] += row[f"noise_{name}"] or 0.0
-
-    def _compute_scale(self) -> float | None:
-        """Returns the noise scale, or None while the estimate of the squared gradient norm is not positive."""
-        return self._sums["variance"] / self._sums["signal"] if self._sums["signal"] > 0 else None
-
-
 def read_largest_shares(out: Path) -> Series | None:
     """Returns the steps, and the largest share of a layer's routed tokens that one expert had; None without experts."""
     path = Path(out) / EXPERTS_FILE
@@ -125,17 +95,3 @@ def read_largest_shares(out: Path) -> Series | None:
     of_layers = [column for column in columns if column.startswith(LARGEST_SHARE)]
     largest = [max((row[column] or 0.0 for column in of_layers), default=None) for row in rows]
     return {"step": [row["step"] for row in rows], LARGEST_SHARE: largest}
-
-
-class ExpertsFile:
-    """The file of the load of experts, opened by the first write. On resume it continues after `first_step`."""
-
-    def __init__(self, out: Path, first_step: int):
-        self._path, self._first_step = Path(out) / EXPERTS_FILE, first_step
-        self._file: CsvFile | None = None
-
-    def write(self, step: int, load: dict[str, float]) -> None:
-        if self._file is None:
-            self._file = CsvFile(self._path, ("step", *load))
-            self._file.begin(self._first_step)
-        self._file.append({"step": step, **load})

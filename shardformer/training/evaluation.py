@@ -4,7 +4,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,9 +13,6 @@ from shardformer.devices import processes
 from shardformer.model import Sums
 from shardformer.tables import format_table
 from shardformer.training.trainer import Trainer, choose_steps_ahead
-
-if TYPE_CHECKING:
-    from shardformer.training.monitor import Monitor
 
 
 class EvaluationStopped(Exception):
@@ -48,17 +45,11 @@ class Evaluation(NamedTuple):
 
 
 class Evaluator:
-    """A source of batches, the trainer's compiled sums over it, and the monitor of a run with other scores."""
+    """A source of batches, and the trainer's compiled sums over it."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        corpus: Any,
-        monitor: "Monitor | None" = None,
-        loss: Callable[[Any], float] | None = None,
-    ):
+    def __init__(self, trainer: Trainer, corpus: Any, loss: Callable[[Any], float] | None = None):
         """Takes a `Corpus` or another source of batches; `loss` computes one from parameters, instead of validation."""
-        self.trainer, self.corpus, self.monitor, self.own_loss = trainer, corpus, monitor, loss
+        self.trainer, self.corpus, self.own_loss = trainer, corpus, loss
 
     @property
     def validates(self) -> bool:

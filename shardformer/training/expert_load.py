@@ -4,28 +4,25 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
-from shardformer.devices import programs
+from shardformer.logs.metrics_file import EXPERTS_FILE
 from shardformer.model.measuring import measure_routes
-from shardformer.training.step import TrainState, Update
+from shardformer.training.step import TrainState
+from shardformer.training.step_statistics import StepStatistics
 
 
-class ExpertLoad:
-    """The compiled counts of the pairs of a token and an expert."""
+class ExpertLoad(StepStatistics):
+    """The counts of the pairs of a token and an expert, and the load that they are described by."""
 
-    def __init__(self, update: Update):
-        self._update = update
-        self._program = programs.jit(self.count, out_shardings=update.model.sharding(P()))
+    file_name = EXPERTS_FILE
 
-    def read(self, state: TrainState, batch) -> dict[str, float]:
-        """Returns the load under a batch on the devices; waits."""
-        layers = [i for i, sparse in enumerate(self._update.config.sparse_layers) if sparse]
-        return describe_load(np.asarray(self._program(state, batch), np.float64), layers)
+    def describe(self, measured: jax.Array) -> dict[str, float]:
+        layers = [i for i, sparse in enumerate(self.update.config.sparse_layers) if sparse]
+        return describe_load(np.asarray(measured, np.float64), layers)
 
-    def count(self, state: TrainState, batch) -> jax.Array:
+    def measure(self, state: TrainState, batch) -> jax.Array:
         """Returns count_LE with the dropout of the next step."""
-        return measure_routes(self._update.model, state.params, batch, self._update.dropout_key(state.step))
+        return measure_routes(self.update.model, state.params, batch, self.update.dropout_key(state.step))
 
 
 def describe_load(count_LE: np.ndarray, layers: Sequence[int]) -> dict[str, float]:

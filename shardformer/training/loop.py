@@ -1,6 +1,5 @@
 """The training loop: dispatches steps, logs their metrics, evaluates and saves; a failure or a stop loses no step."""
 
-import math
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -9,15 +8,14 @@ import jax
 
 from shardformer.checkpoint import Lock
 from shardformer.devices import processes
-from shardformer.errors import RunError
 from shardformer.logs import goodput
 from shardformer.logs.observers import Observer
 from shardformer.training.checkpoint_progress import Best
 from shardformer.training.evaluation import Evaluation, EvaluationStopped, Evaluator
+from shardformer.training.host_feature import GoBack, HostFeature
 from shardformer.training.outputs import Outputs, open_outputs
-from shardformer.training.rollback import Stuck, go_back
 from shardformer.training.run_folder import Run
-from shardformer.training.step import StepMetrics, TrainState
+from shardformer.training.step import TrainState
 from shardformer.training.stop_signal import StopSignal, print_line
 from shardformer.training.trainer import choose_steps_ahead
 
@@ -33,6 +31,7 @@ def train(
     stop: StopSignal,
     lock: Lock | None = None,
     sink: Observer | None = None,
+    features: tuple[HostFeature, ...] = (),
 ) -> Best:
     """Trains from the state's step to the last step, or until a stop; returns the best checkpoint.
 
@@ -42,24 +41,38 @@ def train(
     unevaluated = run.read_unevaluated(first_step)
     last_row = first_step - 1 if unevaluated else first_step  # that row is rewritten with its evaluation
     with open_outputs(run, best, first_step, lock, last_row, sink, evaluator.trainer.model.details) as outputs:
+        for feature in features:
+            feature.open(run, first_step)
         show = outputs.progress.show_message if jax.process_index() == 0 else print_line
         with stop.printed_by(show, plan="finishing the step in flight, then saving"):
             goodput.CLOCK.begin_steps()
             while True:
-                loop = TrainingLoop(evaluator, batches, outputs, stop, first_step)
+                loop = TrainingLoop(evaluator, batches, outputs, stop, first_step, features)
                 try:
                     return loop.train(state, unevaluated)
-                except Stuck as stuck:
-                    first_step, record, unevaluated = stuck.step, stuck.record, None
-                state, batches = go_back(run, evaluator, outputs.checkpoints, first_step, record)
+                except GoBack as request:
+                    first_step, restore, unevaluated = request.step, request.restore, None
+                outputs.checkpoints.wait()
+                state = restore()
+                if first_step == run.config.training.steps:
+                    outputs.checkpoints.save_last_state(state)
+                batches = evaluator.corpus.train_batches(run.config, first_step, evaluator.trainer.local_rows)
 
 
 class TrainingLoop:
     """One run in training, between the step it starts from and the step at which it ends or stops."""
 
-    def __init__(self, evaluator: Evaluator, batches: Iterator, outputs: Outputs, stop: StopSignal, first_step: int):
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        batches: Iterator,
+        outputs: Outputs,
+        stop: StopSignal,
+        first_step: int,
+        features: tuple[HostFeature, ...] = (),
+    ):
         self.evaluator, self.batches, self.outputs = evaluator, batches, outputs
-        self.stop, self.first_step = stop, first_step
+        self.stop, self.first_step, self.features = stop, first_step, features
         self.trainer = evaluator.trainer
         self.config = self.trainer.config
         self.checkpoints = outputs.checkpoints
@@ -109,44 +122,16 @@ class TrainingLoop:
         self.outputs.profiler.begin(step)
         with goodput.CLOCK.spending("data"), processes.ending_all_on_failure(raised_on_all=()):
             batch = next(self.batches)  # each process reads different rows
-        if self.config.training.grad_metrics and self._is_logged(step):
-            jax.block_until_ready(state)  # the steps in flight are training: their time counts
-            with self.outputs.throughput.pause():
-                metrics = self.trainer.gradient_metrics(state, batch)
-            self.outputs.write_gradients(step, metrics)
-        if self.config.experts.experts and self._is_logged(step):
-            jax.block_until_ready(state)
-            with self.outputs.throughput.pause():
-                load = self.trainer.expert_load(state, batch)
-            self.outputs.write_experts(step, load)
+        if self._is_logged(step):
+            for feature in self.features:
+                feature.before_logged_step(state, batch, step, self.outputs)
         return self.trainer.step(state, batch, step - 1)
 
     def _read(self, state: TrainState, step: int, metrics: jax.Array) -> dict:
-        """Waits for a step and returns its metrics. If any is not finite, saves and raises."""
-        values: StepMetrics = self.trainer.read_metrics(metrics)
-        row = {"step": step, **values._asdict(), **self.trainer.read_details(metrics)}
-        broken = [f"{name} is {value}" for name, value in values._asdict().items() if not math.isfinite(value)]
-
-        def explain() -> str:
-            from shardformer.training.non_finite import describe_first_non_finite  # not imported for finite losses
-
-            return describe_first_non_finite(self.evaluator, state, step)
-
-        if self.config.bad_steps.skip_steps:
-            row = self.outputs.skips.read(row, metrics, state.guard, explain)
-        elif broken:
-            problem = f"step {step}: {', '.join(broken)}"
-            advice = "A smaller lr or clip, a longer warmup or dtype=float32 may help"
-            if all(map(math.isfinite, (values.loss, values.z_loss, values.accuracy, values.grad_norm))):
-                raise RunError(
-                    f"{problem}. The step was applied, so its state is not saved; resume continues from the newest "
-                    f"checkpoint. {advice}"
-                )
-            self.checkpoints.save_last_state(state)
-            raise RunError(
-                f"{problem}{explain()}. The step was not applied; the last finite state is saved as step "
-                f"{int(state.step)}. {advice}. If the loss was already rising, resume from an earlier checkpoint"
-            )
+        """Waits for a step and returns its metrics."""
+        row = {"step": step, **self.trainer.read_metrics(metrics)._asdict(), **self.trainer.read_details(metrics)}
+        for feature in self.features:
+            row = feature.after_step(row, metrics, state, self.outputs)
         self.outputs.profiler.end(step)
         self.outputs.progress.advance(step)
         if step == self.first_step + 1:
@@ -175,9 +160,9 @@ class TrainingLoop:
         self._log(row)  # first, because a resume from this checkpoint continues after this row
         if saving:
             self.checkpoints.write(snapshot, step)
-        if evaluating and self.evaluator.monitor:
-            with self.outputs.throughput.pause():
-                self.evaluator.monitor.observe(state, step, self.checkpoints.try_to_write)
+        if evaluating:
+            for feature in self.features:
+                feature.after_evaluation(state, step, self.outputs)
 
     def _validate(self, params) -> Evaluation:
         """Evaluates the validation split, showing how far the evaluation is."""

@@ -11,17 +11,23 @@ from typing import Any
 
 import jax
 
+from shardformer.config import Config
 from shardformer.devices import processes
 from shardformer.errors import RunError
 from shardformer.files import GrowingFile, expand_home, read_bytes, replacing
-from shardformer.inference import Generator, Sampling, Stops
+from shardformer.inference import Generator, Sampling, Stops, lm_eval_answers
 from shardformer.inference.lm_eval_answers import Answers
+from shardformer.inference.prompts import read_prompts
 from shardformer.inference.text_codec import Switch, TextCodec
 from shardformer.layout import mesh
 from shardformer.messages import log
 from shardformer.model import Model, master_weights
 from shardformer.optim import average
+from shardformer.training.evaluation import Evaluator
+from shardformer.training.host_feature import HostFeature
+from shardformer.training.outputs import Outputs
 from shardformer.training.run_folder import Run
+from shardformer.training.step import TrainState
 
 MAX_BYTES = 1 << 30
 
@@ -60,7 +66,6 @@ def _read_step(path: Path, number: int, line: bytes) -> int:
         ) from None
 
 
-Write = Callable[[Callable[[], None]], None]
 TOKENS = 64  # of the continuation of a prompt
 ROWS = 8  # rows that are computed together, as in `harness`
 
@@ -95,25 +100,32 @@ class Stopped(Exception):
     """A stop was requested before the last score."""
 
 
-def write_or_raise(write: Callable[[], None]) -> None:
-    """Writes a record; a failure is raised."""
-    write()
+class Monitor(HostFeature):
+    """The scores of a run's weights while it trains, and its continuations of `eval_prompts`.
 
-
-class Monitor:
-    """The programs that score a run's weights while it trains; they are compiled once.
-
-    `prompts` are continued; `is_stopped` is asked before each batch of rows.
+    The programs are compiled once.
     """
 
-    def __init__(self, run: Run, prompts: list[str], first_step: int, is_stopped: Callable[[], bool]):
-        self._run, self._config, self._prompts, self._is_stopped = run, run.config, prompts, is_stopped
+    def __init__(self, config: Config):
+        if config.start.eval_tasks:
+            lm_eval_answers.check_installed("eval_tasks")
+            open_tasks(config.start.eval_tasks)
+        prompts = config.start.eval_prompts
+        self._prompts = read_prompts(prompts, key="eval_prompts") if prompts else []
+
+    def check(self, run: Run) -> None:
+        if self._prompts:
+            encode_prompts(run, self._prompts)
+
+    def prepare(self, run: Run, evaluator: Evaluator, state: TrainState, is_stopped: Callable[[], bool]) -> None:
+        """Opens the records. `is_stopped` is asked before each batch of rows."""
+        first_step = int(state.step)
+        self._run, self._config, self._is_stopped = run, run.config, is_stopped
         settings = run.config.for_inference(run.config.parallel.mesh)
         self._model = Model.on(settings, mesh.make(settings))
         self._tasks: Any = self._open_tasks() if run.config.start.eval_tasks else None
-        self._writer: Any = self._open_writer() if prompts else None
+        self._writer: Any = self._open_writer() if self._prompts else None
         self._files = processes.succeed_or_fail_together(lambda: self._open_files(first_step))
-        self._try_to_write: Write = write_or_raise
 
     def _open_files(self, first_step: int) -> dict[str, JsonLines]:
         """Opens the records on the first process."""
@@ -122,18 +134,16 @@ class Monitor:
         names = [name for name, used in (("scores", self._tasks), ("texts", self._writer)) if used]
         return {name: JsonLines(self._run.records / f"{name}.jsonl", first_step) for name in names}
 
-    def observe(self, state, step: int, try_to_write: Write = write_or_raise) -> None:
-        """Scores the weights of an evaluated state and their average; a stop leaves out the rest.
-
-        `try_to_write` calls a function that writes a record, and decides what its failure does to the run.
-        """
-        self._try_to_write = try_to_write
+    def after_evaluation(self, state: TrainState, step: int, outputs: Outputs) -> None:
+        """Scores the weights of the evaluated state and their average; a stop leaves out the rest."""
+        self._try_to_write = outputs.checkpoints.try_to_write
         try:
-            for name, params in self._select_weights(state, step):
-                if self._tasks:
-                    self._score(params, step, name)
-                if self._writer:
-                    self._write_texts(params, step, name)
+            with outputs.throughput.pause():
+                for name, params in self._select_weights(state, step):
+                    if self._tasks:
+                        self._score(params, step, name)
+                    if self._writer:
+                        self._write_texts(params, step, name)
         except Stopped:
             log.info(f"the scores of step {step} are incomplete, because of the stop")
 

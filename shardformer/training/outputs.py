@@ -16,14 +16,12 @@ from shardformer.errors import RunError
 from shardformer.logs import goodput, metrics_file
 from shardformer.logs.csv_file import CsvFile
 from shardformer.logs.events import TensorBoardEvents
-from shardformer.logs.metrics_file import ExpertsFile, GradientsFile
 from shardformer.logs.observers import Observer, Observers, import_tracker
 from shardformer.logs.progress import NoProgress, Progress
 from shardformer.logs.step_profiler import StepProfiler
 from shardformer.logs.throughput import Throughput, measure_peak_bytes
 from shardformer.model import flops
 from shardformer.training.checkpoint_progress import Best
-from shardformer.training.rollback import SkipLog
 from shardformer.training.run_folder import Run
 from shardformer.training.saving import RunCheckpoints
 
@@ -33,13 +31,10 @@ class Outputs:
     """The open outputs. Only the first process writes files and shows progress."""
 
     metrics: CsvFile | None
-    gradients: GradientsFile | None
-    experts: ExpertsFile | None
     progress: NoProgress
     observers: Observers
     profiler: StepProfiler
     checkpoints: RunCheckpoints
-    skips: SkipLog
     throughput: Throughput
     peak_speed: float | None  # tokens per second at an MFU of 1; None for an unknown chip
 
@@ -63,16 +58,6 @@ class Outputs:
             self.checkpoints.try_to_write(write)
         self.observers.write(row)
         self.progress.show_row(row)
-
-    def write_gradients(self, step: int, metrics: dict[str, float]) -> None:
-        """Writes the statistics of a step's gradients."""
-        if gradients := self.gradients:
-            self.checkpoints.try_to_write(lambda: gradients.write(step, metrics))
-
-    def write_experts(self, step: int, load: dict[str, float]) -> None:
-        """Writes the load of the experts at a logged step."""
-        if experts := self.experts:
-            self.checkpoints.try_to_write(lambda: experts.write(step, load))
 
 
 @contextlib.contextmanager
@@ -122,13 +107,10 @@ def _open(
     steps = parsing.parse_steps_range("profile", c.start.profile) if is_first_process else None
     return Outputs(
         metrics=metrics,
-        gradients=GradientsFile(run.records, first_step) if c.training.grad_metrics and is_first_process else None,
-        experts=ExpertsFile(run.records, first_step) if c.experts.experts and is_first_process else None,
         progress=progress,
         observers=observers,
         profiler=stack.enter_context(StepProfiler(steps, run.records / "profile")),
         checkpoints=stack.enter_context(RunCheckpoints(run, best, lock)),
-        skips=SkipLog(run.records if is_first_process else None, first_step, c),
         throughput=Throughput(c.tokens_per_step, first_step, elapsed_before),
         peak_speed=flops.peak_tokens_per_second(c, chip) if chip else None,
     )

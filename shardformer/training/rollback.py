@@ -1,90 +1,76 @@
 """`skip_steps` on the host: the log of left-out steps, and the return of a run to an earlier checkpoint."""
 
+import functools
 import json
 import math
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
 from shardformer import checkpoint
-from shardformer.config import Config
 from shardformer.config.training_keys import ROLLBACKS, SKIP_LIMIT
 from shardformer.devices import processes, programs
 from shardformer.errors import RunError
 from shardformer.logs.csv_file import CsvFile
 from shardformer.messages import log
 from shardformer.training.checkpoint_progress import is_scheduled, select_earlier
+from shardformer.training.evaluation import Evaluator
+from shardformer.training.host_feature import GoBack, HostFeature
+from shardformer.training.non_finite import describe_first_non_finite
+from shardformer.training.outputs import Outputs
 from shardformer.training.rolling_guard import Verdict
 from shardformer.training.run_folder import Run, Starter
+from shardformer.training.step import TrainState
 
 MOST_TRIED = 100  # checkpoints; a text between processes holds 2 kB
 COLUMNS = ("step", "loss", "grad_norm", *Verdict._fields)
 
 
-class Stuck(Exception):
-    """The last SKIP_LIMIT steps were left out. `record` is the guard's record on the host."""
+class SkippedSteps(HostFeature):
+    """The steps that skip_steps left out, in `skipped.csv` with the bounds that they exceeded."""
 
-    def __init__(self, step: int, record: dict):
-        super().__init__(step)
-        self.step, self.record = step, record
+    def prepare(self, run: Run, evaluator: Evaluator, state: TrainState, is_stopped: Callable[[], bool]) -> None:
+        self._run, self._evaluator = run, evaluator
 
+    def open(self, run: Run, first_step: int) -> None:
+        def open_file() -> CsvFile | None:
+            if jax.process_index():
+                return None
+            file = CsvFile(run.records / "skipped.csv", COLUMNS)
+            file.begin(first_step)
+            return file
 
-class SkipLog:
-    """`skipped.csv`: the steps that skip_steps left out, with the bounds that they exceeded.
+        self._file = processes.succeed_or_fail_together(open_file)
 
-    Only the first process writes the file; on resume it continues after `first_step`.
-    """
-
-    def __init__(self, records: Path | None, first_step: int, config: Config):
-        self._file = None
-        if records and config.bad_steps.skip_steps:
-            self._file = CsvFile(records / "skipped.csv", COLUMNS)
-            self._file.begin(first_step)
-
-    def read(self, row: dict, metrics: jax.Array, record: dict, explain: Callable[[], str]) -> dict:
-        """Returns a step's metrics for metrics.csv; logs the step if it was left out.
-
-        Raises Stuck if the run must go back. `record` is the guard's, `explain` names the first non-finite layer.
-        """
+    def after_step(self, row: dict, metrics: jax.Array, state: TrainState, outputs: Outputs) -> dict:
+        """Logs the step if it was left out. Raises GoBack if as many as SKIP_LIMIT in a row were."""
         verdict = Verdict.read(metrics)
         if not verdict.in_row:
             return row
-        problem = self._describe(row, verdict, explain)
+        problem = self._describe(row, verdict, state)
         log.info(f"step {row['step']} is left out, {verdict.skipped:.0f} so far: {problem}")
         if self._file:
             left_out = {"step": row["step"], "loss": row["loss"], "grad_norm": row["grad_norm"]}
             self._file.append(left_out | verdict._asdict())
         if verdict.in_row >= SKIP_LIMIT:
-            raise Stuck(row["step"], jax.tree.map(np.asarray, record))
+            record = jax.tree.map(np.asarray, state.guard)
+            restore = functools.partial(_restore_as, self._run, self._evaluator.trainer, row["step"], record)
+            raise GoBack(row["step"], restore)
         return {name: value if math.isfinite(value) else None for name, value in row.items()}
 
-    @staticmethod
-    def _describe(row: dict[str, Any], verdict: Verdict, explain: Callable[[], str]) -> str:
+    def _describe(self, row: dict[str, Any], verdict: Verdict, state: TrainState) -> str:
         if not math.isfinite(row["loss"]) or not math.isfinite(row["grad_norm"]):
-            return f"loss is {row['loss']}, grad_norm is {row['grad_norm']}{explain()}"
+            cause = describe_first_non_finite(self._evaluator, state, row["step"])
+            return f"loss is {row['loss']}, grad_norm is {row['grad_norm']}{cause}"
         bounds = {"loss": verdict.loss_bound, "grad_norm": verdict.grad_norm_bound}
         above = {name: bound for name, bound in bounds.items() if row[name] > bound}
         return ", ".join(f"{name} is {row[name]:.4g}, its bound {bound:.4g}" for name, bound in above.items())
 
 
-def go_back(run: Run, evaluator: Any, checkpoints: Any, step: int, record: dict) -> tuple[Any, Iterator]:
-    """Returns the state of an earlier checkpoint as that of `step`, and the batches after it.
-
-    The batches in between are left out. After the last step, saves the state.
-    """
-    trainer, c = evaluator.trainer, run.config
-    checkpoints.wait()
-    state = _restore_as(run, trainer, step, record)
-    if step == c.training.steps:
-        checkpoints.save_last_state(state)
-    return state, evaluator.corpus.train_batches(c, step, trainer.local_rows)
-
-
 def _restore_as(run: Run, trainer: Starter, step: int, record: dict) -> Any:
-    """Returns the state of an earlier checkpoint as that of `step`.
+    """Returns the state of an earlier checkpoint as that of `step`: the batches in between are left out.
 
     The checkpoint is older than the first left-out step's weights. A run that goes back again before it has applied a
     step restores an older checkpoint.

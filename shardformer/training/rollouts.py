@@ -176,18 +176,15 @@ class RolloutTrainer(Trainer):
         return np.arange(self.config.data_rows)
 
     def step(self, state: TrainState, batch, step: int) -> tuple[TrainState, jax.Array]:
-        state = state._replace(rollout=self._find_rollout(state, batch, step))
+        state = state._replace(rollout=self.place_batch(state, batch, step))
         self._made = None
         return self._trainer.step(state, {}, step)
-
-    def expert_load(self, state: TrainState, batch) -> dict[str, float]:
-        return self._trainer._expert_load.read(state, self._find_rollout(state, batch, int(state.step)))
 
     def sums(self, params, batch) -> Sums:
         with goodput.CLOCK.spending("evaluation"):
             return self._rollouts.evaluate(params, batch)
 
-    def _find_rollout(self, state: TrainState, batch, step: int) -> dict[str, jax.Array]:
+    def place_batch(self, state: TrainState, batch, step: int) -> dict[str, jax.Array]:
         """Returns the rollout of a step: a new one every `rollout_steps` steps."""
         number, rest = divmod(step, self.config.preferences.rollout_steps)
         if rest:

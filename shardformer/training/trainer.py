@@ -1,6 +1,5 @@
 """The compiled functions of training on one mesh: a step, the sums of an evaluation, the norms of gradients."""
 
-import functools
 from typing import Any
 
 import jax
@@ -100,25 +99,9 @@ class Trainer:
         """Returns the weighted sums over one batch."""
         return self._sums(params, self.to_devices(batch))
 
-    def gradient_metrics(self, state: TrainState, batch) -> dict[str, float]:
-        """Returns statistics of single examples' gradients, for the next step of `state`; waits."""
-        return self._example_gradients.read(state, self.to_devices(batch))
-
-    @functools.cached_property
-    def _example_gradients(self):
-        from shardformer.training.example_gradients import ExampleGradients  # not imported without grad_metrics
-
-        return ExampleGradients(self.update)
-
-    def expert_load(self, state: TrainState, batch) -> dict[str, float]:
-        """Returns the load of the experts under the batch of the next step of `state`; waits."""
-        return self._expert_load.read(state, self.to_devices(batch))
-
-    @functools.cached_property
-    def _expert_load(self):
-        from shardformer.training.expert_load import ExpertLoad  # not imported without experts
-
-        return ExpertLoad(self.update)
+    def place_batch(self, state: TrainState, batch, step: int) -> dict[str, jax.Array]:
+        """Returns the arrays on the devices that `step` would learn from."""
+        return self.to_devices(batch)
 
     @property
     def local_rows(self) -> np.ndarray:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from shardformer import optim
 from shardformer.layout import mesh
 from shardformer.model import Measures, Model
+from shardformer.training.example_gradients import ExampleGradients
 from shardformer.training.step import OneProgram, TrainState
 from shardformer.training.trainer import Trainer
 from tests import asserts, sharded, shared
@@ -229,7 +230,9 @@ def test_the_norm_that_is_told_is_the_one_that_clips():
 @pytest.mark.slow
 def test_examples_gradients_are_those_of_what_learns():
     frozen, t = shared.trainer(lr_rules="embed=frozen,up*=frozen", mesh="2x1"), shared.trainer(mesh="2x1")
-    told = frozen.gradient_metrics(frozen.init(), shared.batch())
+    gradients = ExampleGradients()
+    gradients.compile(frozen)
+    told = gradients.read(frozen.init(), frozen.to_devices(shared.batch()))
     squares = numpy(jax.jit(Measures(t.model).example_square_norms)(t.init().params, shared.batch(), t.dropout_key(0)))
     learning = {
         module: {name: leaf for name, leaf in leaves.items() if name not in ("up", "up_bias")}

@@ -21,6 +21,7 @@ from shardformer.training import loop
 from shardformer.training.evaluation import Evaluation, Evaluator
 from shardformer.training.run_folder import Run
 from shardformer.training.step import Measured
+from shardformer.training.step_statistics import StepStatistics
 from shardformer.training.stop_signal import StopSignal
 from shardformer.training.trainer import IN_FLIGHT, choose_steps_ahead
 from tests import runs, shared
@@ -181,19 +182,18 @@ def test_steps_in_flight_count_as_training_time():
             self.ready = True
             return self
 
-    def measure_gradients(state, _):
-        state.block_until_ready()
-        clock[0] += 5
+    class Statistics(StepStatistics):  # a measurement of 5 s
+        _file = None
 
-    config = SimpleNamespace(
-        training=SimpleNamespace(grad_metrics=True),
-        run=SimpleNamespace(log_every=1),
-        experts=SimpleNamespace(experts=0),
-    )
-    trainer = mock.Mock(config=config, gradient_metrics=measure_gradients)
+        def read(self, state, batch):
+            state.block_until_ready()
+            clock[0] += 5
+
+    trainer = mock.Mock(config=SimpleNamespace(run=SimpleNamespace(log_every=1)))
     throughput = Throughput(100, 0, clock=lambda: clock[0])
     throughput.begin(1)
-    evaluator, outputs = mock.Mock(trainer=trainer), mock.Mock(throughput=throughput)
-    training = loop.TrainingLoop(evaluator, iter([{}]), outputs, StopSignal(), 0)
+    evaluator, outputs, statistics = mock.Mock(trainer=trainer), mock.Mock(throughput=throughput), Statistics()
+    statistics._trainer = trainer
+    training = loop.TrainingLoop(evaluator, iter([{}]), outputs, StopSignal(), 0, (statistics,))
     training._dispatch(State(), 2)
     assert throughput.measure(2) == 50

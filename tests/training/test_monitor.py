@@ -102,14 +102,14 @@ def test_texts_of_two_processes_are_those_of_one(tmp_path, text, prompts, capsys
 
 @pytest.mark.slow
 def test_programs_are_compiled_once(tmp_path, text, prompts, monkeypatch, caplog):
-    observe, compiled = Monitor.observe, []
+    observe, compiled = Monitor.after_evaluation, []
 
     def note_compilations(*args):
         compiled.append(COMPILED.findall(caplog.text))
         observe(*args)
         compiled.append(COMPILED.findall(caplog.text))
 
-    monkeypatch.setattr(Monitor, "observe", note_compilations)
+    monkeypatch.setattr(Monitor, "after_evaluation", note_compilations)
     words = [*WORDS, "weight_decay=0.11"]  # a program that no other test has compiled
     monkeypatch.setattr(programs, "saves_time", lambda: False)  # another thread's log is not seen
     with jax.log_compiles():

@@ -41,7 +41,7 @@ def test_run_that_is_stuck_goes_back_further(monkeypatch, went_back_at, before):
         "went_back_at": went_back_at,
         "went_back_to": 20,
     }
-    state = rollback._restore_as(SimpleNamespace(), None, 40, record, lambda text: None)
+    state = rollback._restore_as(SimpleNamespace(), None, 40, record)
     assert asked == [before]
     assert int(state.step) == 40
     new = {name: int(value) for name, value in state.guard.items()}

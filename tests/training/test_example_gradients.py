@@ -3,7 +3,7 @@
 import pytest
 
 from shardformer.errors import RunError
-from shardformer.logs.metrics_file import GradientsFile
+from shardformer.training.example_gradients import GradientsFile
 
 NOISE = {1: (4.0, 1.0), 2: (2.0, 3.0), 3: (6.0, 4.0), 4: (9.0, 1.0)}
 HEADER = "step,noise_variance,noise_signal,noise_scale\n"
@@ -21,20 +21,20 @@ def text(out):
 
 
 def test_noise_scale_is_a_ratio_of_means_over_the_run(tmp_path):
-    write(GradientsFile(tmp_path, 0), 1, 2, 3, 4)
+    write(GradientsFile(tmp_path / "gradients.csv", 0), 1, 2, 3, 4)
     assert text(tmp_path) == HEADER + "".join(ROWS)
 
 
 def test_gradients_resume_drops_later_rows_and_keeps_sums(tmp_path):
-    write(GradientsFile(tmp_path, 0), 1, 2, 3, 4)
-    write(GradientsFile(tmp_path, 2), 3)
+    write(GradientsFile(tmp_path / "gradients.csv", 0), 1, 2, 3, 4)
+    write(GradientsFile(tmp_path / "gradients.csv", 2), 3)
     assert text(tmp_path) == HEADER + "".join(ROWS[:3])
-    write(GradientsFile(tmp_path, 0), 1)
+    write(GradientsFile(tmp_path / "gradients.csv", 0), 1)
     assert text(tmp_path) == HEADER + ROWS[0]
 
 
 def test_gradients_row_is_appended(tmp_path):
-    gradients = GradientsFile(tmp_path, 0)
+    gradients = GradientsFile(tmp_path / "gradients.csv", 0)
     write(gradients, 1)
     (tmp_path / "gradients.csv").write_text("kept\n")
     write(gradients, 2)
@@ -42,7 +42,7 @@ def test_gradients_row_is_appended(tmp_path):
 
 
 def test_negative_noise_estimate_has_no_scale(tmp_path):
-    GradientsFile(tmp_path, 0).write(1, {"noise_variance": 2.0, "noise_signal": -1.0})
+    GradientsFile(tmp_path / "gradients.csv", 0).write(1, {"noise_variance": 2.0, "noise_signal": -1.0})
     assert text(tmp_path) == HEADER + "1,2.0,-1.0,\n"
 
 
@@ -57,7 +57,7 @@ def test_negative_noise_estimate_has_no_scale(tmp_path):
 def test_damaged_gradients_file_is_rejected_and_unchanged(tmp_path, content, message):
     path, content = tmp_path / "gradients.csv", content if isinstance(content, bytes) else content.encode()
     path.write_bytes(content)
-    gradients = GradientsFile(tmp_path, 1)  # opening reads nothing
+    gradients = GradientsFile(tmp_path / "gradients.csv", 1)  # opening reads nothing
     for _ in range(2):
         with pytest.raises(RunError, match=message):
             write(gradients, 2)

@@ -1,0 +1,38 @@
+"""The choice of the features that a run has on the host."""
+
+from shardformer import optim
+from shardformer.config import Config
+from shardformer.logs import observers
+from shardformer.training.host_feature import EndAtNonFinite, HostFeature
+
+
+def open_features(config: Config) -> tuple[HostFeature, ...]:
+    """Returns the features of a run in their order; raises UsageError for code, tasks or prompts that do not open.
+
+    Called before the data are read, which may take hours.
+    """
+    observers.check_trackers(config)
+    if config.optimizer.is_code:
+        optim.make_optimizer(config)
+    if config.preferences.learns_rewards:
+        from shardformer.training.rewards import open_reward  # not imported without rewards
+
+        open_reward(config.start.reward)
+    features: list[HostFeature] = []
+    if config.start.eval_tasks or config.start.eval_prompts:
+        from shardformer.training.monitor import Monitor  # not imported without scores or texts
+
+        features.append(Monitor(config))
+    if config.training.grad_metrics:
+        from shardformer.training.example_gradients import ExampleGradients  # not imported without grad_metrics
+
+        features.append(ExampleGradients())
+    if config.experts.experts:
+        from shardformer.training.expert_load import ExpertLoad  # not imported without experts
+
+        features.append(ExpertLoad())
+    if not config.bad_steps.skip_steps:
+        return (*features, EndAtNonFinite())
+    from shardformer.training.rollback import SkippedSteps  # not imported without skip_steps
+
+    return (*features, SkippedSteps())
