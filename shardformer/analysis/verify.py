@@ -19,6 +19,7 @@ from shardformer.config.names import ROUTER_BIAS
 from shardformer.errors import UsageError
 from shardformer.layout import mesh
 from shardformer.model import Loss, Model, lora
+from shardformer.model.model import draw_tokens
 from shardformer.optim import lbfgs
 from shardformer.tables import format_count, format_table
 from shardformer.training.step import TrainState
@@ -77,7 +78,7 @@ def verify_config(config: Config) -> list[Difference]:
     dropout, microbatches and packed documents.
     """
     config = config.replace(dtype="float32", param_dtype="float32", grad_dtype="float32")
-    if config.preferences.objective == "task":
+    if not config.objective.is_language_model:
         return _verify_task(config)
     batch = weighted_batch(config)
     with jax.default_matmul_precision("highest"):
@@ -156,11 +157,16 @@ def train(trainer: Trainer, batch) -> list[np.ndarray]:
     return losses
 
 
-def make_dense_trainer(config: Config) -> Trainer:
-    """Returns a trainer on one device, without microbatches: it provides initial parameters and the optimizer."""
-    one = config.replace(
+def on_one_device(config: Config) -> Config:
+    """Returns the configuration of the same training on one device, without microbatches."""
+    return config.replace(
         mesh="1x1", zero=0, accum=1, accum_mode="scan", pipeline_rounds=1, sequence_parallel=False, attention="auto"
     )
+
+
+def make_dense_trainer(config: Config) -> Trainer:
+    """Returns a trainer on one device, without microbatches: it provides initial parameters and the optimizer."""
+    one = on_one_device(config)
     return Trainer(one, mesh.arrange(one, jax.local_devices()[:1], follow_wires=False))
 
 
@@ -194,15 +200,12 @@ def _train_reference(trainer: Trainer, batch) -> list[np.ndarray]:
 
 def random_batch(config: Config) -> dict[str, np.ndarray]:
     """Returns a batch of random tokens; raises UsageError for an objective that learns more than tokens."""
-    if config.preferences.objective != "lm":
+    if not config.objective.has_dense_reference:
         raise UsageError(
-            f"objective={config.preferences.objective} is trained on other batches; verify and bench take "
+            f"objective={config.objective.name} is trained on other batches; verify and bench take "
             "objective=lm, and memory and plan any"
         )
-    tokens = np.random.default_rng(config.training.seed).integers(
-        0, config.model.vocab, (config.training.batch, config.model.seq + 1), np.int32
-    )
-    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    return draw_tokens(config)
 
 
 def weighted_batch(config: Config) -> dict[str, np.ndarray]:

@@ -49,7 +49,7 @@ def evaluate(arguments: list[str]) -> None:
     run = Run.open(folder, {"task": options.task} if options.task else {})
     _check_reward(run.config, options.reward)
     corpus: Data | None = None  # of a task: its batches have the rows of this evaluation
-    if run.config.preferences.objective == "task":
+    if not run.config.objective.is_language_model:
         open_task(run.config)
     elif options.data:
         corpus = load_corpus(run.config.replace(data=options.data, validation=options.validation), run.vocabulary)
@@ -86,7 +86,7 @@ def _check_reward(config: Config, reward: str) -> None:
 
         open_reward(reward)
     elif reward:
-        raise UsageError(f"reward does nothing with objective={config.preferences.objective}; leave it out")
+        raise UsageError(f"reward does nothing with objective={config.objective.name}; leave it out")
 
 
 def for_evaluation(settings: Config, shape: str) -> Config:
@@ -98,8 +98,6 @@ def for_evaluation(settings: Config, shape: str) -> Config:
         settings.training.accum, 1
     )  # 0 is auto, of a run that was converted and never trained
     sizes = parsing.MeshSizes() if shape == "auto" else parsing.parse_mesh(shape)
-    multiple = sizes.dp
-    if settings.preferences.learns_rewards:
-        multiple = math.lcm(sizes.dp, settings.preferences.group_size)
+    multiple = math.lcm(sizes.dp, settings.objective.answers_of_a_prompt)
     batch = -(-rows // multiple) * multiple * sizes.pp
     return settings.without_gradients().replace(mesh=shape, batch=batch, accum=sizes.pp)

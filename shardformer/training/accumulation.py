@@ -31,7 +31,7 @@ class Accumulation(Protocol):
 def make_accumulation(config: Config, update: Update, shardings: TrainState) -> Accumulation:
     """Returns the mode that `accum` and `accum_mode` ask for."""
     modes: dict[str, type[MultiSteps | Manual]] = {"multisteps": MultiSteps, "manual": Manual}
-    if config.preferences.learns_rewards:
+    if update.model.batch_is_stored:
         from shardformer.training.stored_rollout import RolloutProgram  # not imported without rewards
 
         return RolloutProgram(update, shardings)

@@ -35,7 +35,7 @@ def choose_parts(config: Config, model: TaskOnMesh) -> tuple[Part, ...]:
         from shardformer.training.rolling_guard import RollingGuard  # not imported without skip_steps
 
         parts.append(RollingGuard(config))
-    if config.preferences.learns_rewards:
+    if model.batch_is_stored:
         from shardformer.training.stored_rollout import StoredRollout  # not imported without rewards
 
         parts.append(StoredRollout(model))

@@ -13,10 +13,10 @@ import termios
 import pytest
 from rich.console import Console, ConsoleDimensions
 
-from shardformer.config.preference_keys import PAIR_METRICS, POLICY_METRICS
 from shardformer.logs import progress
 from shardformer.logs.progress import NoProgress, Progress
 from shardformer.logs.throughput import Throughput
+from shardformer.objectives.objective_keys import PAIR_METRICS, POLICY_METRICS
 
 RUN = """
 import sys

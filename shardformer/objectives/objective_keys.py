@@ -5,11 +5,8 @@ import functools
 from typing import Literal
 
 from shardformer.config.keys import KeyGroup, UsedIf, key, require
+from shardformer.objectives.objective import OBJECTIVES
 
-# The metrics that a step of pairs has besides loss (the objective) and accuracy (the right order of the rewards).
-PAIR_METRICS = ("chosen_reward", "rejected_reward", "reward_margin", "chosen_logp", "rejected_logp", "sft_loss", "kl")
-# Those of sampled answers; accuracy is the share of answers with a reward above 0.
-POLICY_METRICS = ("reward", "kl", "clip_share", "answer_length", "logp_gap")
 WITH_PAIRS = UsedIf(lambda keys: keys.learns_pairs, "without pairs; give objective=dpo or another of pairs")
 WITH_TEACHER = UsedIf(lambda keys: keys.objective == "distill", "with another objective; give objective=distill")
 WITH_BETA = UsedIf(
@@ -34,7 +31,7 @@ WITH_SIMPO = UsedIf(lambda keys: keys.objective == "simpo", "with another object
 
 
 @dataclasses.dataclass(frozen=True)
-class PreferenceKeys(KeyGroup):
+class ObjectiveKeys(KeyGroup):
     """Objective"""
 
     objective: Literal["lm", "distill", "grpo", "dpo", "ipo", "kto", "orpo", "simpo", "task"] = key(
@@ -97,18 +94,12 @@ class PreferenceKeys(KeyGroup):
     @functools.cached_property
     def learns_pairs(self) -> bool:
         """True for an objective over preference pairs."""
-        return self.objective not in ("lm", "distill", "grpo", "task")
+        return OBJECTIVES[self.objective].reads_pairs
 
     @functools.cached_property
     def learns_rewards(self) -> bool:
         """True for an objective over answers that the model samples."""
-        return self.objective == "grpo"
-
-    @functools.cached_property
-    def metrics(self) -> tuple[str, ...]:
-        """The metrics of a step that only this objective has."""
-        own = {"lm": (), "task": (), "distill": ("kl",), "grpo": POLICY_METRICS}
-        return own.get(self.objective, PAIR_METRICS)
+        return OBJECTIVES[self.objective].takes_reward
 
     @functools.cached_property
     def needs_references(self) -> bool:

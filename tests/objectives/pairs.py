@@ -16,7 +16,7 @@ from shardformer.data.corpus import choose_row_layout
 from shardformer.data.tokens import Tokens
 from shardformer.layout import mesh
 from shardformer.training.trainer import Trainer
-from tests.model.record_preferences import CASES, FOLDER, PAIRS, REFERENCE
+from tests.objectives.record_preferences import CASES, FOLDER, PAIRS, REFERENCE
 
 RECORDED = json.loads((FOLDER / "pairs.json").read_text())
 SEQ = 16

@@ -8,15 +8,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from shardformer import collectives
 from shardformer.config.names import CP
 from shardformer.data.chat.preference_windows import MOST_PAIRS
-from shardformer.kernels.preference_losses import Losses, Sides, compute_losses
 from shardformer.model.model import Model, choose_counts
-from shardformer.model.task_on_mesh import Sums
+from shardformer.model.task_on_mesh import Sums, TaskOnMesh
 from shardformer.parallel.microbatch import AccumulationType
 from shardformer.shards.pair_transformer import PairTransformerShard
 
@@ -38,15 +37,32 @@ class PairLoss(NamedTuple):
     kl: jax.Array  # KTO's divergence from the reference, at least 0; 0 for other objectives
 
 
+class Losses(NamedTuple):
+    """The loss and the two rewards of every pair, [b, K] of up to K pairs in a row."""
+
+    loss: Array
+    chosen: Array
+    rejected: Array
+
+
+class Sides(NamedTuple):
+    """Sums over the scored tokens of each side, [b, 2, K]: chosen, then rejected."""
+
+    logp: Array  # log-probabilities
+    reference: Array  # those under the model that training starts from
+    tokens: Array
+
+
 class PreferenceModel(Model):
     """`Model` with the objective of `config.preferences`."""
 
     losses = PairLoss
+    make_batch = TaskOnMesh.make_batch
     shard: PairTransformerShard
+    shard_class = PairTransformerShard
 
     def __init__(self, layout, mesh):
         super().__init__(layout, mesh)
-        self.shard = PairTransformerShard(self.layout)
         if self.config.preferences.measures_kl:
             self.count_first = measure_constants
 
@@ -157,7 +173,7 @@ class PreferenceModel(Model):
         flat = self._flatten(batch)
         tokens = flat["tokens"].shape[1]
         local = self.layout.attention.take_batch(flat)
-        dropout = self._draw_masks(dropout_key, local, tokens) if self.has_dropout and dropout_key is not None else None
+        dropout = self.draw_masks(dropout_key, local, tokens)
         token, of_records = self.shard.token_losses(
             params, local["tokens"], local["targets"], dropout, local.get("documents"), counts
         )
@@ -229,3 +245,39 @@ def normalise_pairs(batch) -> dict:
     if "sft" in batch:
         batch |= {"sft": batch["sft"] * rows / jnp.maximum(batch["sft"].sum(), 1)}
     return batch
+
+
+def compute_losses(sides: Sides, keys, kl: Array | float = 0.0) -> Losses:
+    """Returns the loss of every pair under an objective of `ObjectiveKeys`; `kl` is the divergence that KTO needs."""
+    score = sides.logp - sides.reference
+    normed = score / jnp.maximum(sides.tokens, 1)  # a slot without a pair has no tokens
+    used = normed if keys.is_normed else score
+    margin = used[:, 0] - used[:, 1]
+    if keys.objective == "ipo":
+        loss = jnp.square(margin - 1 / (2 * keys.beta))
+    elif keys.objective == "kto":
+        loss = 1 - (jax.nn.sigmoid(keys.beta * (score[:, 0] - kl)) + jax.nn.sigmoid(keys.beta * (kl - score[:, 1]))) / 2
+    elif keys.objective == "orpo":
+        loss = -keys.beta * jax.nn.log_sigmoid(margin - (log_complement(normed[:, 0]) - log_complement(normed[:, 1])))
+    else:
+        gap = keys.reward_gap if keys.objective == "simpo" else 0.0
+        loss = smooth_sigmoid_loss(keys.beta * margin - gap, keys.label_smoothing)
+    rewards = keys.beta * jax.lax.stop_gradient(normed if keys.objective in ("orpo", "simpo") else score)
+    return Losses(loss, rewards[:, 0], rewards[:, 1])
+
+
+def smooth_sigmoid_loss(margin: Array, smoothing: float) -> Array:
+    """Returns -log sigmoid of a margin, or its mean if the fraction `smoothing` of the labels is wrong."""
+    right, wrong = jax.nn.log_sigmoid(margin), jax.nn.log_sigmoid(-margin)
+    return -(1 - smoothing) * right - smoothing * wrong
+
+
+def log_complement(logp: Array) -> Array:
+    """Returns log(1 - exp(logp)) of a log-probability below 0, without cancellation at either end.
+
+    An empty slot's log-probability is 0, whose complement would be -inf: it gets that of a half instead.
+    """
+    logp = jnp.where(logp < 0, logp, -jnp.log(2.0))
+    near_zero = logp > -jnp.log(2.0)
+    first = jnp.log(-jnp.expm1(jnp.where(near_zero, logp, -1.0)))
+    return jnp.where(near_zero, first, jnp.log1p(-jnp.exp(jnp.where(near_zero, -1.0, logp))))
