@@ -200,7 +200,7 @@ def _train_reference(trainer: Trainer, batch) -> list[np.ndarray]:
 
 def random_batch(config: Config) -> dict[str, np.ndarray]:
     """Returns a batch of random tokens; raises UsageError for an objective that learns more than tokens."""
-    if not config.objective.has_dense_reference:
+    if not config.objective.has_plain_batches:
         raise UsageError(
             f"objective={config.objective.name} is trained on other batches; verify and bench take "
             "objective=lm, and memory and plan any"

@@ -76,7 +76,7 @@ def verify_exactly(config: Config, memory: float = 8e9, begin: Callable[[str], N
 def has_dense_reference(config: Config) -> bool:
     """Returns whether the dense reference computes this configuration."""
     known = not dense_reference.find_missing(config)
-    return known and config.objective.has_dense_reference and not config.stored.quantized
+    return known and config.objective.has_plain_batches and not config.stored.quantized
 
 
 def compute_gradients(trainer: Trainer, params, batch, key, **options) -> Result:
@@ -183,7 +183,7 @@ def draw_batch(trainer: Trainer) -> dict[str, np.ndarray]:
         return trainer.model.make_batch()
     draw = np.random.default_rng([config.training.seed, 1])
     share = np.linspace(0.2, 1, config.training.batch)
-    if config.objective.has_dense_reference:
+    if config.objective.has_plain_batches:
         shapes["weights"] = jax.ShapeDtypeStruct(shapes["tokens"].shape, np.float32)
         if config.data.documents == "masked":
             shapes["documents"] = shapes["tokens"]

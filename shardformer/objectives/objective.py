@@ -21,7 +21,7 @@ class Objective:
 
     task = "shardformer.model.model:Model"  # the subclass of TaskOnMesh
     is_language_model = True  # False: a row has arrays of its own, and no tokens
-    has_dense_reference = True  # a batch is tokens, targets and weights, as analysis/dense_reference.py takes it
+    has_plain_batches = True  # tokens, targets and weights, as analysis/dense_reference.py takes them
     verified_against = "a plain dense model"
     has_bound_of_bytes = True  # the formula of analysis/needed_bytes.py is above the bytes of a step
     sides = 1  # rows that the model computes of one row of a batch
@@ -77,7 +77,7 @@ class Objective:
 class _OneProgram(Objective):
     """An objective whose mean over all microbatches is found in one program."""
 
-    has_dense_reference = False
+    has_plain_batches = False
 
     def check(self) -> None:
         super().check()
@@ -196,7 +196,7 @@ class UserTask(Objective):
     """A module of the user with its own loss and data, task=FILE.py:NAME: model/task.py."""
 
     task = "shardformer.model.own_task:OwnTask"
-    is_language_model = has_dense_reference = has_bound_of_bytes = False
+    is_language_model = has_plain_batches = has_bound_of_bytes = False
     verified_against = "one device"
     evaluation_titles = "loss", "accuracy", "rows"
 
