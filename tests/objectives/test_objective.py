@@ -14,7 +14,7 @@ from shardformer.objectives.objective import OBJECTIVES
 from tests import shared
 
 PACKAGE = Path(__file__).parents[2] / "shardformer"
-COMPLETE = {"distill": {"teacher": "a run"}, "task": {"vocab": 1}}
+COMPLETE = {"distill": {"teacher": "a run"}, "task": {"vocab": 1}, "grpo": {"answer_tokens": 4}}
 
 
 def make_config(name: str) -> Config:
@@ -60,6 +60,6 @@ def test_objective_of_text_rejects_a_task(name):
 
 
 def test_pairs_count_twice_and_prompts_once_for_their_answers():
-    pairs, prompts = (shared.tiny(objective=name, batch=8) for name in ("dpo", "grpo"))
+    pairs, prompts = (shared.tiny(objective=name, batch=8, answer_tokens=4) for name in ("dpo", "grpo"))
     assert (pairs.model_rows, pairs.data_rows) == (16, 8)
     assert (prompts.model_rows, prompts.data_rows) == (8, 8 // prompts.preferences.group_size)
