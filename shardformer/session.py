@@ -36,6 +36,7 @@ from shardformer.logs import command_start, goodput, observers
 from shardformer.logs.observers import Observer
 from shardformer.messages import log
 from shardformer.model import Model, lora
+from shardformer.objectives.objective import find_preparation
 from shardformer.storage import BucketPath
 from shardformer.training import loop
 from shardformer.training.checkpoint_progress import Best, read_progress
@@ -84,7 +85,7 @@ class Session:
         if config.lora.lora_rank and not config.training.base:
             raise UsageError("lora_rank trains adapters beside the frozen weights of a trained run; name it: base=RUN")
         prompts = open_what_start_names(config)
-        corpus = _open_data_of_task(config, corpus)
+        corpus = find_preparation(config).open_data(corpus)
         if corpus is None:
             Run(config, TokenIds(config.model.vocab or 1), "").refuse_to_overwrite()  # before the data are read
             vocabulary = open_vocabulary_of_base(config) if config.training.base else None
@@ -109,7 +110,7 @@ class Session:
             with contextlib.suppress(RunError):  # damaged: an earlier checkpoint may serve
                 _check_steps(run, read_progress(newest).step)
         prompts = open_what_start_names(run.config)
-        corpus = _open_data_of_task(run.config, corpus)
+        corpus = find_preparation(run.config).open_data(corpus)
         if corpus is None:
             if "data" not in changes:
                 _check_fingerprint(run, previous)
@@ -177,15 +178,7 @@ class Session:
                 stack.callback(early.wait)
             state, best = run.restore(trainer)
             self._say_step(run, trainer, int(state.step))
-            corpus = self._with_references(run, trainer, state)
-            if run.config.preferences.teacher:
-                from shardformer.training.teacher import add_teacher  # not imported without one
-
-                add_teacher(run, trainer)
-            if run.config.preferences.learns_rewards:
-                from shardformer.training.rollouts import add_rollouts  # not imported without rewards
-
-                trainer = add_rollouts(run, trainer, state)
+            trainer, corpus = find_preparation(run.config).begin(run, trainer, self.corpus, state)
             monitor = _make_monitor(run, self.prompts, int(state.step), stop)
             evaluator = Evaluator(trainer, corpus, monitor, evaluate)
             self._say_evaluated_share(evaluator)
@@ -208,10 +201,7 @@ class Session:
             from shardformer.training.monitor import encode_prompts  # not imported without prompts
 
             encode_prompts(self.run, self.prompts)
-        if self.run.config.preferences.learns_rewards and isinstance(self.corpus, Corpus):
-            from shardformer.training.rollouts import try_first_row  # not imported without rewards
-
-            try_first_row(self.run, self.corpus, self.run.config.start.reward)
+        find_preparation(self.run.config).try_first_row(self.run, self.corpus)
 
     def _on_devices(self) -> Run:
         """Starts JAX, and returns the run with its mesh, which mesh=auto chooses from the devices."""
@@ -220,14 +210,6 @@ class Session:
         warn_of_compiler()
         check_zero(config)  # check a second time, as mesh=auto has a shape now
         return dataclasses.replace(self.run, config=config)
-
-    def _with_references(self, run: Run, trainer: Trainer, state) -> Data:
-        """Returns the data with what the objective compares with: for most objectives nothing."""
-        if not run.config.preferences.needs_references:
-            return self.corpus
-        from shardformer.training.preference_references import add_references  # not imported without pairs
-
-        return add_references(run, trainer, self.corpus, state)  # type: ignore[arg-type]
 
     def _say_start(self, run: Run, trainer: Trainer) -> None:
         log.info(start_messages.describe(run))
@@ -317,24 +299,12 @@ def open_what_start_names(config: Config) -> list[str]:
 
         check_installed("eval_tasks")
         open_tasks(config.start.eval_tasks)
-    if config.preferences.learns_rewards:
-        from shardformer.training.rewards import open_reward  # not imported without rewards
-
-        open_reward(config.start.reward)
+    find_preparation(config).open()
     if not config.start.eval_prompts:
         return []
     from shardformer.inference.prompts import read_prompts  # not imported without prompts
 
     return read_prompts(config.start.eval_prompts, key="eval_prompts")
-
-
-def _open_data_of_task(config: Config, given: Data | None) -> Data | None:
-    """Returns the batches of the user's task, if the run has one, else the data that are given."""
-    if config.preferences.objective != "task":
-        return given
-    from shardformer.model.task import open_task_data  # not imported for a language model
-
-    return open_task_data(config, given)
 
 
 def _check_fingerprint(run: Run, stored: Config) -> None:
@@ -363,11 +333,10 @@ def _check_text_field(config: Config, previous: Config) -> None:
 
 def _has_known_batches(config: Config, corpus: Data) -> bool:
     """Returns whether each batch of a step is one of tokens and targets only, as `Model.batch_shapes` says."""
-    plain = config.preferences.objective == "lm" and config.training.accum_mode == "scan"
-    if config.preferences.objective == "task":
+    if config.training.accum_mode != "scan" or not config.objective.is_language_model:
         return config.training.accum_mode == "scan"
-    own = isinstance(corpus, Corpus) and not corpus.has_chat
-    return plain and own and not choose_row_layout(config).weighs_targets
+    is_plain = config.objective.has_plain_batches and isinstance(corpus, Corpus) and not corpus.has_chat
+    return is_plain and not choose_row_layout(config).weighs_targets
 
 
 def _make_monitor(run: Run, prompts: list[str], first_step: int, stop: StopSignal) -> "Monitor | None":

@@ -9,9 +9,6 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
-
-import numpy as np
 
 from shardformer.config import Config
 from shardformer.data import batches
@@ -76,30 +73,6 @@ class Corpus:
     def has_pairs(self) -> bool:
         """True if the training data are preference pairs."""
         return any(split.is_pairs for split in self.splits("train"))
-
-    def with_references(self, references: dict[str, np.ndarray]) -> "Corpus":
-        """Returns the corpus with reference log-probabilities [pairs, 2] by `SOURCE/SPLIT`."""
-
-        def add(source: OpenedSource) -> OpenedSource:
-            splits: dict[str, AnySplit] = {
-                name: dataclasses.replace(cast(Any, split), references=references[f"{source.name}/{name}"])
-                for name, split in source.splits.items()
-                if split.is_pairs
-            }
-            return dataclasses.replace(source, splits=splits)
-
-        validation = self.validation and add(self.validation)
-        return dataclasses.replace(self, sources=tuple(map(add, self.sources)), validation=validation)
-
-    def preference_splits(self) -> dict[str, Any]:
-        """Returns the splits of pairs by `SOURCE/SPLIT`."""
-        every = [*self.sources, *([self.validation] if self.validation else [])]
-        return {
-            f"{source.name}/{name}": split
-            for source in every
-            for name, split in source.splits.items()
-            if split.is_pairs
-        }
 
     def describe_chat(self, layout: RowLayout) -> Iterator[str]:
         """Yields a line for every source of conversations: how they are laid out in rows."""

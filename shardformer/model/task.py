@@ -11,6 +11,7 @@ from shardformer.config import Config
 from shardformer.data import Data
 from shardformer.data.own_batches import OwnBatches
 from shardformer.errors import UsageError, forbid_exit
+from shardformer.objectives.objective import Preparation
 from shardformer.user_code import import_function
 
 TAKES = "task takes FILE.py:NAME, a subclass of shardformer.Task or a function that returns one"
@@ -105,6 +106,16 @@ def open_task_data(config: Config, given: Data | None = None) -> OwnBatches:
     if not isinstance(given, OwnBatches):
         raise UsageError(f"a task reads arrays, and {given.name} has text; give OwnBatches, or Task.batches")
     return given.with_check(functools.partial(check_batch, shapes=find_batch_shapes(task, count)))
+
+
+class TaskData(Preparation):
+    """The batches of a user's task, in place of text."""
+
+    def open(self) -> None:
+        open_task(self.config)
+
+    def open_data(self, given: Data | None) -> OwnBatches:
+        return open_task_data(self.config, given)
 
 
 @functools.lru_cache

@@ -7,7 +7,6 @@ know only this class. The language model, each of its objectives and a user's `T
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from shardformer.config import Config
 from shardformer.devices import programs
 from shardformer.layout import Layout, specs
 from shardformer.layout.mesh import resolve_on
+from shardformer.objectives.objective import import_class
 from shardformer.parallel.microbatch import AccumulationType, microbatch
 
 ROWS = P("dp")  # batch rows: split over dp, replicated over mp; see also TaskOnMesh.row_spec
@@ -341,5 +341,4 @@ def with_shardings(shapes, shardings):
 
 def choose_task(config: Config) -> type[TaskOnMesh]:
     """Returns the class of the task that a configuration trains."""
-    module, _, name = config.objective.task.partition(":")  # imported on use: a plain run has no pairs, no teacher
-    return getattr(importlib.import_module(module), name)
+    return import_class(config.objective.task)

@@ -1,10 +1,12 @@
 """What a run trains: `config.objective` answers what the rest of the program asks about it.
 
 The class `Objective` is the language model that learns every token; the others override the answers that differ.
-Nothing here imports JAX: `task` names the class that is trained, which is imported on use. README.md follows a batch.
+Nothing here imports JAX: `task` and `preparation` name classes that are imported on use, so that a plain run has
+neither pairs nor a teacher. README.md follows a batch.
 """
 
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from shardformer.config.keys import keys_of, next_multiple, require
 from shardformer.config.optimizer_keys import OptimizerKeys
@@ -16,10 +18,36 @@ if TYPE_CHECKING:
     from shardformer.config.config import Config
 
 
+class Preparation:
+    """What an objective does on the host before training or an evaluation; here, nothing."""
+
+    def __init__(self, config: "Config"):
+        self.config = config
+
+    def open(self) -> None:
+        """Raises UsageError for code that a start names and that cannot be opened; before the data are read."""
+
+    def open_data(self, given):
+        """Returns the data that this objective has by itself, or those that are given."""
+        return given
+
+    def try_first_row(self, run, corpus) -> None:
+        """Raises UsageError for code that fails on the first row of the data; before anything compiles."""
+
+    def begin(self, run, trainer, corpus, state) -> tuple:
+        """Returns the trainer and the data of a run, from the state that it starts with. Every process calls it."""
+        return trainer, corpus
+
+    def begin_evaluation(self, run, trainer, corpus) -> tuple:
+        """Returns the trainer and the data of an evaluation."""
+        return trainer, corpus
+
+
 class Objective:
     """The language model and the loss of every token, objective=lm."""
 
     task = "shardformer.model.model:Model"  # the subclass of TaskOnMesh
+    preparation = "shardformer.objectives.objective:Preparation"
     is_language_model = True  # False: a row has arrays of its own, and no tokens
     has_plain_batches = True  # tokens, targets and weights, as analysis/dense_reference.py takes them
     verified_against = "a plain dense model"
@@ -105,6 +133,8 @@ class Pairs(_OneProgram):
 
     def __init__(self, config: "Config"):
         super().__init__(config)
+        if self.keys.needs_references:
+            self.preparation = "shardformer.objectives.preference_references:PairReferences"
         self.evaluation_titles = f"{self.name} loss", "right order", "pairs"
         sft_tokens = self.keys.sft_tokens if self.keys.has_sft_term else ""
         self.row_layout = {"sft_tokens": sft_tokens, "measures_kl": self.keys.measures_kl}
@@ -131,6 +161,7 @@ class Distillation(_OneProgram):
     """The distributions of a teacher, objective=distill."""
 
     task = "shardformer.objectives.distillation_model:DistillationModel"
+    preparation = "shardformer.objectives.teacher:Teacher"
     has_bound_of_bytes = False
 
     def check(self) -> None:
@@ -142,6 +173,7 @@ class SampledAnswers(_OneProgram):
     """Answers that the model samples, and their rewards, objective=grpo."""
 
     task = "shardformer.objectives.policy_model:PolicyModel"
+    preparation = "shardformer.objectives.rollouts:RolloutsOfRun"
     takes_reward = True
     evaluation_titles = "mean reward", "above 0", "answers"
 
@@ -196,6 +228,7 @@ class UserTask(Objective):
     """A module of the user with its own loss and data, task=FILE.py:NAME: model/task.py."""
 
     task = "shardformer.model.own_task:OwnTask"
+    preparation = "shardformer.model.task:TaskData"
     is_language_model = has_plain_batches = has_bound_of_bytes = False
     verified_against = "one device"
     evaluation_titles = "loss", "accuracy", "rows"
@@ -223,3 +256,14 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "lm": Objective, "distill": Distillation, "grpo": SampledAnswers, "task": UserTask,
     **dict.fromkeys(("dpo", "ipo", "kto", "orpo", "simpo"), Pairs),
 }  # fmt: skip
+
+
+def import_class(path: str) -> Any:
+    """Returns the class MODULE:NAME."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def find_preparation(config: "Config") -> Preparation:
+    """Returns what the objective of a configuration prepares."""
+    return import_class(config.objective.preparation)(config)

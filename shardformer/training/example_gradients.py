@@ -6,7 +6,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from shardformer.devices import programs
-from shardformer.model import Measures
+from shardformer.model.measuring import Measures
 from shardformer.optim import rules
 from shardformer.parallel import example_norms
 from shardformer.training.step import TrainState, Update

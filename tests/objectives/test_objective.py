@@ -10,11 +10,11 @@ from shardformer.config.parsing import choices
 from shardformer.errors import UsageError
 from shardformer.model import Model, TaskOnMesh
 from shardformer.model.task_on_mesh import choose_task
-from shardformer.objectives.objective import OBJECTIVES
+from shardformer.objectives.objective import OBJECTIVES, Preparation, import_class
 from tests import shared
 
 PACKAGE = Path(__file__).parents[2] / "shardformer"
-COMPLETE = {"distill": {"teacher": "a run"}, "task": {"vocab": 1}, "grpo": {"answer_tokens": 4}}
+COMPLETE = {"distill": {"teacher": "a run"}, "task": {"vocab": 1}, "grpo": {"batch": 16}}
 
 
 def make_config(name: str) -> Config:
@@ -30,6 +30,7 @@ def test_declared_class_is_a_task(name):
     task, objective = choose_task(make_config(name)), make_config(name).objective
     assert issubclass(task, TaskOnMesh)
     assert issubclass(task, Model) == objective.is_language_model
+    assert issubclass(import_class(objective.preparation), Preparation)
     assert objective.name == name
 
 

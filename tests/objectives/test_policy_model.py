@@ -10,7 +10,7 @@ import pytest
 from shardformer.analysis import verify_exact
 from shardformer.convert import hf_settings
 from shardformer.model import model as plain_model
-from shardformer.training.rollouts import compute_advantages
+from shardformer.objectives.rollouts import compute_advantages
 from tests import asserts, meshes, tiers
 from tests.objectives import pairs
 from tests.objectives.record_policy import CASES, REWARDS
