@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -16,6 +15,7 @@ from shardformer.analysis import dense_reference
 from shardformer.analysis.shard_runs import name_path
 from shardformer.config import Config
 from shardformer.config.names import ROUTER_BIAS
+from shardformer.devices import processes
 from shardformer.errors import UsageError
 from shardformer.layout import mesh
 from shardformer.model import Loss, Model, lora
@@ -132,7 +132,7 @@ def loss_and_gradients(model: Model, parameters, batch, dropout_key=None) -> tup
     placed = jax.device_put((parameters, batch, key), shardings)
     compiled = jax.jit(model.loss_and_grad).lower(*placed).compile()
     losses, gradients = compiled(*placed)
-    return _on_host(losses.loss), _on_host(gradients), compiled.as_text() or ""
+    return processes.gather_arrays(losses.loss), processes.gather_arrays(gradients), compiled.as_text() or ""
 
 
 def reference_loss_and_gradients(config: Config, parameters, batch, dropout_key=None) -> tuple[np.ndarray, Any]:
@@ -239,13 +239,6 @@ def format_differences(rows: list[Difference], most: int = 8) -> str:
     verdict = f"sharded and dense differ; the worst is {failed[0].name}" if failed else f"sharded equals {others}"
     table = format_table(listed, ["compared", "with", "relative difference", "allowed", "passes"])
     return f"{table}{hidden}\n{verdict}"
-
-
-def _on_host(tree):
-    """Returns full arrays, on every process."""
-    if jax.process_count() > 1:
-        return multihost_utils.process_allgather(tree, tiled=True)
-    return jax.tree.map(np.asarray, tree)
 
 
 def _size(leaves) -> int:

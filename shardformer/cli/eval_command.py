@@ -81,9 +81,8 @@ def for_evaluation(settings: Config, shape: str) -> Config:
 
     Each pipeline stage has as many rows. With mesh=auto the rows are rounded once the mesh has a shape.
     """
-    rows = settings.training.batch // max(
-        settings.training.accum, 1
-    )  # 0 is auto, of a run that was converted and never trained
+    accum = max(settings.training.accum, 1)  # 0 is auto, of a run that was converted and never trained
+    rows = settings.training.batch // accum
     sizes = parsing.MeshSizes() if shape == "auto" else parsing.parse_mesh(shape)
     multiple = math.lcm(sizes.dp, settings.objective.answers_of_a_prompt)
     batch = -(-rows // multiple) * multiple * sizes.pp

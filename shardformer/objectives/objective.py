@@ -133,11 +133,15 @@ class Pairs(_OneProgram):
 
     def __init__(self, config: "Config"):
         super().__init__(config)
-        if self.keys.needs_references:
+        self.needs_references = self.name in ("dpo", "ipo", "kto")  # compares with the model that training starts from
+        self.measures_kl = self.name == "kto"  # the divergence from it, on answers to other prompts
+        self.stored_references = 4 if self.measures_kl else 2  # of a pair: of its sides, and of those answers
+        self.is_normed = self.keys.length_norm or self.name in ("ipo", "orpo", "simpo")  # by an answer's tokens
+        if self.needs_references:
             self.preparation = "shardformer.objectives.preference_references:PairReferences"
         self.evaluation_titles = f"{self.name} loss", "right order", "pairs"
         sft_tokens = self.keys.sft_tokens if self.keys.has_sft_term else ""
-        self.row_layout = {"sft_tokens": sft_tokens, "measures_kl": self.keys.measures_kl}
+        self.row_layout = {"sft_tokens": sft_tokens, "measures_kl": self.measures_kl}
 
     def check(self) -> None:
         super().check()
@@ -148,7 +152,7 @@ class Pairs(_OneProgram):
             "order=epoch or file",
         )
         require(
-            not (self.keys.measures_kl and data.documents == "masked"),
+            not (self.measures_kl and data.documents == "masked"),
             f"objective={self.name} compares each pair with the answers of another one, and has a pair in each row: "
             "give documents=padded",
         )

@@ -4,7 +4,7 @@ A batch row is one or more pairs: `tokens`, `targets` and `scored` are [B, 2, T]
 microbatches and processes split between pairs. Every mean is over the pairs of the global batch.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from shardformer.config.names import CP
 from shardformer.data.chat.preference_windows import MOST_PAIRS
 from shardformer.model.model import Model, choose_counts
 from shardformer.model.task_on_mesh import Sums, TaskOnMesh
+from shardformer.objectives.objective import Pairs
 from shardformer.parallel.microbatch import AccumulationType
 from shardformer.shards.pair_transformer import PairTransformerShard
 
@@ -63,7 +64,8 @@ class PreferenceModel(Model):
 
     def __init__(self, layout, mesh):
         super().__init__(layout, mesh)
-        if self.config.preferences.measures_kl:
+        self.pairs = cast(Pairs, self.config.objective)
+        if self.pairs.measures_kl:
             self.count_first = measure_constants
 
     def batch_shapes(self) -> dict:
@@ -78,9 +80,9 @@ class PreferenceModel(Model):
         }
         if c.data.documents == "masked":
             shapes["documents"] = (2, c.model.seq)
-        if c.preferences.needs_references:
+        if self.pairs.needs_references:
             shapes["references"] = (2, slots)
-        if c.preferences.measures_kl:
+        if self.pairs.measures_kl:
             shapes |= {f"kl_{name}": (2, c.model.seq) for name in ("tokens", "targets", "scored")}
             shapes |= {"kl_references": (2,), "kl_pairs": (2,)}
         if c.preferences.has_sft_term:
@@ -118,7 +120,7 @@ class PreferenceModel(Model):
         def body(params, batch):
             params, rows = self.replicas.make_local(params), self.number_rows(batch)
             logp_b2K = self._measure(params, rows, with_references=False)[0].logp
-            if not self.config.preferences.measures_kl:
+            if not self.pairs.measures_kl:
                 return logp_b2K
             other = self._measure(params, select_mismatched(rows), with_references=False)[0].logp
             return jnp.concatenate([logp_b2K, other], axis=1)
@@ -129,7 +131,7 @@ class PreferenceModel(Model):
 
     def local_objective(self, params, batch, dropout_key=None, counts=None):
         """Returns (the minimised loss, `PairLoss`) of this shard's rows; weights of pairs are of the global batch."""
-        if self.config.preferences.measures_kl and counts is None:
+        if self.pairs.measures_kl and counts is None:
             counts = None, measure_kl(self, params, batch)
         losses, sides, measured = self._compare(params, batch, dropout_key, counts)
         weight_bK, rows = batch["pairs"], batch["pairs"].shape[0]
@@ -147,13 +149,13 @@ class PreferenceModel(Model):
             sft = self._sum_over_context((nats_b2T[:, 0] * sft_bT).sum()) / rows
         scored_b2T = self._take(batch, "scored")
         z_loss = (sum_tokens(jnp.square(log_z_b2T) * scored_b2T) * batch["scored_weight"]).sum() / rows
-        of_pairs = self.add_z_loss(mean(losses.loss) + self.config.preferences.sft * sft, z_loss)
+        of_pairs = self.add_z_loss(mean(losses.loss) + self.pairs.keys.sft * sft, z_loss)
         # The shards of a context have the same objective, each its part of the gradient, and `_mean` averages over
         # them. Marked as varying, the sums over the context get the cotangents of all shards.
         objective = collectives.vary_like(of_pairs, nats_b2T) + of_records
         right = (losses.chosen > losses.rejected).astype(jnp.float32)
         means = [losses.chosen, losses.rejected, losses.chosen - losses.rejected, sides.logp[:, 0], sides.logp[:, 1]]
-        kl = counts[1] if self.config.preferences.measures_kl else jnp.zeros_like(sft)
+        kl = counts[1] if self.pairs.measures_kl else jnp.zeros_like(sft)
         result = PairLoss(objective, z_loss, mean(right), *map(mean, means), sft, kl)
         return objective, lax.stop_gradient(result)
 
@@ -162,14 +164,13 @@ class PreferenceModel(Model):
 
     def _compare(self, params, batch, dropout_key=None, counts=None) -> tuple[Losses, Sides, tuple]:
         """Returns the losses of the pairs, the sums of their sides, and (nats, log-partitions, records' objective)."""
-        keys = self.config.preferences
-        constants, kl = counts if keys.measures_kl else (counts, 0.0)
+        constants, kl = counts if self.pairs.measures_kl else (counts, 0.0)
         sides, measured = self._measure(params, batch, dropout_key, constants)
-        return compute_losses(sides, keys, kl), sides, measured
+        return compute_losses(sides, self.pairs, kl), sides, measured
 
     def _measure(self, params, batch, dropout_key=None, counts=None, with_references=None) -> tuple[Sides, tuple]:
         """Returns the sums of the sides, and (nats, log-partitions, records' objective)."""
-        with_references = self.config.preferences.needs_references if with_references is None else with_references
+        with_references = self.pairs.needs_references if with_references is None else with_references
         flat = self._flatten(batch)
         tokens = flat["tokens"].shape[1]
         local = self.layout.attention.take_batch(flat)
@@ -247,22 +248,23 @@ def normalise_pairs(batch) -> dict:
     return batch
 
 
-def compute_losses(sides: Sides, keys, kl: Array | float = 0.0) -> Losses:
-    """Returns the loss of every pair under an objective of `ObjectiveKeys`; `kl` is the divergence that KTO needs."""
+def compute_losses(sides: Sides, pairs: Pairs, kl: Array | float = 0.0) -> Losses:
+    """Returns the loss of every pair under an objective; `kl` is the divergence that KTO needs."""
+    keys = pairs.keys
     score = sides.logp - sides.reference
     normed = score / jnp.maximum(sides.tokens, 1)  # a slot without a pair has no tokens
-    used = normed if keys.is_normed else score
+    used = normed if pairs.is_normed else score
     margin = used[:, 0] - used[:, 1]
-    if keys.objective == "ipo":
+    if pairs.name == "ipo":
         loss = jnp.square(margin - 1 / (2 * keys.beta))
-    elif keys.objective == "kto":
+    elif pairs.name == "kto":
         loss = 1 - (jax.nn.sigmoid(keys.beta * (score[:, 0] - kl)) + jax.nn.sigmoid(keys.beta * (kl - score[:, 1]))) / 2
-    elif keys.objective == "orpo":
+    elif pairs.name == "orpo":
         loss = -keys.beta * jax.nn.log_sigmoid(margin - (log_complement(normed[:, 0]) - log_complement(normed[:, 1])))
     else:
-        gap = keys.reward_gap if keys.objective == "simpo" else 0.0
+        gap = keys.reward_gap if pairs.name == "simpo" else 0.0
         loss = smooth_sigmoid_loss(keys.beta * margin - gap, keys.label_smoothing)
-    rewards = keys.beta * jax.lax.stop_gradient(normed if keys.objective in ("orpo", "simpo") else score)
+    rewards = keys.beta * jax.lax.stop_gradient(normed if pairs.name in ("orpo", "simpo") else score)
     return Losses(loss, rewards[:, 0], rewards[:, 1])
 
 

@@ -27,7 +27,7 @@ from shardformer.devices import processes, programs
 from shardformer.errors import RunError
 from shardformer.files import make_folder, read_bytes, read_text, replacing
 from shardformer.messages import log
-from shardformer.objectives.objective import Preparation
+from shardformer.objectives.objective import Pairs, Preparation
 from shardformer.objectives.weight_digests import digest_weights
 from shardformer.tables import format_count
 from shardformer.training.run_folder import Run
@@ -115,7 +115,7 @@ class References:
 
     def __init__(self, run: Run, corpus: Corpus):
         self._out, self.folder, self._corpus = run.out, run.records / FOLDER, corpus
-        self._columns = run.config.preferences.references_of_a_pair
+        self._columns = cast(Pairs, run.config.objective).stored_references
         self.weights = ""  # the sha256 of the weights that the index names
 
     def part_folder(self, name: str) -> Path:
@@ -195,7 +195,7 @@ class _ReferencePass:
         windows = PreferenceWindows(split, choose_row_layout(config))
         rows_of_parts = [config.training.batch, config.model.seq, config.data.documents, BATCHES_OF_A_PART]
         identity = hashlib.sha256(json.dumps([self._identity, rows_of_parts]).encode()).hexdigest()[:16]
-        columns = config.preferences.references_of_a_pair
+        columns = cast(Pairs, config.objective).stored_references
         result, size = np.zeros((split.count, columns), np.float32), config.training.batch
         batches = -(-windows.count // size)
         log.info(f"references: computing those of {format_count(len(windows.pairs), 'pair')} of {name}, batch={size}")
