@@ -36,6 +36,7 @@ from shardformer.logs import command_start, goodput
 from shardformer.logs.observers import Observer
 from shardformer.messages import log
 from shardformer.model import Model, lora
+from shardformer.objectives.objective import find_preparation
 from shardformer.storage import BucketPath
 from shardformer.training import loop
 from shardformer.training.checkpoint_progress import Best, read_progress
@@ -85,7 +86,7 @@ class Session:
         if config.lora.lora_rank and not config.training.base:
             raise UsageError("lora_rank trains adapters beside the frozen weights of a trained run; name it: base=RUN")
         features = open_features(config)
-        corpus = _open_data_of_task(config, corpus)
+        corpus = find_preparation(config).open_data(corpus)
         if corpus is None:
             Run(config, TokenIds(config.model.vocab or 1), "").refuse_to_overwrite()  # before the data are read
             vocabulary = open_vocabulary_of_base(config) if config.training.base else None
@@ -110,7 +111,7 @@ class Session:
             with contextlib.suppress(RunError):  # damaged: an earlier checkpoint may serve
                 _check_steps(run, read_progress(newest).step)
         features = open_features(run.config)
-        corpus = _open_data_of_task(run.config, corpus)
+        corpus = find_preparation(run.config).open_data(corpus)
         if corpus is None:
             if "data" not in changes:
                 _check_fingerprint(run, previous)
@@ -162,7 +163,7 @@ class Session:
         with contextlib.ExitStack() as stack:
             for feature in self.features:
                 feature.check(self.run)
-            self._try_reward()
+            find_preparation(self.run.config).try_first_row(self.run, self.corpus)
             run = self._on_devices()
             programs.keep_compiled_programs(run.config, processes.gather_texts)
             stack.enter_context(processes.ending_all_on_failure())
@@ -180,15 +181,7 @@ class Session:
                 stack.callback(early.wait)
             state, best = run.restore(trainer)
             self._say_step(run, trainer, int(state.step))
-            corpus = self._with_references(run, trainer, state)
-            if run.config.preferences.teacher:
-                from shardformer.training.teacher import add_teacher  # not imported without one
-
-                add_teacher(run, trainer)
-            if run.config.preferences.learns_rewards:
-                from shardformer.training.rollouts import add_rollouts  # not imported without rewards
-
-                trainer = add_rollouts(run, trainer, state)
+            trainer, corpus = find_preparation(run.config).begin(run, trainer, self.corpus, state)
             evaluator = Evaluator(trainer, corpus, evaluate)
             for feature in self.features:
                 feature.prepare(run, evaluator, state, stop.is_requested)
@@ -206,13 +199,6 @@ class Session:
                     draw_curves(run, lock)
             return Trained(run, evaluator, best, stopped=stop.is_obeyed)
 
-    def _try_reward(self) -> None:
-        """Raises UsageError for a reward that this run's data show to be wrong."""
-        if self.run.config.preferences.learns_rewards and isinstance(self.corpus, Corpus):
-            from shardformer.training.rollouts import try_first_row  # not imported without rewards
-
-            try_first_row(self.run, self.corpus, self.run.config.start.reward)
-
     def _on_devices(self) -> Run:
         """Starts JAX, and returns the run with its mesh, which mesh=auto chooses from the devices."""
         check_zero(self.run.config)
@@ -220,14 +206,6 @@ class Session:
         warn_of_compiler()
         check_zero(config)  # check a second time, as mesh=auto has a shape now
         return dataclasses.replace(self.run, config=config)
-
-    def _with_references(self, run: Run, trainer: Trainer, state) -> Data:
-        """Returns the data with what the objective compares with: for most objectives nothing."""
-        if not run.config.preferences.needs_references:
-            return self.corpus
-        from shardformer.training.preference_references import add_references  # not imported without pairs
-
-        return add_references(run, trainer, self.corpus, state)  # type: ignore[arg-type]
 
     def _say_start(self, run: Run, trainer: Trainer) -> None:
         log.info(start_messages.describe(run))
@@ -305,15 +283,6 @@ def _check_steps(run: Run, step: int) -> None:
         raise UsageError(f"{run.out} is at step {step} already, got steps={run.config.training.steps}; give more")
 
 
-def _open_data_of_task(config: Config, given: Data | None) -> Data | None:
-    """Returns the batches of the user's task, if the run has one, else the data that are given."""
-    if config.preferences.objective != "task":
-        return given
-    from shardformer.model.task import open_task_data  # not imported for a language model
-
-    return open_task_data(config, given)
-
-
 def _check_fingerprint(run: Run, stored: Config) -> None:
     """Rejects data that cannot be opened again, or that no fingerprint shows to be the run's.
 
@@ -340,11 +309,10 @@ def _check_text_field(config: Config, previous: Config) -> None:
 
 def _has_known_batches(config: Config, corpus: Data) -> bool:
     """Returns whether each batch of a step is one of tokens and targets only, as `Model.batch_shapes` says."""
-    plain = config.preferences.objective == "lm" and config.training.accum_mode == "scan"
-    if config.preferences.objective == "task":
+    if config.training.accum_mode != "scan" or not config.objective.is_language_model:
         return config.training.accum_mode == "scan"
-    own = isinstance(corpus, Corpus) and not corpus.has_chat
-    return plain and own and not choose_row_layout(config).weighs_targets
+    is_plain = config.objective.has_plain_batches and isinstance(corpus, Corpus) and not corpus.has_chat
+    return is_plain and not choose_row_layout(config).weighs_targets
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from shardformer.analysis import memory, temporaries, traced, verify
+from shardformer.analysis import memory, temporaries, traced
 from shardformer.analysis.memory import DeviceBytes
 from shardformer.config import Config
 from shardformer.config.names import HOST
@@ -33,14 +33,12 @@ def measure(config: Config) -> Measured:
     """Compiles the step and runs it once, on the config's mesh."""
     traced.check_one_program(config)
     trainer = Trainer(config, mesh.make(config))
-    state, batch = trainer.init(), make_batch(trainer)
+    state, batch = trainer.init(), trainer.model.make_batch()
     abstract: Any = trainer.abstract_batch
     lowered: Any = trainer.lower(state, abstract)[0]
     compiled = lowered.compile()
     planned = compiled.memory_analysis()
-    if config.preferences.objective == "distill":  # any weights of the teacher's shapes
-        trainer.constants["teacher"] = trainer.model.teacher.init(0)  # type: ignore[attr-defined]
-    state, metrics = compiled(state, trainer.to_devices(batch) | trainer.constants, np.int32(0))
+    state, metrics = compiled(state, trainer.to_devices(batch) | trainer.model.make_constants(), np.int32(0))
     jax.block_until_ready(metrics)
     updated = state.optimizer, state.masters
     live = {"params": bytes_by_device(state.params), "average": bytes_by_device(state.average)}
@@ -51,19 +49,6 @@ def measure(config: Config) -> Measured:
         config, memory.predict_bytes(config), temporaries.estimate_temporaries(trainer.model.layout),
         planned.argument_size_in_bytes, planned.temp_size_in_bytes, live, peak, whole_on_one_device(state),
     )  # fmt: skip
-
-
-def make_batch(trainer: Trainer) -> dict[str, np.ndarray]:
-    """Returns a batch of the shapes that the objective needs: random tokens, or pairs with all tokens scored."""
-    keys = trainer.config.preferences
-    if keys.objective == "task":
-        return trainer.model.make_batch()
-    if not (keys.learns_pairs or keys.learns_rewards):
-        return verify.random_batch(trainer.config.replace(objective="lm", teacher=""))
-    return {
-        name: np.ones(leaf.shape, leaf.dtype) if leaf.dtype == np.float32 else np.zeros(leaf.shape, leaf.dtype)
-        for name, leaf in trainer.model.batch_shapes().items()
-    }
 
 
 def bytes_by_device(tree, in_host_memory: bool = False) -> dict:

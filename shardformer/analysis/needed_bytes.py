@@ -15,8 +15,8 @@ def predict_unless_small(config: Config) -> int:
     The bound needs no trace of the step, which is a sixth of the CPU time of a small run's start. It does not count
     experts, a teacher, a user's task, the history of L-BFGS, or the state of a user's optimizer.
     """
-    unbounded = config.optimizer.searches_rate or config.optimizer.is_code or config.preferences.objective == "task"
-    if not (config.experts.experts or config.preferences.teacher or unbounded):
+    unbounded = config.optimizer.searches_rate or config.optimizer.is_code or not config.objective.has_bound_of_bytes
+    if not (config.experts.experts or unbounded):
         bound = _bound_needed(config)
         if bound * len(jax.devices()) <= device_memory() / 4:
             return bound

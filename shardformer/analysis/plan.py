@@ -203,7 +203,7 @@ def format_needs(plan: Plan) -> str:
     return "\n".join([
         f"{parameters / 1e6:,.2f}M parameters{flops.describe_active(config)}, "
         f"{flops.flops_per_token(config) / 1e9:,.4f} GFLOP per trained token, "
-        f"{config.training.batch} x {config.row_tokens} tokens a step",
+        f"{config.training.batch} x {config.objective.row_tokens} tokens a step",
         f"mesh {config.parallel.mesh} ({config.parallel.mesh_axes}) on {plan.chips}: {format_bytes(chip.memory)} of "
         "memory each",
         "",
@@ -264,7 +264,7 @@ def _byte_rows(plan: Plan) -> Iterator[list[str]]:
     yield ["together", format_bytes(plan.estimate), "estimated"]
     if plan.stored.host:
         yield ["optimizer, in the host's memory", format_bytes(plan.stored.host), "exact"]
-    if plan.config.preferences.objective != "task":
+    if plan.config.objective.is_language_model:
         yield ["cache of one sample", format_bytes(memory.cache_bytes(plan.config)), "exact"]
 
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -16,9 +15,11 @@ from shardformer.analysis import dense_reference
 from shardformer.analysis.shard_runs import name_path
 from shardformer.config import Config
 from shardformer.config.names import ROUTER_BIAS
+from shardformer.devices import processes
 from shardformer.errors import UsageError
 from shardformer.layout import mesh
 from shardformer.model import Loss, Model, lora
+from shardformer.model.model import draw_tokens
 from shardformer.optim import lbfgs
 from shardformer.tables import format_count, format_table
 from shardformer.training.step import TrainState
@@ -77,7 +78,7 @@ def verify_config(config: Config) -> list[Difference]:
     dropout, microbatches and packed documents.
     """
     config = config.replace(dtype="float32", param_dtype="float32", grad_dtype="float32")
-    if config.preferences.objective == "task":
+    if not config.objective.is_language_model:
         return _verify_task(config)
     batch = weighted_batch(config)
     with jax.default_matmul_precision("highest"):
@@ -131,7 +132,7 @@ def loss_and_gradients(model: Model, parameters, batch, dropout_key=None) -> tup
     placed = jax.device_put((parameters, batch, key), shardings)
     compiled = jax.jit(model.loss_and_grad).lower(*placed).compile()
     losses, gradients = compiled(*placed)
-    return _on_host(losses.loss), _on_host(gradients), compiled.as_text() or ""
+    return processes.gather_arrays(losses.loss), processes.gather_arrays(gradients), compiled.as_text() or ""
 
 
 def reference_loss_and_gradients(config: Config, parameters, batch, dropout_key=None) -> tuple[np.ndarray, Any]:
@@ -156,11 +157,16 @@ def train(trainer: Trainer, batch) -> list[np.ndarray]:
     return losses
 
 
-def make_dense_trainer(config: Config) -> Trainer:
-    """Returns a trainer on one device, without microbatches: it provides initial parameters and the optimizer."""
-    one = config.replace(
+def on_one_device(config: Config) -> Config:
+    """Returns the configuration of the same training on one device, without microbatches."""
+    return config.replace(
         mesh="1x1", zero=0, accum=1, accum_mode="scan", pipeline_rounds=1, sequence_parallel=False, attention="auto"
     )
+
+
+def make_dense_trainer(config: Config) -> Trainer:
+    """Returns a trainer on one device, without microbatches: it provides initial parameters and the optimizer."""
+    one = on_one_device(config)
     return Trainer(one, mesh.arrange(one, jax.local_devices()[:1], follow_wires=False))
 
 
@@ -194,15 +200,12 @@ def _train_reference(trainer: Trainer, batch) -> list[np.ndarray]:
 
 def random_batch(config: Config) -> dict[str, np.ndarray]:
     """Returns a batch of random tokens; raises UsageError for an objective that learns more than tokens."""
-    if config.preferences.objective != "lm":
+    if not config.objective.has_plain_batches:
         raise UsageError(
-            f"objective={config.preferences.objective} is trained on other batches; verify and bench take "
+            f"objective={config.objective.name} is trained on other batches; verify and bench take "
             "objective=lm, and memory and plan any"
         )
-    tokens = np.random.default_rng(config.training.seed).integers(
-        0, config.model.vocab, (config.training.batch, config.model.seq + 1), np.int32
-    )
-    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    return draw_tokens(config)
 
 
 def weighted_batch(config: Config) -> dict[str, np.ndarray]:
@@ -236,13 +239,6 @@ def format_differences(rows: list[Difference], most: int = 8) -> str:
     verdict = f"sharded and dense differ; the worst is {failed[0].name}" if failed else f"sharded equals {others}"
     table = format_table(listed, ["compared", "with", "relative difference", "allowed", "passes"])
     return f"{table}{hidden}\n{verdict}"
-
-
-def _on_host(tree):
-    """Returns full arrays, on every process."""
-    if jax.process_count() > 1:
-        return multihost_utils.process_allgather(tree, tiled=True)
-    return jax.tree.map(np.asarray, tree)
 
 
 def _size(leaves) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 from shardformer import exact
 from shardformer.analysis import dense_reference, traced
 from shardformer.analysis.shard_runs import name_path
-from shardformer.analysis.verify import Difference, measure_difference
+from shardformer.analysis.verify import Difference, measure_difference, on_one_device
 from shardformer.config import Config
 from shardformer.config.names import ROUTER_BIAS
 from shardformer.errors import RunError
@@ -73,17 +73,10 @@ def verify_exactly(config: Config, memory: float = 8e9, begin: Callable[[str], N
     return [*rows, *compare_states(after, run_steps(single, params, [batch] * STEPS, memory=memory))]
 
 
-def on_one_device(config: Config) -> Config:
-    """Returns the configuration of the same training on one device, without microbatches."""
-    return config.replace(
-        mesh="1x1", zero=0, accum=1, accum_mode="scan", pipeline_rounds=1, sequence_parallel=False, attention="auto"
-    )
-
-
 def has_dense_reference(config: Config) -> bool:
     """Returns whether the dense reference computes this configuration."""
     known = not dense_reference.find_missing(config)
-    return known and config.preferences.objective == "lm" and not config.stored.quantized
+    return known and config.objective.has_plain_batches and not config.stored.quantized
 
 
 def compute_gradients(trainer: Trainer, params, batch, key, **options) -> Result:
@@ -107,7 +100,7 @@ def run_steps(trainer: Trainer, params, batches: Sequence[dict], **options) -> t
     """Returns the training state and the metrics after a full step with each batch."""
     batch = batches[0]
     state = exact.run(trainer.update.start, store(trainer, params), shapes=(trainer.model.shapes,)).outputs
-    if trainer.config.preferences.learns_rewards:  # a step learns from the answers in the state
+    if trainer.model.batch_is_stored:
         state = state._replace(rollout=batch)
     shapes = trainer.abstract, describe(batch) | trainer.model.constant_shapes(), describe(np.int32(0))
     program = jax.make_jaxpr(trainer.accumulation.step, return_shape=True)
@@ -186,11 +179,11 @@ def draw_batch(trainer: Trainer) -> dict[str, np.ndarray]:
     Each row has another share of masked targets, so that a mean of the means of shards or microbatches is wrong.
     """
     config, shapes = trainer.config, trainer.model.batch_shapes()
-    if config.preferences.objective == "task":
+    if not config.objective.is_language_model:
         return trainer.model.make_batch()
     draw = np.random.default_rng([config.training.seed, 1])
     share = np.linspace(0.2, 1, config.training.batch)
-    if config.preferences.objective == "lm":
+    if config.objective.has_plain_batches:
         shapes["weights"] = jax.ShapeDtypeStruct(shapes["tokens"].shape, np.float32)
         if config.data.documents == "masked":
             shapes["documents"] = shapes["tokens"]
@@ -218,7 +211,7 @@ def find_centre(name: str, config: Config) -> float:
     of_token = -math.log(config.model.vocab)
     if name in ("advantages", "rewards"):
         return 0
-    answers = {"references": 0.6, "kl_references": 1.2} if config.preferences.learns_pairs else {}
+    answers = {"references": 0.6, "kl_references": 1.2} if config.objective.reads_pairs else {}
     return of_token * config.model.seq * answers[name] if name in answers else of_token
 
 

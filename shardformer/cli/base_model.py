@@ -135,7 +135,7 @@ def convert_in_process(source: str, target: Path, *words: str) -> str:
 
 def convert_teacher(config: Config) -> Config:
     """Returns the configuration of a new run with its teacher as a run, OUT.teacher, which a resume finds again."""
-    from shardformer.model.distillation_model import check_teacher  # not imported without a teacher
+    from shardformer.objectives.distillation_model import check_teacher  # not imported without a teacher
 
     name = config.preferences.teacher
     if not hf_settings.is_hf_folder(storage.location(name)):

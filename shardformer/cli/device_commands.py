@@ -70,10 +70,9 @@ def run_verify(arguments: list[str]) -> int:
     if settings.parallel.devices == 1:
         raise UsageError("mesh=1x1 is the dense model itself; give a mesh of several devices, such as mesh=4x2")
     kind = mesh.find_devices()[0].device_kind
-    reference = "one device" if settings.preferences.objective == "task" else "a plain dense model"
     say(
-        f"mesh {settings.parallel.mesh} ({settings.parallel.mesh_axes}) of {kind} devices against {reference}, "
-        "in float32"
+        f"mesh {settings.parallel.mesh} ({settings.parallel.mesh_axes}) of {kind} devices against "
+        f"{settings.objective.verified_against}, in float32"
     )
     try:
         rows = verify.verify_config(settings)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Literal, cast
 
 from shardformer.analysis.memory import predict_bytes
 from shardformer.cli.arguments import parse_run_and_options, say
@@ -10,11 +10,11 @@ from shardformer.cli.loading import load_corpus
 from shardformer.config import Config, parsing
 from shardformer.config.keys import key
 from shardformer.config.weight_keys import OF_A_RUN
-from shardformer.data import Data
+from shardformer.data import Corpus, Data
 from shardformer.devices import processes, programs
 from shardformer.errors import UsageError
 from shardformer.layout import mesh
-from shardformer.model.task import open_task, open_task_data
+from shardformer.objectives.objective import find_preparation
 from shardformer.training.evaluation import Evaluator, format_losses
 from shardformer.training.run_folder import Run
 from shardformer.training.trainer import Trainer
@@ -47,46 +47,33 @@ def evaluate(arguments: list[str]) -> None:
     """Prints the loss of a split under a checkpoint of a run."""
     folder, options = parse_run_and_options(arguments, EvalOptions)
     run = Run.open(folder, {"task": options.task} if options.task else {})
-    _check_reward(run.config, options.reward)
+    if options.reward and not run.config.objective.takes_reward:
+        raise UsageError(f"reward does nothing with objective={run.config.objective.name}; leave it out")
+    run = dataclasses.replace(run, config=run.config.replace(reward=options.reward))
+    find_preparation(run.config).open()
     corpus: Data | None = None  # of a task: its batches have the rows of this evaluation
-    if run.config.preferences.objective == "task":
-        open_task(run.config)
-    elif options.data:
-        corpus = load_corpus(run.config.replace(data=options.data, validation=options.validation), run.vocabulary)
-    else:
-        corpus = load_corpus(run.config, run.vocabulary)
-        run.check_corpus(corpus)
-    if options.reward:
-        from shardformer.training.rollouts import try_first_row
-
-        try_first_row(run, corpus, options.reward)  # type: ignore[arg-type]
+    if run.config.objective.is_language_model:
+        corpus = _load_corpus(run, options)
+        find_preparation(run.config).try_first_row(run, corpus)
     settings = for_evaluation(run.config.with_weights(options.weights), options.mesh)
     settings = mesh.start(settings, lambda c: predict_bytes(c).parameters, may_add_rows=True)
-    corpus = corpus or open_task_data(settings)
+    preparation, of_settings = find_preparation(settings), dataclasses.replace(run, config=settings)
     programs.keep_compiled_programs(settings, processes.gather_texts)
-    if settings.preferences.needs_references:
-        from shardformer.training.preference_references import read_references  # not imported without pairs
-
-        corpus = read_references(run, corpus)  # type: ignore[arg-type]  # of text
-    trainer = Trainer(settings, mesh.make(settings))
-    if settings.preferences.learns_rewards:
-        from shardformer.training.rollouts import for_evaluation as with_rewards  # not imported without rewards
-
-        trainer = with_rewards(dataclasses.replace(run, config=settings), trainer, options.reward)
+    opened = cast(Data, preparation.open_data(corpus))
+    trainer, opened = preparation.begin_evaluation(of_settings, Trainer(settings, mesh.make(settings)), opened)
     step, params = run.restore_params(trainer.model, options.step, options.ema)
-    splits = corpus.held_out if options.split == "all" else (options.split,)
-    losses = Evaluator(trainer, corpus).evaluate_splits(splits, params)
+    splits = opened.held_out if options.split == "all" else (options.split,)
+    losses = Evaluator(trainer, opened).evaluate_splits(splits, params)
     say(f"step {step}\n{format_losses(losses, settings)}")
 
 
-def _check_reward(config: Config, reward: str) -> None:
-    """Raises UsageError for a reward that is missing, wrong or without effect, before the data are read."""
-    if config.preferences.learns_rewards:
-        from shardformer.training.rewards import open_reward  # not imported without rewards
-
-        open_reward(reward)
-    elif reward:
-        raise UsageError(f"reward does nothing with objective={config.preferences.objective}; leave it out")
+def _load_corpus(run: Run, options: EvalOptions) -> Corpus:
+    """Returns the data that are named, or those of the run, unchanged."""
+    if options.data:
+        return load_corpus(run.config.replace(data=options.data, validation=options.validation), run.vocabulary)
+    corpus = load_corpus(run.config, run.vocabulary)
+    run.check_corpus(corpus)
+    return corpus
 
 
 def for_evaluation(settings: Config, shape: str) -> Config:
@@ -94,12 +81,9 @@ def for_evaluation(settings: Config, shape: str) -> Config:
 
     Each pipeline stage has as many rows. With mesh=auto the rows are rounded once the mesh has a shape.
     """
-    rows = settings.training.batch // max(
-        settings.training.accum, 1
-    )  # 0 is auto, of a run that was converted and never trained
+    accum = max(settings.training.accum, 1)  # 0 is auto, of a run that was converted and never trained
+    rows = settings.training.batch // accum
     sizes = parsing.MeshSizes() if shape == "auto" else parsing.parse_mesh(shape)
-    multiple = sizes.dp
-    if settings.preferences.learns_rewards:
-        multiple = math.lcm(sizes.dp, settings.preferences.group_size)
+    multiple = math.lcm(sizes.dp, settings.objective.answers_of_a_prompt)
     batch = -(-rows // multiple) * multiple * sizes.pp
     return settings.without_gradients().replace(mesh=shape, batch=batch, accum=sizes.pp)

@@ -3,16 +3,13 @@
 import contextlib
 import shlex
 
-import jax
-import numpy as np
-
 from shardformer import storage
 from shardformer.cli.arguments import parse_keys, parse_preset, run_folder, say, say_text
 from shardformer.cli.loading import ShownProgress
 from shardformer.cli.sample_command import sample_text
 from shardformer.config import Config, check_zero, presets
 from shardformer.config.parsing import split_checkpoint
-from shardformer.devices import programs
+from shardformer.devices import processes, programs
 from shardformer.devices.programs import EarlyCompilation
 from shardformer.errors import UsageError
 from shardformer.inference import Generator, Sampling
@@ -129,13 +126,7 @@ class TaskReport(contextlib.nullcontext):
 
     def write(self, params, stop: StopSignal) -> str:
         """Returns the lines, of parameters on the host."""
-        if jax.process_count() > 1:
-            from jax.experimental import multihost_utils  # not imported on one machine
-
-            arrays = multihost_utils.process_allgather(params, tiled=True)
-        else:
-            arrays = jax.tree.map(np.asarray, params)
-        return "\n".join(self.model.task.report(arrays))
+        return "\n".join(self.model.task.report(processes.gather_arrays(params)))
 
 
 class FinalSample:

@@ -19,12 +19,13 @@ from shardformer.config.names import OF_DENSE_LAYERS, OF_EXPERT_LAYERS
 from shardformer.config.optimizer_keys import OptimizerKeys
 from shardformer.config.parallel_keys import ParallelKeys
 from shardformer.config.parsing import MeshSizes, parse_mesh
-from shardformer.config.preference_keys import PreferenceKeys
 from shardformer.config.registries import without_code
 from shardformer.config.run_keys import LaunchKeys, ProcessKeys, RunKeys
 from shardformer.config.training_keys import BadStepKeys, TrainingKeys
 from shardformer.config.weight_keys import WeightKeys
 from shardformer.errors import RunError, UsageError
+from shardformer.objectives.objective import OBJECTIVES, Objective
+from shardformer.objectives.objective_keys import ObjectiveKeys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Config:
     parallel: ParallelKeys = dataclasses.field(default_factory=ParallelKeys)
     data: DataKeys = dataclasses.field(default_factory=DataKeys)
     training: TrainingKeys = dataclasses.field(default_factory=TrainingKeys)
-    preferences: PreferenceKeys = dataclasses.field(default_factory=PreferenceKeys)
+    preferences: ObjectiveKeys = dataclasses.field(default_factory=ObjectiveKeys)
     lora: AdapterKeys = dataclasses.field(default_factory=AdapterKeys)
     optimizer: OptimizerKeys = dataclasses.field(default_factory=OptimizerKeys)
     bad_steps: BadStepKeys = dataclasses.field(default_factory=BadStepKeys)
@@ -76,20 +77,20 @@ class Config:
         """Returns the group that has a key of this flat name."""
         return getattr(self, GROUP_OF[name])
 
+    @functools.cached_property
+    def objective(self) -> Objective:
+        """What the run trains: the answers to all questions about its objective."""
+        return OBJECTIVES[self.preferences.objective](self)
+
     @property
     def model_rows(self) -> int:
         """Rows of a global batch that the model computes; a row of pairs has two sides."""
-        return self.training.batch * (2 if self.preferences.learns_pairs else 1)
+        return self.training.batch * self.objective.sides
 
     @property
     def tokens_per_step(self) -> int:
         """Positions in the rows of a global batch."""
-        return self.model_rows * self.row_tokens
-
-    @property
-    def row_tokens(self) -> int:
-        """Positions in a row; a row of a user's task counts as one."""
-        return 1 if self.preferences.objective == "task" else self.model.seq
+        return self.model_rows * self.objective.row_tokens
 
     @property
     def moves_router_bias(self) -> bool:
@@ -99,8 +100,7 @@ class Config:
     @property
     def data_rows(self) -> int:
         """Rows of the data that a batch is made from; sampled answers are made from prompts."""
-        groups = self.preferences.group_size if self.preferences.learns_rewards else 1
-        return self.training.batch // groups
+        return self.training.batch // self.objective.answers_of_a_prompt
 
     @functools.cached_property
     def stage_layers(self) -> int:
@@ -189,11 +189,7 @@ class Config:
         """Returns the configuration of scores and samples on a mesh of this shape."""
         sizes = parse_mesh(shape)
         changes = {"mesh": shape, "batch": sizes.dp * sizes.pp, "accum": sizes.pp, "sequence_parallel": False}
-        return self.without_rewards().without_gradients().replace(**changes).without_stages()
-
-    def without_rewards(self) -> "Config":
-        """Returns the configuration of the same model without sampled answers, whose groups a batch must divide."""
-        return self.replace(objective="lm", reward="") if self.preferences.learns_rewards else self
+        return self.objective.without_samples().without_gradients().replace(**changes).without_stages()
 
     def with_weights(self, form: str) -> "Config":
         """Returns the configuration of a run with weights stored in this form; auto: as the run stores them."""
@@ -276,6 +272,6 @@ def override_on_resume(config: Config, overrides: dict) -> Config:
                 f"{format_value(FIELDS[name], overrides[name])}; "
                 "start a new run with another out="
             )
-    if overrides.get("task") and config.preferences.objective != "task":
+    if overrides.get("task") and config.objective.is_language_model:
         raise UsageError("this run trains the language model, which task= cannot replace; start a new run of the task")
     return config.replace(**overrides)

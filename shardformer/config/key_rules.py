@@ -17,10 +17,7 @@ MAX_UNROLLED = 1000  # layers; the time of a compilation grows with them
 
 def check_rules(c: "Config") -> None:
     """Raises UsageError if the configuration breaks a rule; rules about the mesh wait until mesh=auto is resolved."""
-    if c.preferences.objective == "task":
-        from shardformer.config.task_rules import check_task  # not imported for a language model
-
-        check_task(c)
+    c.objective.check()
     tokens = c.training.batch * c.model.seq
     require(
         tokens < 2**31,
@@ -38,16 +35,6 @@ def check_rules(c: "Config") -> None:
     if c.experts.experts:
         _check_experts(c)
     _check_lbfgs(c)
-    if c.preferences.objective not in ("lm", "task"):
-        _check_preferences(c)
-    require(
-        not c.start.task or c.preferences.objective == "task",
-        f"a task has a loss of its own, got objective={c.preferences.objective}; leave out objective, or task",
-    )
-    require(
-        not c.start.reward or c.preferences.learns_rewards,
-        f"reward does nothing with objective={c.preferences.objective}; give objective=grpo",
-    )
     _check_bad_steps(c)
     require(
         c.optimizer.offload == "none" or not c.training.ema or c.optimizer.param_dtype == "float32",
@@ -198,59 +185,6 @@ def _check_bad_steps(c: "Config") -> None:
     )
 
 
-def _check_preferences(c: "Config") -> None:
-    require(
-        not c.optimizer.searches_rate and c.training.accum_mode == "scan" and not c.training.grad_metrics,
-        f"objective={c.preferences.objective} finds the mean over all microbatches in one program: give "
-        "accum_mode=scan, grad_metrics=false and an optimizer other than lbfgs",
-    )
-    if c.preferences.objective == "distill":
-        require(
-            c.parallel.mesh == "auto" or c.parallel.pp == 1,
-            f"objective=distill runs the teacher in one stage, got mesh={c.parallel.mesh}; give a mesh without pp",
-        )
-        return
-    if c.preferences.learns_rewards:
-        _check_rewards(c)
-        return
-    require(
-        not (c.data.mask_prompt or c.data.order == "random"),
-        f"objective={c.preferences.objective} reads complete pairs, whose prompts have no loss: give mask_prompt=false "
-        "and order=epoch or file",
-    )
-    require(
-        not (c.preferences.measures_kl and c.data.documents == "masked"),
-        "objective=kto compares each pair with the answers of another one, and has a pair in each row: give "
-        "documents=padded",
-    )
-
-
-def _check_rewards(c: "Config") -> None:
-    size, batch = c.preferences.group_size, c.training.batch
-    require(
-        batch % size == 0,
-        f"batch={batch} answers do not divide into groups of group_size={size}; try batch={next_multiple(batch, size)}",
-    )
-    require(
-        c.preferences.answer_tokens <= c.model.seq,
-        f"answer_tokens={c.preferences.answer_tokens} leave no room for a prompt in seq={c.model.seq}; give a "
-        "larger seq",
-    )
-    require(
-        not (c.training.dropout or c.lora.lora_dropout),
-        "objective=grpo compares with a sampler that drops nothing: give dropout=0 and lora_dropout=0; got "
-        f"dropout={c.training.dropout} lora_dropout={c.lora.lora_dropout}",
-    )
-    require(
-        c.data.documents != "masked",
-        "objective=grpo has one prompt in a row, got documents=masked; give documents=padded",
-    )
-    require(
-        c.parallel.mesh == "auto" or c.parallel.pp == 1,
-        f"objective=grpo samples without pipeline stages, got mesh={c.parallel.mesh}; give a mesh without pp",
-    )
-
-
 def _check_lbfgs(c: "Config") -> None:
     if not c.optimizer.searches_rate:
         return
@@ -286,7 +220,7 @@ def _check_mesh(c: "Config") -> None:
         "divide it; "
         f"try seq={next_multiple(c.model.seq, mp)} or sequence_parallel=false",
     )
-    if c.preferences.objective != "task":
+    if c.objective.is_language_model:
         _check_split_sizes(c, mp)
 
 

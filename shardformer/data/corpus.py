@@ -9,9 +9,6 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
-
-import numpy as np
 
 from shardformer.config import Config
 from shardformer.data import batches
@@ -61,11 +58,7 @@ class Corpus:
 
     def separate_documents(self, config: Config) -> Config:
         """Returns a configuration whose conversations never see each other; without packing, a row has one pair."""
-        if config.preferences.learns_rewards:  # a prompt in each row
-            return config.replace(documents="padded", mask_prompt=not self.has_chat)
-        if not self.has_chat or config.data.documents != "packed":
-            return config
-        return config.replace(documents="padded" if self.has_pairs else "masked")
+        return config.replace(**config.objective.separate_documents(self.has_chat))
 
     def check(self) -> None:
         """Raises RunError if a check in the background has found damaged data."""
@@ -80,30 +73,6 @@ class Corpus:
     def has_pairs(self) -> bool:
         """True if the training data are preference pairs."""
         return any(split.is_pairs for split in self.splits("train"))
-
-    def with_references(self, references: dict[str, np.ndarray]) -> "Corpus":
-        """Returns the corpus with reference log-probabilities [pairs, 2] by `SOURCE/SPLIT`."""
-
-        def add(source: OpenedSource) -> OpenedSource:
-            splits: dict[str, AnySplit] = {
-                name: dataclasses.replace(cast(Any, split), references=references[f"{source.name}/{name}"])
-                for name, split in source.splits.items()
-                if split.is_pairs
-            }
-            return dataclasses.replace(source, splits=splits)
-
-        validation = self.validation and add(self.validation)
-        return dataclasses.replace(self, sources=tuple(map(add, self.sources)), validation=validation)
-
-    def preference_splits(self) -> dict[str, Any]:
-        """Returns the splits of pairs by `SOURCE/SPLIT`."""
-        every = [*self.sources, *([self.validation] if self.validation else [])]
-        return {
-            f"{source.name}/{name}": split
-            for source in every
-            for name, split in source.splits.items()
-            if split.is_pairs
-        }
 
     def describe_chat(self, layout: RowLayout) -> Iterator[str]:
         """Yields a line for every source of conversations: how they are laid out in rows."""
@@ -124,7 +93,7 @@ class Corpus:
         """Returns batches without end from a step on; `rows` are those of the global batch to gather."""
         layout = choose_row_layout(config)
         splits = select_rows(self.splits("train"), layout)
-        every = config.preferences.rollout_steps if config.preferences.learns_rewards else 1
+        every = config.objective.steps_of_a_batch
         make = batches.TrainBatches(
             splits,
             self.weights,
@@ -178,16 +147,8 @@ class BackgroundCheck:
 
 def choose_row_layout(config: Config) -> RowLayout:
     documents = config.data.documents
-    sft_tokens = config.preferences.sft_tokens if config.preferences.has_sft_term else ""
-    return RowLayout(
-        config.model.seq,
-        documents != "padded",
-        documents == "masked",
-        config.data.mask_prompt,
-        sft_tokens,
-        config.preferences.measures_kl,
-        config.preferences.answer_tokens if config.preferences.learns_rewards else 0,
-    )
+    pack, mask = documents != "padded", documents == "masked"
+    return RowLayout(config.model.seq, pack, mask, config.data.mask_prompt, **config.objective.row_layout)
 
 
 def select_rows(splits: list[AnySplit], layout: RowLayout) -> list[AnySplit]:
@@ -203,8 +164,8 @@ def _choose_options(config: Config) -> SourceOptions:
     named_validation, share = parse_validation(config.data.validation)
     out = Path(expand_home(config.run.out)) if config.run.out and not is_url(config.run.out) else None
     options = SourceOptions(config.data.text, share, bool(named_validation), out, config.data.chat_template)
-    pairs = config.preferences.learns_pairs
-    return dataclasses.replace(options, skips_bad_rows=config.data.bad_rows == "skip", pairs=pairs)
+    skips = config.data.bad_rows == "skip"
+    return dataclasses.replace(options, skips_bad_rows=skips, pairs=config.objective.reads_pairs)
 
 
 def check_sources(config: Config) -> None:
@@ -247,7 +208,8 @@ def load_corpus(
     vocabulary = choose_chat_template(config.data.chat_template, every, vocabulary)
     opened = _open_all(every, vocabulary, progress)
     opened, held_out = opened[: len(inputs)], opened[-1] if validation else None
-    check_objective(config, opened)
+    for source in opened:
+        config.objective.check_source(source.name, any(split.is_pairs for split in source.splits.values()))
     _check_splits(opened, bool(validation), any(source.fixed_splits for source in inputs))
     for source in (*opened, *([held_out] if held_out else [])):
         for notice in source.notices:
@@ -271,23 +233,6 @@ def _open_all(every: Sequence[Source], vocabulary: Vocabulary, progress: Progres
         return [source.open(vocabulary, progress)]
 
     return tuple(join_faults(functools.partial(open_one, source) for source in every))
-
-
-def check_objective(config: Config, opened: Sequence[OpenedSource]) -> None:
-    """Raises UsageError for pairs without a preference objective, and for such an objective without pairs."""
-    objective = config.preferences.objective
-    for source in opened:
-        pairs = any(split.is_pairs for split in source.splits.values())
-        if pairs and not config.preferences.learns_pairs:
-            raise UsageError(
-                f"data={source.name} holds preference pairs (chosen and rejected), and objective={objective} learns "
-                "texts; give objective=dpo"
-            )
-        if not pairs and config.preferences.learns_pairs:
-            raise UsageError(
-                f"objective={objective} learns from preference pairs, and data={source.name} has none; give records "
-                "with prompt, chosen and rejected, or objective=lm"
-            )
 
 
 def _check_stored(opened: list[OpenedSource], resumes: bool) -> tuple[BackgroundCheck, ...]:

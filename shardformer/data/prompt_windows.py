@@ -65,9 +65,6 @@ class PromptWindows(Windows):
         beyond = np.where(rows < self.count, self._kept[inside], self._rows.count)  # a row of padding
         return self._rows.gather(beyond)
 
-    def rows_in_file_order(self, step: int, batch: int) -> np.ndarray:
-        return (step * batch + np.arange(batch, dtype=np.int64)) % self.count
-
 
 def read_prompts(batch: Batch) -> list[PromptRow]:
     """Returns the prompt and the expected answer of each row, its last run of tokens with a loss. Padding has none."""

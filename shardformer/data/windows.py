@@ -48,9 +48,9 @@ class Windows(abc.ABC):
         weighted=False leaves the weights out, which is for full rows.
         """
 
-    @abc.abstractmethod
     def rows_in_file_order(self, step: int, batch: int) -> np.ndarray:
         """Returns the rows of a step of order=file."""
+        return (step * batch + np.arange(batch, dtype=np.int64)) % self.count
 
     def draw(self, positions: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns (rows, shifts) of order=random, drawn with replacement."""
@@ -126,9 +126,6 @@ class TokenWindows(Windows):
         if self.layout.mask_documents or self.layout.mask_prompt:
             weights &= self._mask(batch, targets)
         return batch | {"weights": weights.astype(np.float32)}
-
-    def rows_in_file_order(self, step: int, batch: int) -> np.ndarray:
-        return (step * batch + np.arange(batch, dtype=np.int64)) % self.count
 
     @abc.abstractmethod
     def _spans(self, rows: np.ndarray, shifts: np.ndarray | int) -> tuple[np.ndarray, np.ndarray]:

@@ -93,6 +93,15 @@ def gather_texts(text: str) -> list[str]:
     return [bytes(row).rstrip(b"\0").decode(errors="surrogateescape") for row in gather_rows(padded)]
 
 
+def gather_arrays(tree):
+    """Returns full arrays on the host, on every process."""
+    if jax.process_count() == 1:
+        return jax.tree.map(np.asarray, tree)
+    from jax.experimental import multihost_utils  # not imported on one machine
+
+    return multihost_utils.process_allgather(tree, tiled=True)
+
+
 def gather_rows(row: np.ndarray) -> np.ndarray:
     """Returns the rows of all processes in order, like JAX's process_allgather, by a program that is cached."""
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))

@@ -9,7 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer.devices import programs
 from shardformer.inference.generator import round_up, round_up_tokens
-from shardformer.model import Measures, Model
+from shardformer.model import Model
+from shardformer.model.measuring import Measures
 
 
 class Score(NamedTuple):

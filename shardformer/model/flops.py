@@ -6,6 +6,7 @@ from shardformer.devices.chips import Chip
 from shardformer.layout import specs
 from shardformer.model import lora
 from shardformer.model.model import Model
+from shardformer.model.task_on_mesh import choose_task
 
 EMBED = "transformer/embed"
 
@@ -17,10 +18,8 @@ def flops_per_token(config: Config) -> float:
     besides adapters have no parameter gradient; weights frozen by `lr_rules` count as trainable. Embedding tables do
     not multiply, a tied head does. Recomputation (remat) does not count. Experts count as often as a token uses them.
     """
-    if config.preferences.objective == "task":  # whose rows are no tokens
-        from shardformer.model.task import open_task  # not imported for a language model
-
-        return open_task(config).flops()
+    if (of_a_row := choose_task(config).count_flops(config)) is not None:
+        return of_a_row
     shapes = Model.abstract_parameters(config)
     trainable = _count_multiplying(lora.select_trainable(shapes, config), config)
     return 4 * _count_multiplying(shapes, config) + 2 * trainable + 3 * attention_flops(config)

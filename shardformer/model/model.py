@@ -35,15 +35,16 @@ def choose_trainable(config: Config) -> AllParameters | TrainableAdapters:
 class Model(TaskOnMesh):
     """The language model of one layout and mesh, trained by the loss of every token."""
 
+    shard_class = CausalTransformerShard
+
     def __init__(self, layout: Layout, mesh: Mesh):
         config = layout.config
-        if config.preferences.objective == "task":
+        if not config.objective.is_language_model:
             raise UsageError("this run trained a task of yours: it has no language model, which this command reads")
         self._weights = layout.weights
         shapes = self._weights.store(self.abstract_parameters(config))
         super().__init__(layout, mesh, shapes, specs.parameter_specs(shapes, config), choose_trainable(config))
-        self.shard = CausalTransformerShard(self.layout)
-        self.has_dropout = bool(config.training.dropout or config.lora.lora_dropout)
+        self.shard = self.shard_class(self.layout)
         self.count_first = choose_counts(config)
 
     @property
@@ -92,6 +93,9 @@ class Model(TaskOnMesh):
         tokens = jax.ShapeDtypeStruct((self.config.training.batch, self.config.model.seq), jnp.int32)
         return {"tokens": tokens, "targets": tokens}
 
+    def make_batch(self) -> dict[str, np.ndarray]:
+        return draw_tokens(self.config)
+
     @staticmethod
     def abstract_parameters(config: Config):
         """Returns the parameter tree with global shapes; touches no device."""
@@ -116,7 +120,7 @@ class Model(TaskOnMesh):
         """Returns (the minimised loss, `Loss`) of this shard's rows; `counts` is the result of `count_first`."""
         tokens = batch["tokens"].shape[1]
         batch = self.layout.attention.take_batch(batch)
-        dropout = self._draw_masks(dropout_key, batch, tokens) if self.has_dropout and dropout_key is not None else None
+        dropout = self.draw_masks(dropout_key, batch, tokens)
         weights = batch.get("weights")
         objective, token = self.shard.loss(
             params, batch["tokens"], batch["targets"], dropout, batch.get("documents"), weights, counts
@@ -143,14 +147,24 @@ class Model(TaskOnMesh):
         """Returns the records of the layers for this shard's rows."""
         tokens = batch["tokens"].shape[1]
         batch = self.layout.attention.take_batch(batch)
-        dropout = self._draw_masks(dropout_key, batch, tokens) if self.has_dropout and dropout_key is not None else None
+        dropout = self.draw_masks(dropout_key, batch, tokens)
         return self.shard.record(params, batch["tokens"], dropout, batch.get("documents"))
 
-    def _draw_masks(self, dropout_key, batch, tokens: int) -> Dropout:
-        """Returns the dropout of this shard's rows, which have `tokens` tokens over all shards of cp."""
-        c, key = self.config, jax.random.wrap_key_data(dropout_key, impl=THREEFRY)
+    def draw_masks(self, dropout_key, batch, tokens: int) -> Dropout | None:
+        """Returns the dropout of this shard's rows, which have `tokens` tokens over all shards of cp; None without."""
+        c = self.config
+        if dropout_key is None or not (c.training.dropout or c.lora.lora_dropout):
+            return None
+        key = jax.random.wrap_key_data(dropout_key, impl=THREEFRY)
         position_T = self.layout.attention.positions(tokens // c.parallel.cp) if c.parallel.cp > 1 else None
         return Dropout(c.training.dropout, key, batch["examples"], c.parallel.sequence_parallel, position_T)
+
+
+def draw_tokens(config: Config) -> dict[str, np.ndarray]:
+    """Returns a batch of random tokens."""
+    shape = config.training.batch, config.model.seq + 1
+    tokens = np.random.default_rng(config.training.seed).integers(0, config.model.vocab, shape, np.int32)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
 def choose_counts(config: Config) -> Callable:

@@ -51,6 +51,10 @@ class OwnTask(TaskOnMesh):
         shapes, _ = _trace(open_task(config), config.training.batch, ONE_SHARD)
         return jax.tree.map(lambda leaf: leaf, shapes)  # copied, as a caller may change its dictionaries
 
+    @staticmethod
+    def count_flops(config: Config) -> float:
+        return open_task(config).flops()
+
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes of the arrays of a training batch, without their shardings."""
         return find_batch_shapes(self.task, self.config.training.batch)

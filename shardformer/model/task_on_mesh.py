@@ -7,7 +7,6 @@ know only this class. The language model, each of its objectives and a user's `T
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,18 +22,10 @@ from shardformer.config import Config
 from shardformer.devices import programs
 from shardformer.layout import Layout, specs
 from shardformer.layout.mesh import resolve_on
+from shardformer.objectives.objective import import_class
 from shardformer.parallel.microbatch import AccumulationType, microbatch
 
 ROWS = P("dp")  # batch rows: split over dp, replicated over mp; see also TaskOnMesh.row_spec
-
-PAIRS = "preference_model:PreferenceModel"
-# Imported where an objective asks for one: a plain run has neither pairs nor a teacher.
-CLASSES = {
-    "lm": "model:Model",
-    "distill": "distillation_model:DistillationModel",
-    "grpo": "policy_model:PolicyModel",
-    "task": "own_task:OwnTask",
-}
 
 
 class Loss(NamedTuple):
@@ -112,6 +103,11 @@ class TaskOnMesh:
         """Formats the sizes that a start prints behind the number of parameters."""
         return ""
 
+    @staticmethod
+    def count_flops(config: Config) -> float | None:
+        """Returns the FLOPs of a row in a training step; None for a language model, whose tokens count."""
+        return None
+
     @property
     def abstract(self):
         """The float32 parameters' shapes and shardings, without arrays."""
@@ -148,10 +144,18 @@ class TaskOnMesh:
     check_types = True  # of shard_map; without them, `verify exact=true` runs a program that they reject
     losses: Any = Loss  # of a step: `Loss`, or a NamedTuple that starts with its fields
     unmeasured: tuple[str, ...] = ()  # the fields of `Loss` that this task does not have
+    batch_is_stored = False  # a step learns from the batch in its state, so that a resume has the same one
 
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes of the arrays of a training batch, without their shardings."""
         raise NotImplementedError
+
+    def make_batch(self) -> dict[str, np.ndarray]:
+        """Returns a batch for a measurement of a step: every weight is 1."""
+        return {
+            name: np.ones(leaf.shape, leaf.dtype) if leaf.dtype == np.float32 else np.zeros(leaf.shape, leaf.dtype)
+            for name, leaf in self.batch_shapes().items()
+        }
 
     def draw_parameters(self, seed) -> dict:
         """Returns the parameters of a seed, as a run stores them."""
@@ -164,6 +168,10 @@ class TaskOnMesh:
 
     def constant_shapes(self) -> dict:
         """Returns the shapes and shardings of the arrays that a step needs besides its batch."""
+        return {}
+
+    def make_constants(self) -> dict:
+        """Returns arrays of these shapes, for a measurement of a step."""
         return {}
 
     def init(self, seed: int):
@@ -333,5 +341,4 @@ def with_shardings(shapes, shardings):
 
 def choose_task(config: Config) -> type[TaskOnMesh]:
     """Returns the class of the task that a configuration trains."""
-    module, _, name = CLASSES.get(config.preferences.objective, PAIRS).partition(":")
-    return getattr(importlib.import_module(f"shardformer.model.{module}"), name)
+    return import_class(config.objective.task)

@@ -31,13 +31,18 @@ class Accumulation(Protocol):
 def make_accumulation(config: Config, update: Update, shardings: TrainState) -> Accumulation:
     """Returns the mode that `accum` and `accum_mode` ask for."""
     modes: dict[str, type[MultiSteps | Manual]] = {"multisteps": MultiSteps, "manual": Manual}
-    if config.preferences.learns_rewards:
-        from shardformer.training.stored_rollout import RolloutProgram  # not imported without rewards
-
-        return RolloutProgram(update, shardings)
+    if update.model.batch_is_stored:
+        return StepOfStoredBatch(update, shardings)
     if config.training.accum == 1 or config.training.accum_mode == "scan":
         return OneProgram(update, shardings)
     return modes[config.training.accum_mode](update, shardings)
+
+
+class StepOfStoredBatch(OneProgram):
+    """The step that learns from the batch in its state; see `StoredBatch`."""
+
+    def train_step(self, state: TrainState, batch, batch_step) -> tuple[TrainState, jax.Array]:
+        return super().train_step(state, state.rollout, batch_step)
 
 
 class AccumulatedGradient(Part):

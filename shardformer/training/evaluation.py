@@ -118,16 +118,10 @@ def _join(results: list[Evaluation]) -> Evaluation:
 
 def format_losses(losses: dict[str, Evaluation], settings: Config) -> str:
     """Formats a table of the evaluations of splits, with the titles of the objective."""
-    rows = [[name, f"{it.loss:.4f}", f"{it.accuracy:.1%}", f"{it.tokens:,}"] for name, it in losses.items()]
-    titles = ["split", "nats/token", "accuracy", "tokens"]
-    if settings.preferences.objective == "task":
-        titles = ["split", "loss", "accuracy", "rows"]
-    if settings.preferences.learns_pairs:
-        titles = ["split", f"{settings.preferences.objective} loss", "right order", "pairs"]
-    if settings.preferences.learns_rewards:
-        titles = ["split", "mean reward", "above 0", "answers"]
-        for row, it in zip(rows, losses.values(), strict=True):
-            row[1] = f"{0 - it.loss:.4f}"  # no -0.0000
+    objective = settings.objective
+    rows = [[name, f"{objective.show_loss(it.loss):.4f}", f"{it.accuracy:.1%}", f"{it.tokens:,}"]
+            for name, it in losses.items()]  # fmt: skip
+    titles = ["split", *objective.evaluation_titles]
     if losses and all(it.bytes for it in losses.values()):
         titles += ["nats/byte", "bits/byte"]
         for row, it in zip(rows, losses.values(), strict=True):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardformer.logs.csv_file import Row
-from shardformer.model import Measures
+from shardformer.model.measuring import Measures
 from shardformer.optim import rules
 from shardformer.parallel import example_norms
 from shardformer.training.step import TrainState

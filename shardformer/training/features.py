@@ -1,5 +1,7 @@
 """The parts of a step: each feature that a configuration switches on. Global view."""
 
+import jax.numpy as jnp
+
 from shardformer import optim
 from shardformer.config import Config
 from shardformer.model import Loss, TaskOnMesh, master_weights
@@ -35,10 +37,8 @@ def choose_parts(config: Config, model: TaskOnMesh) -> tuple[Part, ...]:
         from shardformer.training.rolling_guard import RollingGuard  # not imported without skip_steps
 
         parts.append(RollingGuard(config))
-    if config.preferences.learns_rewards:
-        from shardformer.training.stored_rollout import StoredRollout  # not imported without rewards
-
-        parts.append(StoredRollout(model))
+    if model.batch_is_stored:
+        parts.append(StoredBatch(model))
     return tuple(parts)
 
 
@@ -117,3 +117,16 @@ class LineSearch(Part):
 
     def select_rate(self, optimizer_state, rate):
         return self._lbfgs.step_size(optimizer_state)
+
+
+class StoredBatch(Part):
+    """The batch that a step learns from, such as sampled answers: a resume goes on with it. Zeros before the first."""
+
+    def __init__(self, model: TaskOnMesh):
+        self._shapes = model.batch_shapes()
+
+    def start(self, params) -> dict:
+        return {"rollout": {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in self._shapes.items()}}
+
+    def specs(self, model: TaskOnMesh) -> dict:
+        return {"rollout": dict.fromkeys(self._shapes, model.row_spec)}

@@ -3,6 +3,7 @@
 from shardformer import optim
 from shardformer.config import Config
 from shardformer.logs import observers
+from shardformer.objectives.objective import find_preparation
 from shardformer.training.host_feature import EndAtNonFinite, HostFeature
 
 
@@ -14,10 +15,7 @@ def open_features(config: Config) -> tuple[HostFeature, ...]:
     observers.check_trackers(config)
     if config.optimizer.is_code:
         optim.make_optimizer(config)
-    if config.preferences.learns_rewards:
-        from shardformer.training.rewards import open_reward  # not imported without rewards
-
-        open_reward(config.start.reward)
+    find_preparation(config).open()
     features: list[HostFeature] = []
     if config.start.eval_tasks or config.start.eval_prompts:
         from shardformer.training.monitor import Monitor  # not imported without scores or texts

@@ -57,12 +57,13 @@ class EndAtNonFinite(HostFeature):
         self._evaluator = evaluator
 
     def after_step(self, row: dict, metrics: jax.Array, state: TrainState, outputs: Outputs) -> dict:
-        broken = [name for name in StepMetrics._fields if not math.isfinite(row[name])]
+        measured = {name: row[name] for name in StepMetrics._fields if row[name] is not None}  # a task has not all
+        broken = [name for name, value in measured.items() if not math.isfinite(value)]
         if not broken:
             return row
         problem = f"step {row['step']}: {', '.join(f'{name} is {row[name]}' for name in broken)}"
         advice = "A smaller lr or clip, a longer warmup or dtype=float32 may help"
-        if all(math.isfinite(row[name]) for name in ("loss", "z_loss", "accuracy", "grad_norm")):
+        if not {"loss", "z_loss", "accuracy", "grad_norm"} & set(broken):
             raise RunError(
                 f"{problem}. The step was applied, so its state is not saved; resume continues from the newest "
                 f"checkpoint. {advice}"

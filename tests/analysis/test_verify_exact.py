@@ -10,8 +10,9 @@ from jax import lax
 from shardformer.__main__ import main
 from shardformer.analysis import traced, verify_exact
 from shardformer.errors import RunError
-from shardformer.model import Model, preference_model
+from shardformer.model import Model
 from shardformer.model import model as model_module
+from shardformer.objectives import preference_model
 from shardformer.parallel.replicas import Replicated, map_named
 from shardformer.shards.layer import TransformerLayerShard
 from shardformer.shards.projection import ProjectionShard

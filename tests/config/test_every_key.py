@@ -18,10 +18,7 @@ from shardformer.model import Model
 from tests.config import test_key_rules as rows
 
 PACKAGE = Path(shardformer.__file__).parent
-RULES = [
-    *sorted((PACKAGE / "config").glob("*_keys.py")),
-    *(PACKAGE / "config" / f"{name}_rules.py" for name in ("key", "task")),
-]
+RULES = [*sorted(PACKAGE.glob("*/*_keys.py")), PACKAGE / "config/key_rules.py", PACKAGE / "objectives/objective.py"]
 REFERENCE = PACKAGE / "analysis" / "dense_reference.py"
 
 # Keys of the model that the reference reads from its parameters' shapes, each with a value that changes the shapes.

@@ -9,7 +9,7 @@ import pytest
 
 from shardformer.inference import Generator, Sampling
 from shardformer.inference import generator as generator_module
-from shardformer.model import Measures
+from shardformer.model.measuring import Measures
 from tests import shared
 
 MOST = 1e-6  # of the ratio, in float32

@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer import optim
 from shardformer.layout import mesh
-from shardformer.model import Measures, Model
+from shardformer.model import Model
+from shardformer.model.measuring import Measures
 from shardformer.training.example_gradients import ExampleGradients
 from shardformer.training.step import OneProgram, TrainState
 from shardformer.training.trainer import Trainer

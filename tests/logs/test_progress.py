@@ -13,10 +13,11 @@ import termios
 import pytest
 from rich.console import Console, ConsoleDimensions
 
-from shardformer.config.preference_keys import PAIR_METRICS, POLICY_METRICS
 from shardformer.logs import progress
 from shardformer.logs.progress import NoProgress, Progress
 from shardformer.logs.throughput import Throughput
+from shardformer.objectives.policy_model import PolicyLoss
+from shardformer.objectives.preference_model import PairLoss
 
 RUN = """
 import sys
@@ -217,8 +218,8 @@ def test_plain_lines_every_two_seconds_and_evaluation(clock):
 @pytest.mark.parametrize(
     ("metrics", "line", "figures"),
     [
-        (PAIR_METRICS, ["0.5000", "75.0%", "0.4321"], "margin 0.5000  right 75.0%"),
-        (POLICY_METRICS, ["0.6000", "0.0100", "12.0000", "0.4321"], "reward 0.6000  kl 0.0100  tokens 12.0000"),
+        (PairLoss._fields[3:], ["0.5000", "75.0%", "0.4321"], "margin 0.5000  right 75.0%"),
+        (PolicyLoss._fields[3:], ["0.6000", "0.0100", "12.0000", "0.4321"], "reward 0.6000  kl 0.0100  tokens 12.0000"),
         (("kl",), ["0.0100", "0.4321"], "kl 0.0100"),
         ((), ["0.4321", "1.00e-03"], "loss 1.0000  grad 0.4321"),
     ],

@@ -14,7 +14,7 @@ from shardformer.config.names import CODES, LAYERS, LORA_OUT
 from shardformer.kernels import digit_products, nf4, tiles
 from shardformer.layout import mesh
 from shardformer.model import Model, lora
-from shardformer.model.preference_model import PreferenceModel
+from shardformer.objectives.preference_model import PreferenceModel
 from tests import meshes, shared
 from tests.model.test_quantized_weights import dequantize
 

@@ -12,7 +12,8 @@ from shardformer import exact
 from shardformer.analysis import dense_reference as reference
 from shardformer.analysis import verify_exact
 from shardformer.layout import mesh
-from shardformer.model import ROWS, Measures, Model
+from shardformer.model import ROWS, Model
+from shardformer.model.measuring import Measures
 from shardformer.parallel import example_norms
 from tests import asserts, shared
 

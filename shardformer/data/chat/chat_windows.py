@@ -122,9 +122,6 @@ class ChatWindows(Windows):
         spans = list(zip(self.fit.starts[members].tolist(), self.fit.lengths[members].tolist(), strict=True))
         fill_row(self.split, spans, ids, trained, documents)
 
-    def rows_in_file_order(self, step: int, batch: int) -> np.ndarray:
-        return (step * batch + np.arange(batch, dtype=np.int64)) % self.count
-
 
 def describe_rows(name: str, windows: ChatWindows) -> str:
     """Returns a line with what is included, left out and cut, and how full the rows are."""

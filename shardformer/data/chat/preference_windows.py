@@ -150,9 +150,6 @@ class PreferenceWindows(Windows):
         """Returns the numbers of the pairs of a row, in their order."""
         return self._rows[row]
 
-    def rows_in_file_order(self, step: int, batch: int) -> np.ndarray:
-        return (step * batch + np.arange(batch, dtype=np.int64)) % self.count
-
 
 def describe_pairs(name: str, windows: PreferenceWindows) -> str:
     """Returns a line with the numbers of pairs in rows and of pairs that are left out."""

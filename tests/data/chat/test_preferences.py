@@ -14,6 +14,7 @@ from shardformer.data.tokens import Tokens
 from shardformer.data.vocabulary import Bytes
 from shardformer.data.windows import RowLayout
 from shardformer.errors import UsageError
+from shardformer.objectives.preference_references import find_splits
 from tests import shared
 from tests.data.chat.chats import PLAIN, write_lines
 
@@ -138,7 +139,7 @@ def test_lines_and_arrays_are_the_same_pairs(files):
     for name in ("pairs.jsonl", "pairs.json"):
         corpus, config = load(files, name)
         assert config.data.documents == "padded"
-        windows = PreferenceWindows(corpus.preference_splits()[f"{files / name}/train"], choose_row_layout(config))
+        windows = PreferenceWindows(find_splits(corpus)[f"{files / name}/train"], choose_row_layout(config))
         found.append(windows.gather(np.arange(windows.count)))
     for name in found[0]:
         np.testing.assert_array_equal(found[0][name], found[1][name])

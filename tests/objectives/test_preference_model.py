@@ -8,10 +8,10 @@ import pytest
 
 from shardformer.analysis import verify_exact
 from shardformer.data.chat import preference_windows
-from shardformer.model import preference_model
+from shardformer.objectives import preference_model
 from tests import asserts, meshes, tiers
-from tests.model import pairs
-from tests.model.record_preferences import CASES, PAIRS
+from tests.objectives import pairs
+from tests.objectives.record_preferences import CASES, PAIRS
 
 MOST = 1e-6
 SPLIT = (

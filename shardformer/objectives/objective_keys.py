@@ -5,20 +5,19 @@ import functools
 from typing import Literal
 
 from shardformer.config.keys import KeyGroup, UsedIf, key, require
+from shardformer.objectives.objective import OBJECTIVES
 
-# The metrics that a step of pairs has besides loss (the objective) and accuracy (the right order of the rewards).
-PAIR_METRICS = ("chosen_reward", "rejected_reward", "reward_margin", "chosen_logp", "rejected_logp", "sft_loss", "kl")
-# Those of sampled answers; accuracy is the share of answers with a reward above 0.
-POLICY_METRICS = ("reward", "kl", "clip_share", "answer_length", "logp_gap")
-WITH_PAIRS = UsedIf(lambda keys: keys.learns_pairs, "without pairs; give objective=dpo or another of pairs")
+WITH_PAIRS = UsedIf(
+    lambda keys: OBJECTIVES[keys.objective].reads_pairs, "without pairs; give objective=dpo or another of pairs"
+)
 WITH_TEACHER = UsedIf(lambda keys: keys.objective == "distill", "with another objective; give objective=distill")
 WITH_BETA = UsedIf(
-    lambda keys: keys.learns_pairs or keys.learns_rewards,
+    lambda keys: OBJECTIVES[keys.objective].reads_pairs or keys.objective == "grpo",
     "without pairs or rewards; give objective=dpo, grpo or another of them",
 )
-WITH_REWARDS = UsedIf(lambda keys: keys.learns_rewards, "with another objective; give objective=grpo")
+WITH_REWARDS = UsedIf(lambda keys: keys.objective == "grpo", "with another objective; give objective=grpo")
 WITH_REUSED_ANSWERS = UsedIf(
-    lambda keys: keys.learns_rewards and keys.rollout_steps > 1,
+    lambda keys: keys.objective == "grpo" and keys.rollout_steps > 1,
     "while a step learns from answers of its own weights, whose ratio is 1; give objective=grpo and rollout_steps=2 or "
     "more",
 )
@@ -34,7 +33,7 @@ WITH_SIMPO = UsedIf(lambda keys: keys.objective == "simpo", "with another object
 
 
 @dataclasses.dataclass(frozen=True)
-class PreferenceKeys(KeyGroup):
+class ObjectiveKeys(KeyGroup):
     """Objective"""
 
     objective: Literal["lm", "distill", "grpo", "dpo", "ipo", "kto", "orpo", "simpo", "task"] = key(
@@ -95,55 +94,19 @@ class PreferenceKeys(KeyGroup):
     )  # fmt: skip
 
     @functools.cached_property
-    def learns_pairs(self) -> bool:
-        """True for an objective over preference pairs."""
-        return self.objective not in ("lm", "distill", "grpo", "task")
-
-    @functools.cached_property
-    def learns_rewards(self) -> bool:
-        """True for an objective over answers that the model samples."""
-        return self.objective == "grpo"
-
-    @functools.cached_property
-    def metrics(self) -> tuple[str, ...]:
-        """The metrics of a step that only this objective has."""
-        own = {"lm": (), "task": (), "distill": ("kl",), "grpo": POLICY_METRICS}
-        return own.get(self.objective, PAIR_METRICS)
-
-    @functools.cached_property
-    def needs_references(self) -> bool:
-        """True if the objective compares with the model that training starts from."""
-        return self.objective in ("dpo", "ipo", "kto")
-
-    @functools.cached_property
-    def measures_kl(self) -> bool:
-        """True if the objective needs the divergence from the reference, measured on answers to other prompts."""
-        return self.objective == "kto"
-
-    @functools.cached_property
-    def references_of_a_pair(self) -> int:
-        """Stored log-probabilities of a pair: of its sides, and of the answers to another prompt."""
-        return 4 if self.measures_kl else 2
-
-    @functools.cached_property
-    def is_normed(self) -> bool:
-        """True if log-probabilities are means over the tokens of an answer."""
-        return self.length_norm or self.objective in ("ipo", "orpo", "simpo")
-
-    @functools.cached_property
     def sft(self) -> float:
         """The weight of the SFT term."""
         return float(self.objective == "orpo") if self.sft_weight is None else self.sft_weight
 
     @functools.cached_property
     def has_sft_term(self) -> bool:
-        return self.learns_pairs and self.sft > 0
+        return OBJECTIVES[self.objective].reads_pairs and self.sft > 0
 
     def check(self) -> None:
-        least = "above" if self.learns_pairs else "at least"
+        of_pairs = OBJECTIVES[self.objective].reads_pairs
         require(
-            self.beta > 0 or (self.beta == 0 and not self.learns_pairs),
-            f"beta must be {least} 0, got {self.beta}; try beta=0.1",
+            self.beta > 0 or (self.beta == 0 and not of_pairs),
+            f"beta must be {'above' if of_pairs else 'at least'} 0, got {self.beta}; try beta=0.1",
         )
         require(0 < self.clip_ratio < 1, f"clip_ratio is a distance from 1 in (0, 1), got {self.clip_ratio}; try 0.2")
         require(

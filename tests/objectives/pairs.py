@@ -16,7 +16,7 @@ from shardformer.data.corpus import choose_row_layout
 from shardformer.data.tokens import Tokens
 from shardformer.layout import mesh
 from shardformer.training.trainer import Trainer
-from tests.model.record_preferences import CASES, FOLDER, PAIRS, REFERENCE
+from tests.objectives.record_preferences import CASES, FOLDER, PAIRS, REFERENCE
 
 RECORDED = json.loads((FOLDER / "pairs.json").read_text())
 SEQ = 16
@@ -77,8 +77,8 @@ def find_references(case: str = "dpo") -> np.ndarray:
 
 def make_batch(config: Config, references: np.ndarray | None = None) -> dict:
     """Returns the batch with each recorded pair once; rows beyond have none."""
-    if config.preferences.needs_references and references is None:
-        references = find_references("kto" if config.preferences.measures_kl else "dpo")
+    if config.objective.needs_references and references is None:
+        references = find_references("kto" if config.objective.measures_kl else "dpo")
     windows = make_split(references=references).make_windows(choose_row_layout(config))
     return windows.gather(np.arange(config.training.batch))
 

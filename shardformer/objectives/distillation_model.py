@@ -34,10 +34,10 @@ class DistillationModel(Model):
     """`Model` with a teacher. A batch has the teacher's parameters under `teacher`."""
 
     shard: PairTransformerShard
+    shard_class = PairTransformerShard
 
     def __init__(self, layout, mesh):
         super().__init__(layout, mesh)
-        self.shard = PairTransformerShard(self.layout)
         config = read_teacher(self.config)
         self.teacher = Model(resolve_on(config, mesh), mesh)
         self._teacher_shard = PairTransformerShard(
@@ -48,6 +48,10 @@ class DistillationModel(Model):
 
     def constant_shapes(self) -> dict:
         return {"teacher": self.teacher.abstract}
+
+    def make_constants(self) -> dict:
+        """Returns a teacher with the weights of a seed."""
+        return {"teacher": self.teacher.init(0)}
 
     def loss_and_grad(self, params, batch, dropout_key):
         """Returns the batch's `DistillationLoss` and the gradient of its objective, which ZeRO splits over dp."""
@@ -75,7 +79,7 @@ class DistillationModel(Model):
         keys, tokens = self.config.preferences, batch["tokens"].shape[1]
         of_experts, of_teacher = counts
         batch = self.layout.attention.take_batch(batch)
-        dropout = self._draw_masks(dropout_key, batch, tokens) if self.has_dropout and dropout_key is not None else None
+        dropout = self.draw_masks(dropout_key, batch, tokens)
         inputs, documents = batch["tokens"], batch.get("documents")
         student, records = self.shard.factors(params, inputs, dropout, documents)
         teacher, _ = self._teacher_shard.factors(of_teacher, inputs, None, documents)

@@ -5,28 +5,30 @@ survive a kill; a resume reads the file, and no step computes a reference.
 """
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import io
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
-from jax import lax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardformer import storage
-from shardformer.data import Corpus
+from shardformer.data import Corpus, Data
 from shardformer.data.chat.preference_windows import PreferenceSplit, PreferenceWindows
 from shardformer.data.corpus import choose_row_layout
+from shardformer.data.source import OpenedSource
 from shardformer.devices import processes, programs
 from shardformer.errors import RunError
 from shardformer.files import make_folder, read_bytes, read_text, replacing
 from shardformer.messages import log
+from shardformer.objectives.objective import Pairs, Preparation
+from shardformer.objectives.weight_digests import digest_weights
 from shardformer.tables import format_count
 from shardformer.training.run_folder import Run
 from shardformer.training.trainer import Trainer
@@ -37,6 +39,19 @@ HEADER_BYTES = 4096  # of a part, at most
 BATCHES_OF_A_PART = 64  # computed between two writes
 
 
+class PairReferences(Preparation):
+    """The references of an objective that compares with the weights that training starts from."""
+
+    def begin(self, run: Run, trainer: Trainer, corpus: Data, state) -> tuple[Trainer, Data]:
+        return trainer, add_references(run, trainer, cast(Corpus, corpus), state)
+
+    def begin_evaluation(self, run: Run, trainer: Trainer, corpus: Data) -> tuple[Trainer, Data]:
+        references = References(run, cast(Corpus, corpus)).read()
+        if references is None:
+            raise RunError(f"{run.out} has no references of this data; `train --resume` computes them again")
+        return trainer, attach_references(cast(Corpus, corpus), references)
+
+
 def add_references(run: Run, trainer: Trainer, corpus: Corpus, state: Any) -> Corpus:
     """Returns the corpus with the reference of every pair, computed now or read from the run. Every process calls it.
 
@@ -44,7 +59,7 @@ def add_references(run: Run, trainer: Trainer, corpus: Corpus, state: Any) -> Co
     """
     stored = References(run, corpus)
     if (references := stored.read()) is not None:
-        return corpus.with_references(references)
+        return attach_references(corpus, references)
     if run.config.training.base_step:  # a branch: it has the reference of the run that it continues
         weights, references = _read_of_base(run, corpus)
     else:
@@ -55,18 +70,10 @@ def add_references(run: Run, trainer: Trainer, corpus: Corpus, state: Any) -> Co
             name: _ReferencePass(trainer, params, f"{weights} {corpus.fingerprint}").compute(
                 split, stored.part_folder(name), name
             )
-            for name, split in corpus.preference_splits().items()
+            for name, split in find_splits(corpus).items()
         }
     processes.run_on_first_process(lambda: stored.write(references, weights))
-    return corpus.with_references(references)
-
-
-def read_references(run: Run, corpus: Corpus) -> Corpus:
-    """Returns the corpus with the references that a run has stored."""
-    references = References(run, corpus).read()
-    if references is None:
-        raise RunError(f"{run.out} has no references of this data; `train --resume` computes them again")
-    return corpus.with_references(references)
+    return attach_references(corpus, references)
 
 
 def _read_of_base(run: Run, corpus: Corpus) -> tuple[str, dict[str, np.ndarray]]:
@@ -84,12 +91,31 @@ def _check_weights(run: Run, stored: "References", weights: str) -> None:
         )
 
 
+def find_splits(corpus: Corpus) -> dict[str, Any]:
+    """Returns the splits of pairs by `SOURCE/SPLIT`."""
+    every = [*corpus.sources, *([corpus.validation] if corpus.validation else [])]
+    splits = {f"{source.name}/{name}": split for source in every for name, split in source.splits.items()}
+    return {name: split for name, split in splits.items() if split.is_pairs}
+
+
+def attach_references(corpus: Corpus, references: dict[str, np.ndarray]) -> Corpus:
+    """Returns the corpus with reference log-probabilities [pairs, 2] by `SOURCE/SPLIT`."""
+
+    def attach(source: OpenedSource) -> OpenedSource:
+        splits = {name: dataclasses.replace(cast(Any, split), references=references[f"{source.name}/{name}"])
+                  for name, split in source.splits.items() if split.is_pairs}  # fmt: skip
+        return dataclasses.replace(source, splits=splits)
+
+    validation = corpus.validation and attach(corpus.validation)
+    return dataclasses.replace(corpus, sources=tuple(map(attach, corpus.sources)), validation=validation)
+
+
 class References:
     """The file of a run, `references/`."""
 
     def __init__(self, run: Run, corpus: Corpus):
         self._out, self.folder, self._corpus = run.out, run.records / FOLDER, corpus
-        self._columns = run.config.preferences.references_of_a_pair
+        self._columns = cast(Pairs, run.config.objective).stored_references
         self.weights = ""  # the sha256 of the weights that the index names
 
     def part_folder(self, name: str) -> Path:
@@ -106,7 +132,7 @@ class References:
             log.info("references: the data has changed, so that they are computed again")
             return None
         references = {}
-        for name, split in self._corpus.preference_splits().items():
+        for name, split in find_splits(self._corpus).items():
             try:
                 entry = index["splits"][_shorten(name)]
                 values = np.array(entry["logp"], np.float32).reshape(-1, self._columns)
@@ -169,7 +195,7 @@ class _ReferencePass:
         windows = PreferenceWindows(split, choose_row_layout(config))
         rows_of_parts = [config.training.batch, config.model.seq, config.data.documents, BATCHES_OF_A_PART]
         identity = hashlib.sha256(json.dumps([self._identity, rows_of_parts]).encode()).hexdigest()[:16]
-        columns = config.preferences.references_of_a_pair
+        columns = cast(Pairs, config.objective).stored_references
         result, size = np.zeros((split.count, columns), np.float32), config.training.batch
         batches = -(-windows.count // size)
         log.info(f"references: computing those of {format_count(len(windows.pairs), 'pair')} of {name}, batch={size}")
@@ -194,21 +220,6 @@ class _ReferencePass:
             parts.append(np.asarray(self._measure(self._params, batch)))
         values = np.concatenate(parts).transpose(0, 2, 1)
         return values.reshape(-1, values.shape[-1])
-
-
-def digest_weights(params, replicated: NamedSharding) -> str:
-    """Returns a sha256 of the full parameters, the same on every mesh; one matrix at a time is on the host."""
-
-    def select(leaf, layer):
-        return lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
-
-    digest, gather = hashlib.sha256(), programs.jit(select, out_shardings=replicated)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype} ".encode())
-        stacked = leaf if leaf.ndim > 2 else leaf[None]
-        for layer in range(len(stacked)):
-            digest.update(np.ascontiguousarray(gather(stacked, np.int32(layer))).tobytes())
-    return digest.hexdigest()
 
 
 def _read_part(path: Path, shape: tuple[int, int]) -> np.ndarray | None:

@@ -4,19 +4,19 @@ A batch row is one or more pairs: `tokens`, `targets` and `scored` are [B, 2, T]
 microbatches and processes split between pairs. Every mean is over the pairs of the global batch.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from shardformer import collectives
 from shardformer.config.names import CP
 from shardformer.data.chat.preference_windows import MOST_PAIRS
-from shardformer.kernels.preference_losses import Losses, Sides, compute_losses
 from shardformer.model.model import Model, choose_counts
-from shardformer.model.task_on_mesh import Sums
+from shardformer.model.task_on_mesh import Sums, TaskOnMesh
+from shardformer.objectives.objective import Pairs
 from shardformer.parallel.microbatch import AccumulationType
 from shardformer.shards.pair_transformer import PairTransformerShard
 
@@ -38,16 +38,34 @@ class PairLoss(NamedTuple):
     kl: jax.Array  # KTO's divergence from the reference, at least 0; 0 for other objectives
 
 
+class Losses(NamedTuple):
+    """The loss and the two rewards of every pair, [b, K] of up to K pairs in a row."""
+
+    loss: Array
+    chosen: Array
+    rejected: Array
+
+
+class Sides(NamedTuple):
+    """Sums over the scored tokens of each side, [b, 2, K]: chosen, then rejected."""
+
+    logp: Array  # log-probabilities
+    reference: Array  # those under the model that training starts from
+    tokens: Array
+
+
 class PreferenceModel(Model):
     """`Model` with the objective of `config.preferences`."""
 
     losses = PairLoss
+    make_batch = TaskOnMesh.make_batch
     shard: PairTransformerShard
+    shard_class = PairTransformerShard
 
     def __init__(self, layout, mesh):
         super().__init__(layout, mesh)
-        self.shard = PairTransformerShard(self.layout)
-        if self.config.preferences.measures_kl:
+        self.pairs = cast(Pairs, self.config.objective)
+        if self.pairs.measures_kl:
             self.count_first = measure_constants
 
     def batch_shapes(self) -> dict:
@@ -62,9 +80,9 @@ class PreferenceModel(Model):
         }
         if c.data.documents == "masked":
             shapes["documents"] = (2, c.model.seq)
-        if c.preferences.needs_references:
+        if self.pairs.needs_references:
             shapes["references"] = (2, slots)
-        if c.preferences.measures_kl:
+        if self.pairs.measures_kl:
             shapes |= {f"kl_{name}": (2, c.model.seq) for name in ("tokens", "targets", "scored")}
             shapes |= {"kl_references": (2,), "kl_pairs": (2,)}
         if c.preferences.has_sft_term:
@@ -102,7 +120,7 @@ class PreferenceModel(Model):
         def body(params, batch):
             params, rows = self.replicas.make_local(params), self.number_rows(batch)
             logp_b2K = self._measure(params, rows, with_references=False)[0].logp
-            if not self.config.preferences.measures_kl:
+            if not self.pairs.measures_kl:
                 return logp_b2K
             other = self._measure(params, select_mismatched(rows), with_references=False)[0].logp
             return jnp.concatenate([logp_b2K, other], axis=1)
@@ -113,7 +131,7 @@ class PreferenceModel(Model):
 
     def local_objective(self, params, batch, dropout_key=None, counts=None):
         """Returns (the minimised loss, `PairLoss`) of this shard's rows; weights of pairs are of the global batch."""
-        if self.config.preferences.measures_kl and counts is None:
+        if self.pairs.measures_kl and counts is None:
             counts = None, measure_kl(self, params, batch)
         losses, sides, measured = self._compare(params, batch, dropout_key, counts)
         weight_bK, rows = batch["pairs"], batch["pairs"].shape[0]
@@ -131,13 +149,13 @@ class PreferenceModel(Model):
             sft = self._sum_over_context((nats_b2T[:, 0] * sft_bT).sum()) / rows
         scored_b2T = self._take(batch, "scored")
         z_loss = (sum_tokens(jnp.square(log_z_b2T) * scored_b2T) * batch["scored_weight"]).sum() / rows
-        of_pairs = self.add_z_loss(mean(losses.loss) + self.config.preferences.sft * sft, z_loss)
+        of_pairs = self.add_z_loss(mean(losses.loss) + self.pairs.keys.sft * sft, z_loss)
         # The shards of a context have the same objective, each its part of the gradient, and `_mean` averages over
         # them. Marked as varying, the sums over the context get the cotangents of all shards.
         objective = collectives.vary_like(of_pairs, nats_b2T) + of_records
         right = (losses.chosen > losses.rejected).astype(jnp.float32)
         means = [losses.chosen, losses.rejected, losses.chosen - losses.rejected, sides.logp[:, 0], sides.logp[:, 1]]
-        kl = counts[1] if self.config.preferences.measures_kl else jnp.zeros_like(sft)
+        kl = counts[1] if self.pairs.measures_kl else jnp.zeros_like(sft)
         result = PairLoss(objective, z_loss, mean(right), *map(mean, means), sft, kl)
         return objective, lax.stop_gradient(result)
 
@@ -146,18 +164,17 @@ class PreferenceModel(Model):
 
     def _compare(self, params, batch, dropout_key=None, counts=None) -> tuple[Losses, Sides, tuple]:
         """Returns the losses of the pairs, the sums of their sides, and (nats, log-partitions, records' objective)."""
-        keys = self.config.preferences
-        constants, kl = counts if keys.measures_kl else (counts, 0.0)
+        constants, kl = counts if self.pairs.measures_kl else (counts, 0.0)
         sides, measured = self._measure(params, batch, dropout_key, constants)
-        return compute_losses(sides, keys, kl), sides, measured
+        return compute_losses(sides, self.pairs, kl), sides, measured
 
     def _measure(self, params, batch, dropout_key=None, counts=None, with_references=None) -> tuple[Sides, tuple]:
         """Returns the sums of the sides, and (nats, log-partitions, records' objective)."""
-        with_references = self.config.preferences.needs_references if with_references is None else with_references
+        with_references = self.pairs.needs_references if with_references is None else with_references
         flat = self._flatten(batch)
         tokens = flat["tokens"].shape[1]
         local = self.layout.attention.take_batch(flat)
-        dropout = self._draw_masks(dropout_key, local, tokens) if self.has_dropout and dropout_key is not None else None
+        dropout = self.draw_masks(dropout_key, local, tokens)
         token, of_records = self.shard.token_losses(
             params, local["tokens"], local["targets"], dropout, local.get("documents"), counts
         )
@@ -229,3 +246,40 @@ def normalise_pairs(batch) -> dict:
     if "sft" in batch:
         batch |= {"sft": batch["sft"] * rows / jnp.maximum(batch["sft"].sum(), 1)}
     return batch
+
+
+def compute_losses(sides: Sides, pairs: Pairs, kl: Array | float = 0.0) -> Losses:
+    """Returns the loss of every pair under an objective; `kl` is the divergence that KTO needs."""
+    keys = pairs.keys
+    score = sides.logp - sides.reference
+    normed = score / jnp.maximum(sides.tokens, 1)  # a slot without a pair has no tokens
+    used = normed if pairs.is_normed else score
+    margin = used[:, 0] - used[:, 1]
+    if pairs.name == "ipo":
+        loss = jnp.square(margin - 1 / (2 * keys.beta))
+    elif pairs.name == "kto":
+        loss = 1 - (jax.nn.sigmoid(keys.beta * (score[:, 0] - kl)) + jax.nn.sigmoid(keys.beta * (kl - score[:, 1]))) / 2
+    elif pairs.name == "orpo":
+        loss = -keys.beta * jax.nn.log_sigmoid(margin - (log_complement(normed[:, 0]) - log_complement(normed[:, 1])))
+    else:
+        gap = keys.reward_gap if pairs.name == "simpo" else 0.0
+        loss = smooth_sigmoid_loss(keys.beta * margin - gap, keys.label_smoothing)
+    rewards = keys.beta * jax.lax.stop_gradient(normed if pairs.name in ("orpo", "simpo") else score)
+    return Losses(loss, rewards[:, 0], rewards[:, 1])
+
+
+def smooth_sigmoid_loss(margin: Array, smoothing: float) -> Array:
+    """Returns -log sigmoid of a margin, or its mean if the fraction `smoothing` of the labels is wrong."""
+    right, wrong = jax.nn.log_sigmoid(margin), jax.nn.log_sigmoid(-margin)
+    return -(1 - smoothing) * right - smoothing * wrong
+
+
+def log_complement(logp: Array) -> Array:
+    """Returns log(1 - exp(logp)) of a log-probability below 0, without cancellation at either end.
+
+    An empty slot's log-probability is 0, whose complement would be -inf: it gets that of a half instead.
+    """
+    logp = jnp.where(logp < 0, logp, -jnp.log(2.0))
+    near_zero = logp > -jnp.log(2.0)
+    first = jnp.log(-jnp.expm1(jnp.where(near_zero, logp, -1.0)))
+    return jnp.where(near_zero, first, jnp.log1p(-jnp.exp(jnp.where(near_zero, -1.0, logp))))

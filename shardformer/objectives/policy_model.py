@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardformer.model.model import Model
+from shardformer.model.task_on_mesh import TaskOnMesh
 from shardformer.shards.pair_transformer import PairTransformerShard
 
 
@@ -30,11 +31,10 @@ class PolicyModel(Model):
     """`Model` with `objective=grpo`."""
 
     losses = PolicyLoss
+    batch_is_stored = True
+    make_batch = TaskOnMesh.make_batch
     shard: PairTransformerShard
-
-    def __init__(self, layout, mesh):
-        super().__init__(layout, mesh)
-        self.shard = PairTransformerShard(self.layout)
+    shard_class = PairTransformerShard
 
     def batch_shapes(self) -> dict:
         """Returns the shapes of a rollout: rows of a prompt and its sampled answer.

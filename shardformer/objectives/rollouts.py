@@ -5,34 +5,41 @@ that a resume in its middle has the same one.
 """
 
 import functools
+import inspect
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from shardformer.data import Corpus
+from shardformer.config.registries import names_code
+from shardformer.data import Corpus, Data
 from shardformer.data.corpus import choose_row_layout
 from shardformer.data.order import scramble
 from shardformer.data.prompt_windows import SCANNED, PromptRow, read_prompts
 from shardformer.data.windows import Batch
 from shardformer.devices import processes, programs
+from shardformer.errors import RunError, UsageError, forbid_exit
 from shardformer.inference import Generator, Sampling, Stops
 from shardformer.inference.chat_codec import ChatCodec
 from shardformer.inference.generator import Continuation, place
 from shardformer.inference.text_codec import TextCodec
 from shardformer.logs import goodput
 from shardformer.messages import log
-from shardformer.model import Measures, Model, Sums, lora
+from shardformer.model import Model, Sums, lora
+from shardformer.model.measuring import Measures
+from shardformer.objectives.objective import Preparation
+from shardformer.objectives.weight_digests import check_weights, digest_weights
 from shardformer.tables import format_count
-from shardformer.training.preference_references import digest_weights
-from shardformer.training.rewards import Reward, compute_reward, open_reward, try_reward
 from shardformer.training.run_folder import Run
 from shardformer.training.step import TrainState
-from shardformer.training.teacher import check_weights
 from shardformer.training.trainer import Trainer
+from shardformer.user_code import import_function
 
 FILE = "reference.json"
+Reward = Callable[[str, str, str], float]
+TAKES = "reward takes FILE.py:FUNCTION, match or length:N"
 SMALLEST_SPREAD = 1e-4  # added to the deviation of a group's rewards, as TRL adds it
 
 
@@ -60,7 +67,7 @@ class Reference:
     def __init__(self, run: Run, trainer: Trainer, state: TrainState):
         self._model, self._params = trainer.model, None
         if run.config.lora.lora_rank:  # the frozen weights, which are in the state already
-            plain = run.config.without_rewards().replace(lora_rank=0)
+            plain = run.config.objective.without_samples().replace(lora_rank=0)
             self._model = Model.on(plain, trainer.model.mesh)  # type: ignore[arg-type]
         else:
             self._params = self._make_first(run, trainer, state)
@@ -195,26 +202,111 @@ class RolloutTrainer(Trainer):
         return self._made[1]
 
 
-def add_rollouts(run: Run, trainer: Trainer, state: TrainState) -> RolloutTrainer:
-    """Returns the trainer of a run with objective=grpo, from the state that it starts with."""
-    reference = Reference(run, trainer, state) if run.config.preferences.beta else None
-    keys = run.config.preferences
-    log.info(
-        f"rollouts: {keys.group_size} answers of at most {format_count(keys.answer_tokens, 'token')} to each of "
-        f"{format_count(run.config.data_rows, 'prompt')}, for {format_count(keys.rollout_steps, 'step')}; "
-        "val_loss is minus the mean reward of greedy answers"
-    )
-    return RolloutTrainer(trainer, Rollouts(run, trainer.model, reference, open_reward(run.config.start.reward)))
+class RolloutsOfRun(Preparation):
+    """The reward of a start, and the trainer that samples the answers."""
+
+    def open(self) -> None:
+        open_reward(self.config.start.reward)
+
+    def try_first_row(self, run: Run, corpus: Data) -> None:
+        """Raises UsageError if the reward gives no number for the first record of a run."""
+        if not isinstance(corpus, Corpus):
+            return
+        windows, answers = corpus.splits("train")[0].make_windows(choose_row_layout(run.config)), Answers.of(run)
+        rows = read_prompts(windows.gather(np.arange(min(windows.count, SCANNED))))
+        for row in [row for row in rows if row.prompt][:1]:
+            try_reward(self.config.start.reward, answers.decode(row.prompt), answers.read(row.expected))
+
+    def begin(self, run: Run, trainer: Trainer, corpus: Data, state: TrainState) -> tuple[Trainer, Data]:
+        keys = run.config.preferences
+        reference = Reference(run, trainer, state) if keys.beta else None
+        log.info(
+            f"rollouts: {keys.group_size} answers of at most {format_count(keys.answer_tokens, 'token')} to each of "
+            f"{format_count(run.config.data_rows, 'prompt')}, for {format_count(keys.rollout_steps, 'step')}; "
+            "val_loss is minus the mean reward of greedy answers"
+        )
+        return self._make_trainer(run, trainer, reference), corpus
+
+    def begin_evaluation(self, run: Run, trainer: Trainer, corpus: Data) -> tuple[Trainer, Data]:
+        return self._make_trainer(run, trainer, None), corpus
+
+    def _make_trainer(self, run: Run, trainer: Trainer, reference: Reference | None) -> RolloutTrainer:
+        reward = open_reward(self.config.start.reward)
+        return RolloutTrainer(trainer, Rollouts(run, trainer.model, reference, reward))
 
 
-def try_first_row(run: Run, corpus: Corpus, reward: str) -> None:
-    """Raises UsageError if a reward gives no number for the first record of a run, before anything compiles."""
-    windows, answers = corpus.splits("train")[0].make_windows(choose_row_layout(run.config)), Answers.of(run)
-    rows = read_prompts(windows.gather(np.arange(min(windows.count, SCANNED))))
-    for row in [row for row in rows if row.prompt][:1]:
-        try_reward(reward, answers.decode(row.prompt), answers.read(row.expected))
+# Rewards: a function of the user's file, or one of two that are built in.
 
 
-def for_evaluation(run: Run, trainer: Trainer, reward: str) -> RolloutTrainer:
-    """Returns a trainer that only evaluates, by a reward."""
-    return RolloutTrainer(trainer, Rollouts(run, trainer.model, None, open_reward(reward)))
+def match(prompt: str, answer: str, expected: str) -> float:
+    """Returns 1 for the record's own answer, but for spaces around it; else 0."""
+    return float(answer.strip() == expected.strip())
+
+
+def open_reward(name: str) -> Reward:
+    """Returns the function that reward= names."""
+    if not name:
+        raise UsageError(f"objective=grpo learns from rewards, which each start names; {TAKES}")
+    if name == "match":
+        return match
+    kind, _, value = name.rpartition(":")
+    if kind == "length":
+        if not (value.isascii() and value.isdigit() and int(value)):
+            raise UsageError(f"reward=length:N takes a number of characters of at least 1, got {value!r:.40}")
+        return _make_length_reward(int(value))
+    if not names_code(name):
+        raise UsageError(f"{TAKES}; got reward={name:.100}")
+    function = import_function("reward", name, TAKES)
+    _check_parameters(name, function)
+
+    def reward(prompt: str, answer: str, expected: str) -> float:
+        with forbid_exit(f"reward={name}"):
+            return function(prompt, answer, expected)
+
+    return reward
+
+
+def _make_length_reward(wanted: int) -> Reward:
+    def reward(prompt: str, answer: str, expected: str) -> float:
+        return max(1 - abs(len(answer) - wanted) / wanted, 0.0)
+
+    return reward
+
+
+def _check_parameters(name: str, function: Reward) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some callables of C have none; the first call shows it
+        return
+    try:
+        signature.bind("prompt", "answer", "expected")
+    except TypeError:
+        raise UsageError(
+            f"reward={name} has the parameters {signature}, and is called with three texts; write "
+            "(prompt, answer, expected)"
+        ) from None
+
+
+def try_reward(name: str, prompt: str, expected: str) -> None:
+    """Raises UsageError unless a reward gives a number for a record's own answer, before a run starts."""
+    try:
+        compute_reward(open_reward(name), prompt, expected, expected)
+    except RunError as error:
+        raise UsageError(f"reward={name}, called with the first record's own answer: {error}") from None
+
+
+def compute_reward(reward: Reward, prompt: str, answer: str, expected: str) -> float:
+    """Returns the reward of an answer; raises RunError for a function that fails or gives no finite number."""
+    try:
+        value = reward(prompt, answer, expected)
+    except Exception as error:  # a function may raise anything
+        raise RunError(
+            f"reward failed for the answer {answer!r:.80}: {type(error).__name__}: {error!s:.200}"
+        ) from error
+    try:
+        number = float(value)
+    except Exception:  # of an array's own conversion, perhaps
+        number = math.nan
+    if not math.isfinite(number):
+        raise RunError(f"reward gave {value!r:.80} for the answer {answer!r:.80}; expected a finite number")
+    return number

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardformer.__main__ import main
-from shardformer.training import preference_references
+from shardformer.objectives import preference_references
 from tests import runs
 from tests.data.chat.chats import write_lines
 

@@ -12,7 +12,7 @@ from shardformer.analysis import dense_reference as reference
 from shardformer.errors import UsageError
 from shardformer.kernels import vocabulary_loss
 from shardformer.layout import mesh
-from shardformer.model.distillation_model import read_teacher
+from shardformer.objectives.distillation_model import read_teacher
 from shardformer.training.trainer import Trainer
 from tests import asserts, meshes, shared
 

@@ -10,11 +10,11 @@ import pytest
 from shardformer.analysis import verify_exact
 from shardformer.convert import hf_settings
 from shardformer.model import model as plain_model
-from shardformer.training.rollouts import compute_advantages
+from shardformer.objectives.rollouts import compute_advantages
 from tests import asserts, meshes, tiers
-from tests.model import pairs
-from tests.model.record_policy import CASES, REWARDS
-from tests.model.record_preferences import FOLDER
+from tests.objectives import pairs
+from tests.objectives.record_policy import CASES, REWARDS
+from tests.objectives.record_preferences import FOLDER
 
 RECORDED = json.loads((FOLDER / "policy.json").read_text())
 # The results are recorded in float64. In float32, TRL itself is 8.2e-7 from them, and meshes sum in different orders.

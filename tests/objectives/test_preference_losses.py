@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardformer.kernels.preference_losses import log_complement
+from shardformer.objectives.preference_model import log_complement
 
 LOGP = np.array([-1e-7, -1e-5, -1e-2, -0.5, -np.log(2), -1, -5, -20], np.float32)
 

@@ -7,10 +7,10 @@ import pytest
 
 from shardformer.config import Config
 from shardformer.config.keys import keys_of
-from shardformer.config.preference_keys import PreferenceKeys
 from shardformer.data.corpus import choose_row_layout
 from shardformer.errors import UsageError
 from shardformer.layout import mesh
+from shardformer.objectives.objective_keys import ObjectiveKeys
 from shardformer.shards import experts
 from shardformer.training.trainer import Trainer
 from tests import shared
@@ -76,7 +76,7 @@ def lower_gradient(config: Config) -> str:
 
 
 def test_every_key_of_the_objective_has_a_value():
-    assert set(keys_of(PreferenceKeys)) == set(VALUES) & set(keys_of(PreferenceKeys)) | OF_THE_HOST | {"objective"}
+    assert set(keys_of(ObjectiveKeys)) == set(VALUES) & set(keys_of(ObjectiveKeys)) | OF_THE_HOST | {"objective"}
 
 
 @pytest.mark.parametrize(("objective", "name"), [case for case in CASES if is_rejected(*case)])

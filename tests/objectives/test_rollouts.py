@@ -15,7 +15,7 @@ from shardformer.data.prompt_windows import PromptRow
 from shardformer.errors import RunError, UsageError
 from shardformer.inference.generator import Continuation
 from shardformer.layout import mesh
-from shardformer.training import rewards, rollouts
+from shardformer.objectives import rollouts
 from tests import runs, shared
 from tests.data.chat.chats import write_lines
 from tests.surroundings import let_fail
@@ -114,9 +114,9 @@ def test_evaluation_tries_the_reward_first(finished, tmp_path, monkeypatch, caps
 
 
 def test_rewards_that_are_built_in():
-    assert rewards.open_reward("match")("1+1=", " 2\n", "2") == 1
-    assert rewards.open_reward("match")("1+1=", "22", "2") == 0
-    assert [rewards.open_reward("length:4")("", "x" * n, "") for n in (0, 2, 4, 5, 9)] == [0, 0.5, 1, 0.75, 0]
+    assert rollouts.open_reward("match")("1+1=", " 2\n", "2") == 1
+    assert rollouts.open_reward("match")("1+1=", "22", "2") == 0
+    assert [rollouts.open_reward("length:4")("", "x" * n, "") for n in (0, 2, 4, 5, 9)] == [0, 0.5, 1, 0.75, 0]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_wrong_reward_is_rejected(tmp_path, name, message):
     (tmp_path / "two.py").write_text("def score(prompt, answer): return 1")
     (tmp_path / "ends.py").write_text("import sys; sys.exit(0)")
     with pytest.raises(UsageError, match=re.escape(message)):
-        rewards.open_reward(name.format(tmp_path))
+        rollouts.open_reward(name.format(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_wrong_reward_is_rejected(tmp_path, name, message):
 )
 def test_reward_without_a_number_ends_the_run(reward, message):
     with pytest.raises(RunError, match=message):
-        rewards.compute_reward(reward, "a", "b", "c")
+        rollouts.compute_reward(reward, "a", "b", "c")
 
 
 @pytest.mark.parametrize(
@@ -173,15 +173,15 @@ def test_reward_is_tried_before_any_device(tmp_path, monkeypatch, capsys, result
 
 def test_reward_that_calls_exit_is_named(tmp_path):
     (tmp_path / "ends.py").write_text("def score(*_): raise SystemExit(0)")
-    reward = rewards.open_reward(f"{tmp_path}/ends.py:score")
+    reward = rollouts.open_reward(f"{tmp_path}/ends.py:score")
     with pytest.raises(RunError, match=r"reward=.*/ends\.py:score calls sys\.exit\(0\); raise an exception"):
-        rewards.compute_reward(reward, "a", "b", "c")
+        rollouts.compute_reward(reward, "a", "b", "c")
 
 
 def test_interrupt_of_a_reward_stays_an_interrupt(tmp_path):
     (tmp_path / "waits.py").write_text("def score(*_): raise KeyboardInterrupt")
     with pytest.raises(KeyboardInterrupt):
-        rewards.compute_reward(rewards.open_reward(f"{tmp_path}/waits.py:score"), "a", "b", "c")
+        rollouts.compute_reward(rollouts.open_reward(f"{tmp_path}/waits.py:score"), "a", "b", "c")
 
 
 def test_group_without_a_difference_has_no_advantage():

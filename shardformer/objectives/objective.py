@@ -1,0 +1,273 @@
+"""What a run trains: `config.objective` answers what the rest of the program asks about it.
+
+The class `Objective` is the language model that learns every token; the others override the answers that differ.
+Nothing here imports JAX: `task` and `preparation` name classes that are imported on use, so that a plain run has
+neither pairs nor a teacher. README.md follows a batch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from shardformer.config.keys import keys_of, next_multiple, require
+from shardformer.config.optimizer_keys import OptimizerKeys
+from shardformer.config.run_keys import LaunchKeys, ProcessKeys, RunKeys
+from shardformer.config.training_keys import BadStepKeys
+from shardformer.errors import UsageError
+
+if TYPE_CHECKING:
+    from shardformer.config.config import Config
+
+
+class Preparation:
+    """What an objective does on the host before training or an evaluation; here, nothing."""
+
+    def __init__(self, config: "Config"):
+        self.config = config
+
+    def open(self) -> None:
+        """Raises UsageError for code that a start names and that cannot be opened; before the data are read."""
+
+    def open_data(self, given):
+        """Returns the data that this objective has by itself, or those that are given."""
+        return given
+
+    def try_first_row(self, run, corpus) -> None:
+        """Raises UsageError for code that fails on the first row of the data; before anything compiles."""
+
+    def begin(self, run, trainer, corpus, state) -> tuple:
+        """Returns the trainer and the data of a run, from the state that it starts with. Every process calls it."""
+        return trainer, corpus
+
+    def begin_evaluation(self, run, trainer, corpus) -> tuple:
+        """Returns the trainer and the data of an evaluation."""
+        return trainer, corpus
+
+
+class Objective:
+    """The language model and the loss of every token, objective=lm."""
+
+    task = "shardformer.model.model:Model"  # the subclass of TaskOnMesh
+    preparation = "shardformer.objectives.objective:Preparation"
+    is_language_model = True  # False: a row has arrays of its own, and no tokens
+    has_plain_batches = True  # tokens, targets and weights, as analysis/dense_reference.py takes them
+    verified_against = "a plain dense model"
+    has_bound_of_bytes = True  # the formula of analysis/needed_bytes.py is above the bytes of a step
+    sides = 1  # rows that the model computes of one row of a batch
+    reads_pairs = False  # the data are preference pairs
+    answers_of_a_prompt = 1  # rows that are made of one row of the data
+    steps_of_a_batch = 1  # steps that learn from the same row of the data
+    takes_reward = False
+    evaluation_titles = "nats/token", "accuracy", "tokens"  # of the loss, the accuracy and their count
+
+    def __init__(self, config: "Config"):
+        self.config, self.keys, self.name = config, config.preferences, config.preferences.objective
+        self.row_tokens = config.model.seq  # by which the speed of a run is counted
+        self.row_layout: dict = {}  # the fields of `RowLayout` that only this objective sets
+
+    def show_loss(self, loss: float) -> float:
+        """Returns the number that an evaluation prints of its loss."""
+        return loss
+
+    def check(self) -> None:
+        """Raises UsageError for keys that this objective cannot have."""
+        start = self.config.start
+        require(
+            not start.task,
+            f"a task has a loss of its own, got objective={self.name}; leave out objective, or task",
+        )
+        require(
+            not start.reward or self.takes_reward,
+            f"reward does nothing with objective={self.name}; give objective=grpo",
+        )
+
+    def check_source(self, name: str, has_pairs: bool) -> None:
+        """Raises UsageError for data of another kind than this objective reads."""
+        if has_pairs and not self.reads_pairs:
+            raise UsageError(
+                f"data={name} holds preference pairs (chosen and rejected), and objective={self.name} learns texts; "
+                "give objective=dpo"
+            )
+        if self.reads_pairs and not has_pairs:
+            raise UsageError(
+                f"objective={self.name} learns from preference pairs, and data={name} has none; give records with "
+                "prompt, chosen and rejected, or objective=lm"
+            )
+
+    def separate_documents(self, is_chat: bool) -> dict:
+        """Returns the keys that keep one conversation from seeing another."""
+        return {"documents": "masked"} if is_chat and self.config.data.documents == "packed" else {}
+
+    def without_samples(self) -> "Config":
+        """Returns the configuration of the same model without sampled answers, whose groups a batch must divide."""
+        return self.config
+
+
+class _OneProgram(Objective):
+    """An objective whose mean over all microbatches is found in one program."""
+
+    has_plain_batches = False
+
+    def check(self) -> None:
+        super().check()
+        c = self.config
+        require(
+            not c.optimizer.searches_rate and c.training.accum_mode == "scan" and not c.training.grad_metrics,
+            f"objective={self.name} finds the mean over all microbatches in one program: give accum_mode=scan, "
+            "grad_metrics=false and an optimizer other than lbfgs",
+        )
+
+    def check_stages(self, reason: str) -> None:
+        mesh = self.config.parallel.mesh
+        require(
+            mesh == "auto" or self.config.parallel.pp == 1,
+            f"objective={self.name} {reason}, got mesh={mesh}; give a mesh without pp",
+        )
+
+
+class Pairs(_OneProgram):
+    """Preference pairs of a chosen and a rejected answer: objective=dpo, ipo, kto, orpo, simpo."""
+
+    task = "shardformer.objectives.preference_model:PreferenceModel"
+    sides = 2
+    reads_pairs = True
+
+    def __init__(self, config: "Config"):
+        super().__init__(config)
+        self.needs_references = self.name in ("dpo", "ipo", "kto")  # compares with the model that training starts from
+        self.measures_kl = self.name == "kto"  # the divergence from it, on answers to other prompts
+        self.stored_references = 4 if self.measures_kl else 2  # of a pair: of its sides, and of those answers
+        self.is_normed = self.keys.length_norm or self.name in ("ipo", "orpo", "simpo")  # by an answer's tokens
+        if self.needs_references:
+            self.preparation = "shardformer.objectives.preference_references:PairReferences"
+        self.evaluation_titles = f"{self.name} loss", "right order", "pairs"
+        sft_tokens = self.keys.sft_tokens if self.keys.has_sft_term else ""
+        self.row_layout = {"sft_tokens": sft_tokens, "measures_kl": self.measures_kl}
+
+    def check(self) -> None:
+        super().check()
+        data = self.config.data
+        require(
+            not (data.mask_prompt or data.order == "random"),
+            f"objective={self.name} reads complete pairs, whose prompts have no loss: give mask_prompt=false and "
+            "order=epoch or file",
+        )
+        require(
+            not (self.measures_kl and data.documents == "masked"),
+            f"objective={self.name} compares each pair with the answers of another one, and has a pair in each row: "
+            "give documents=padded",
+        )
+
+    def separate_documents(self, is_chat: bool) -> dict:
+        return {"documents": "padded"} if is_chat and self.config.data.documents == "packed" else {}
+
+
+class Distillation(_OneProgram):
+    """The distributions of a teacher, objective=distill."""
+
+    task = "shardformer.objectives.distillation_model:DistillationModel"
+    preparation = "shardformer.objectives.teacher:Teacher"
+    has_bound_of_bytes = False
+
+    def check(self) -> None:
+        super().check()
+        self.check_stages("runs the teacher in one stage")
+
+
+class SampledAnswers(_OneProgram):
+    """Answers that the model samples, and their rewards, objective=grpo."""
+
+    task = "shardformer.objectives.policy_model:PolicyModel"
+    preparation = "shardformer.objectives.rollouts:RolloutsOfRun"
+    takes_reward = True
+    evaluation_titles = "mean reward", "above 0", "answers"
+
+    def __init__(self, config: "Config"):
+        super().__init__(config)
+        self.answers_of_a_prompt, self.steps_of_a_batch = self.keys.group_size, self.keys.rollout_steps
+        self.row_layout = {"answer_tokens": self.keys.answer_tokens}
+
+    def show_loss(self, loss: float) -> float:
+        return 0 - loss  # no -0.0
+
+    def check(self) -> None:
+        super().check()
+        c, size, batch = self.config, self.keys.group_size, self.config.training.batch
+        require(
+            batch % size == 0,
+            f"batch={batch} answers do not divide into groups of group_size={size}; try "
+            f"batch={next_multiple(batch, size)}",
+        )
+        require(
+            self.keys.answer_tokens <= c.model.seq,
+            f"answer_tokens={self.keys.answer_tokens} leave no room for a prompt in seq={c.model.seq}; give a larger "
+            "seq",
+        )
+        require(
+            not (c.training.dropout or c.lora.lora_dropout),
+            f"objective={self.name} compares with a sampler that drops nothing: give dropout=0 and lora_dropout=0; got "
+            f"dropout={c.training.dropout} lora_dropout={c.lora.lora_dropout}",
+        )
+        require(
+            c.data.documents != "masked",
+            f"objective={self.name} has one prompt in a row, got documents=masked; give documents=padded",
+        )
+        self.check_stages("samples without pipeline stages")
+
+    def separate_documents(self, is_chat: bool) -> dict:
+        return {"documents": "padded", "mask_prompt": not is_chat}  # a prompt in each row
+
+    def without_samples(self) -> "Config":
+        return self.config.replace(objective="lm", reward="")
+
+
+OF_LANGUAGE_MODELS = {"param_dtype", "offload", "eval_tasks", "eval_limit", "eval_prompts", "reward"}
+OF_ANY_TASK = {
+    *(name for group in (OptimizerKeys, BadStepKeys, RunKeys, LaunchKeys, ProcessKeys) for name in keys_of(group)),
+    *("mesh", "zero", "grad_dtype", "batch", "steps", "seed", "accum", "accum_mode", "ema", "objective"),
+    *("vocab", "data", "tokenizer"),  # written by the run: a name of the data, without tokens
+} - OF_LANGUAGE_MODELS
+
+
+class UserTask(Objective):
+    """A module of the user with its own loss and data, task=FILE.py:NAME: model/task.py."""
+
+    task = "shardformer.model.own_task:OwnTask"
+    preparation = "shardformer.model.task:TaskData"
+    is_language_model = has_plain_batches = has_bound_of_bytes = False
+    verified_against = "one device"
+    evaluation_titles = "loss", "accuracy", "rows"
+
+    def __init__(self, config: "Config"):
+        super().__init__(config)
+        self.row_tokens = 1
+
+    def check(self) -> None:
+        """Raises UsageError for a key that has no effect on a user's task, or that a task cannot have."""
+        c = self.config
+        for name, field in keys_of(type(c)).items():
+            require(
+                name in OF_ANY_TASK or c.get(name) == field.default,
+                f"{name} is a key of the language model and does nothing with a task; leave it out, got "
+                f"{name}={c.shown(name)}",
+            )
+        require(
+            c.parallel.mesh == "auto" or c.parallel.pp == c.parallel.cp == 1,
+            f"a task is split over dp and mp, got mesh={c.parallel.mesh}; give a mesh DPxMP",
+        )
+
+
+OBJECTIVES: dict[str, type[Objective]] = {
+    "lm": Objective, "distill": Distillation, "grpo": SampledAnswers, "task": UserTask,
+    **dict.fromkeys(("dpo", "ipo", "kto", "orpo", "simpo"), Pairs),
+}  # fmt: skip
+
+
+def import_class(path: str) -> Any:
+    """Returns the class MODULE:NAME."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def find_preparation(config: "Config") -> Preparation:
+    """Returns what the objective of a configuration prepares."""
+    return import_class(config.objective.preparation)(config)
