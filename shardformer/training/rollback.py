@@ -58,7 +58,7 @@ class SkippedSteps(HostFeature):
             record = jax.tree.map(np.asarray, state.guard)
             restore = functools.partial(_restore_as, self._run, self._evaluator.trainer, row["step"], record)
             raise GoBack(row["step"], restore)
-        return {name: value if math.isfinite(value) else None for name, value in row.items()}
+        return {name: value if value is not None and math.isfinite(value) else None for name, value in row.items()}
 
     def _describe(self, row: dict[str, Any], verdict: Verdict, state: TrainState) -> str:
         if not math.isfinite(row["loss"]) or not math.isfinite(row["grad_norm"]):

@@ -46,3 +46,14 @@ def test_run_that_is_stuck_goes_back_further(monkeypatch, went_back_at, before):
     assert int(state.step) == 40
     new = {name: int(value) for name, value in state.guard.items()}
     assert new == {"applied": 0, "in_row": 0, "skipped": 12, "rollbacks": 2, "went_back_at": 40, "went_back_to": 10}
+
+
+def test_left_out_step_of_a_task_has_no_number_it_never_had(monkeypatch):
+    """A task without an accuracy has None there, as a non-finite number has."""
+    verdict = rollback.Verdict(*[0.0] * len(rollback.Verdict._fields))._replace(in_row=1.0)
+    monkeypatch.setattr(rollback.Verdict, "read", lambda _: verdict)
+    feature = rollback.SkippedSteps()
+    feature._file = None
+    row = {"step": 3, "loss": 9.0, "accuracy": None, "z_loss": float("inf"), "grad_norm": 1.0}
+    read = feature.after_step(row, None, None, None)
+    assert read == row | {"z_loss": None}
