@@ -1,10 +1,12 @@
 """The spans of a rendered conversation with a loss: what an assistant writes, its end of turn included.
 
 A template with {% generation %} names them. For other templates, prefixes of the conversation are rendered with and
-without each assistant's turn and compared.
+without an assistant's turn and compared. In a long conversation this is done for one of all turns that look alike, as
+two renderings for each turn would take quadratic time.
 """
 
 import functools
+import itertools
 import re
 from collections.abc import Iterator
 
@@ -15,6 +17,8 @@ from shardformer.errors import UsageError
 Span = tuple[int, int]
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MARK, BEFORE = "QZXMARKXZQ", "QZXBEFOREXZQ"  # stand for the content of two messages, to find what surrounds them
+MANY = 16  # turns; more are not rendered one by one
+BORDER = re.compile(r"QZX(\d+[AB])XZQ")  # the start or the end of the content of a message, by the message's number
 
 
 class SpansNotFound(UsageError):
@@ -73,17 +77,105 @@ def _compare_turns(process: TemplateProcess, conversation: Conversation) -> tupl
     """Finds each assistant's turn between the renderings of the messages before it and with it."""
     messages, turns = conversation.messages, conversation.replies
     prefixes = [pair for n in turns for pair in ((n, True), (n + 1, False))]
-    whole, lengths = process.measure_prefixes(conversation, prefixes)
+    are_many = len(turns) > MANY
+    whole, lengths = process.measure_prefixes(conversation, prefixes, only_shared=are_many)
+    alike = _AlikeTurns(process, conversation, whole.text) if are_many and None in lengths else None
     spans = []
     for n, before, after in zip(turns, lengths[::2], lengths[1::2], strict=True):
-        if before is not None and after is not None and before <= after:
-            span = before, after
-        else:
-            span = _TurnSearch(process, conversation, whole.text, n).find()
+        span = alike.find(n) if alike and (before is None or after is None) else None
+        if not span:
+            if alike and before is after is None:
+                before, after = process.measure_prefixes(conversation, [(n, True), (n + 1, False)], is_new=False)[1]
+            if before is not None and after is not None and before <= after:
+                span = before, after
+            else:
+                span = _TurnSearch(process, conversation, whole.text, n).find()
+            if alike:
+                alike.learn(n, span)
         spans.append(_leave_out_space(whole.text, span, messages[n].get("content")))
     _check_order(spans, process)
     _check_calls(process, conversation, turns, [whole.text[start:end] for start, end in spans])
     return whole.text, [span for n, span in zip(turns, spans, strict=True) if n not in conversation.unlearned]
+
+
+class _AlikeTurns:
+    """The turns of a long conversation whose borders are those of a turn that was found before.
+
+    Turns are alike if they and their neighbours have the same roles, and if the text between each border and the
+    content before or behind it is the same. One rendering with marks in each message shows the contents.
+    """
+
+    def __init__(self, process: TemplateProcess, conversation: Conversation, text: str):
+        self.messages, self.text = conversation.messages, text
+        self.known: dict[tuple, tuple[list[str], list[str]]] = {}  # texts before and behind both borders
+        self.contents: dict[int, Span] = {}  # of the messages whose end is in the text once
+        for empty_too in (True, False):  # a template may ask whether a content is empty
+            marked = [_mark_content(message, number, empty_too) for number, message in enumerate(self.messages)]
+            try:
+                [shown] = process.render_again(conversation.replace(marked), [(len(marked), False)])
+            except RenderError:
+                continue
+            parts = BORDER.split(shown)  # text, border, text, ...
+            if "".join(parts[::2]) == text and len(set(parts[1::2])) == len(parts) // 2:
+                self._locate(parts)
+                return
+
+    def _locate(self, parts: list[str]) -> None:
+        lengths = itertools.accumulate(map(len, parts[:-1:2]))
+        places = dict(zip(parts[1::2], lengths, strict=True))
+        for number in range(len(self.messages)):
+            if (end := places.get(f"{number}B")) is not None:  # the start may be lost, as that of a thought
+                self.contents[number] = places.get(f"{number}A", end), end
+
+    def find(self, number: int) -> Span | None:
+        """Returns the span of a turn that is like one that `learn` has got."""
+        key, gaps = self._look_around(number)
+        borders = []
+        for gap, before, behind in zip(gaps, *self.known.get(key, ((), ())), strict=False):
+            start, end = gap
+            if self.text.startswith(before, start) and start + len(before) <= end:
+                borders.append(start + len(before))
+            elif self.text.endswith(behind, start, end):
+                borders.append(end - len(behind))
+        return (borders[0], borders[1]) if len(borders) == 2 else None
+
+    def learn(self, number: int, span: Span) -> None:
+        """Remembers how the borders of a turn lie between the contents around them."""
+        key, gaps = self._look_around(number)
+        if gaps and all(start <= border <= end for border, (start, end) in zip(span, gaps, strict=True)):
+            before = [self.text[start:border] for border, (start, _) in zip(span, gaps, strict=True)]
+            self.known[key] = before, [self.text[border:end] for border, (_, end) in zip(span, gaps, strict=True)]
+
+    def _look_around(self, number: int) -> tuple[tuple, list[Span]]:
+        """Returns the roles around a turn, and the gaps between contents that hold its borders; none if unknown."""
+        near = range(number - 1, number + 2)
+        if not all(n in self.contents for n in near):
+            return (), []
+        (_, first), (second, third), (last, _) = (self.contents[n] for n in near)
+        return tuple(_describe(self.messages[n]) for n in near), [(first, second), (third, last)]
+
+
+def _describe(message: dict) -> tuple:
+    """Returns what decides how the text next to a content looks: the role, outer white space and tool calls."""
+    content = message["content"] if isinstance(message.get("content"), str) else ""
+    before, after = len(content) - len(content.lstrip()), len(content.rstrip())
+    return message["role"], content[:before], content[after:], not content.strip(), bool(message.get("tool_calls"))
+
+
+def _mark_content(message: dict, number: int, empty_too: bool) -> dict:
+    """Returns a message with marks around its content without outer white space, or the name of its first tool."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    text = content if isinstance(content, str) else None
+    if not (core := (text or "").strip()) and isinstance(calls, list) and calls and isinstance(calls[0], dict):
+        inner = calls[0].get("function", calls[0])
+        if isinstance(inner, dict) and isinstance(name := inner.get("name"), str):
+            inner = inner | {"name": f"QZX{number}AXZQ{name}QZX{number}BXZQ"}
+            call = calls[0] | {"function": inner} if "function" in calls[0] else inner
+            return message | {"tool_calls": [call, *calls[1:]]}
+    elif text is not None and (core or empty_too):
+        before, _, after = text.partition(core) if core else (text, "", "")
+        return message | {"content": f"{before}QZX{number}AXZQ{core}QZX{number}BXZQ{after}"}
+    return message
 
 
 class _TurnSearch:

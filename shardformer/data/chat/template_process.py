@@ -107,13 +107,18 @@ class TemplateProcess:
         return dataclasses.replace(conversation, messages=messages, tools=tools)
 
     def measure_prefixes(
-        self, conversation: Conversation, prefixes: list[tuple[int, bool]]
+        self,
+        conversation: Conversation,
+        prefixes: list[tuple[int, bool]],
+        only_shared: bool = False,
+        is_new: bool = True,
     ) -> tuple[Rendered, list[int | None]]:
         """Renders a conversation, and measures the renderings of prefixes if the text begins with them, else None.
 
-        A prefix is a number of messages, and whether the prompt of the next turn follows. Raises RenderError.
+        A prefix is a number of messages, and whether the prompt of the next turn follows. only_shared: None also for a
+        prefix that needs a rendering of its own. Not is_new: in the time that is left. Raises RenderError.
         """
-        result = self._request(conversation, prefixes, measured=True)
+        result = self._request(conversation, prefixes, is_new, measured="shared" if only_shared else "all")
         return self._read(result), result["prefixes"]
 
     def render_again(self, conversation: Conversation, prefixes: list[tuple[int, bool]]) -> list[str]:
@@ -126,7 +131,7 @@ class TemplateProcess:
         return self._read(result)
 
     def _request(
-        self, conversation: Conversation, prefixes: list[tuple[int, bool]], is_new: bool = True, measured: bool = False
+        self, conversation: Conversation, prefixes: list[tuple[int, bool]], is_new: bool = True, measured: str = ""
     ) -> Any:
         messages = conversation.messages
         if "developer" not in self.format.choose_template(conversation.tools):

@@ -274,6 +274,7 @@ class Conversation:
     def __init__(self, template, watched, tokens: dict, request: dict, limits: Limits):
         self._template, self._watched, self._limits = template, watched, limits
         self._messages, self._renders = request["messages"], request["renders"]
+        self._only_shared = request["measured"] == "shared"
         self._variables = tokens | request["options"] | {"tools": request["tools"], "documents": None}
 
     def render_all(self) -> list[dict]:
@@ -291,6 +292,9 @@ class Conversation:
             if count in ends:
                 start, tail = ends[count], tails[with_prompt]
                 lengths.append(start + len(tail) if text.startswith(tail, start) else None)
+                continue
+            if self._only_shared:
+                lengths.append(None)
                 continue
             result = _guard(self._limits, functools.partial(self._render, count, with_prompt))
             if result.get("is_late"):

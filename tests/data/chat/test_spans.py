@@ -1,11 +1,13 @@
 """The spans of what assistants write, in templates that do not name them."""
 
 import contextlib
+import random
 
 import pytest
 
-from shardformer.data.chat import template_worker
+from shardformer.data.chat import spans, template_worker
 from shardformer.data.chat.conversations import make_conversation
+from shardformer.data.chat.letters import make_guard
 from shardformer.data.chat.spans import render_with_spans
 from shardformer.data.chat.template_process import TemplateProcess
 from shardformer.errors import UsageError
@@ -28,6 +30,7 @@ THINKING = (
     "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+NUMBERED = THINKING.replace("{{ m.content }}", "{{ loop.index }}{{ m.content }}{{ loop.index }}")  # no two look alike
 # As Mistral does, it shows the tools before the last question.
 LATE_TOOLS = (
     "<s>{% for m in messages %}{% if m.role == 'user' %}"
@@ -206,7 +209,8 @@ def measure(text: str, conversation, monkeypatch, watched: bool = True) -> tuple
     environment, calls = template_worker.make_environment(""), []
     plain, loop = template_worker._compile(environment, text)
     prefixes = [(n, prompt) for n in range(len(conversation.messages) + 1) for prompt in (False, True)]
-    request = {"messages": conversation.messages, "options": {}, "tools": conversation.tools, "renders": prefixes}
+    request = {"messages": conversation.messages, "options": {}, "tools": conversation.tools, "renders": prefixes,
+               "measured": "all"}  # fmt: skip
     rendered = template_worker.Conversation(plain, loop if watched else None, TOKENS, request, NoLimits())
     with monkeypatch.context() as patch:
         before_call(patch, template_worker, "render", lambda *_: calls.append(1))
@@ -239,8 +243,84 @@ def test_long_conversation_takes_few_renderings(monkeypatch):
     assert learned(CHATML, conversation) == ["a<|im_end|>"] * 1000
 
 
+class InProcess(TemplateProcess):
+    """A template process without a process, which counts its renderings."""
+
+    def __init__(self, text: str, **tokens: str):
+        self.format, self._guard, self.renderings = template(text, **tokens), make_guard(()), 0
+        self._templates = template_worker._compile(template_worker.make_environment(""), text)
+
+    def _ask(self, request: dict):
+        asked = template_worker.Conversation(*self._templates, self.format.tokens, request, NoLimits())
+        with pytest.MonkeyPatch.context() as patch:
+            before_call(patch, template_worker, "render", lambda *_: setattr(self, "renderings", self.renderings + 1))
+            return asked.measure_prefixes() if request["measured"] else asked.render_all()
+
+
+def make_long(name: str, number: int) -> dict:
+    """Returns a conversation of several turns that the template of a family accepts, a third of them with thoughts."""
+    first, *later = (families._make_record(name, random.Random(f"{name} {number} {n}")) for n in range(4))
+    messages, think = list(first["messages"]), "<think>\nso\n</think>\n\n"
+    for record in later:
+        if messages[-1]["role"] == "user":
+            messages.pop()
+        messages += [m for m in record["messages"] if m["role"] != "system"]
+    if number % 3 == 0:
+        messages = [m | {"content": think + m["content"]} if m["role"] == "assistant" else m for m in messages]
+    return first | {"messages": messages}
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_alike_turns_have_the_spans_of_each_turns_search(name, monkeypatch):
+    text = (families.TEMPLATES / f"{name}.jinja").read_text("utf-8")
+    for number in range(6):
+        conversation = make_conversation(make_long(name, number), "a test")
+        process = InProcess(text, **dict(families.FAMILIES[name].tokens))
+        expected = render_with_spans(process, conversation)
+        monkeypatch.setattr(spans, "MANY", 0)
+        assert render_with_spans(process, conversation) == expected
+        monkeypatch.undo()
+
+
+def make_steps(count: int) -> list[dict]:
+    """Returns questions that are answered with one call of a tool each."""
+    messages = []
+    for n in range(count):
+        call = {"id": f"{n:09}", "function": {"name": "weather", "arguments": {"city": f"c{n}"}}}
+        result = {"role": "tool", "name": "weather", "tool_call_id": f"{n:09}", "content": f'{{"celsius": {n}}}'}
+        messages += [
+            {"role": "user", "content": f"q{n}"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            result,
+            {"role": "assistant", "content": f"a{n}"},
+        ]
+    return messages
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "mistral_nemo", "llama3_2", "phi3_5", "gemma2"])
+def test_renderings_do_not_grow_with_the_conversation(name):
+    text, family = (families.TEMPLATES / f"{name}.jinja").read_text("utf-8"), families.FAMILIES[name]
+    talks = [talk(*(f"m{n}" for n in range(count))) for count in (60, 120)]
+    if family.tools:
+        talks += [make_conversation({"messages": make_steps(n), "tools": [families.TOOL]}, "x") for n in (30, 60)]
+    counts = []
+    for conversation in talks:
+        process = InProcess(text, **dict(family.tokens))
+        render_with_spans(process, conversation)
+        counts.append(process.renderings)
+    assert counts[::2] == counts[1::2]
+    assert max(counts) <= 21
+
+
+def test_turns_that_look_different_are_searched_one_by_one():
+    process = InProcess(NUMBERED)
+    shown, found = render_with_spans(process, talk(*(f"m{n}" for n in range(40))))
+    assert [shown[start:end] for start, end in found][:2] == ["2m12<|im_end|>", "4m34<|im_end|>"]
+    assert process.renderings > 40
+
+
 def test_renderings_of_one_conversation_have_a_limit():
-    with TemplateProcess(template(THINKING), seconds=0.02) as process:
+    with TemplateProcess(template(NUMBERED), seconds=0.02) as process:
         with pytest.raises(UsageError, match=r"0\.06 s for all prefixes of a conversation"):
             render_with_spans(process, talk(*["a"] * 400))
         assert render_with_spans(process, talk("a", "b"))[1]
