@@ -15,7 +15,17 @@ from shardformer.data import batches
 from shardformer.data.choose_vocabulary import choose_chat_template, choose_vocabulary
 from shardformer.data.digests import join_fingerprints
 from shardformer.data.row_report import join_faults
-from shardformer.data.source import SHARE, TAKES, OpenedSource, Progress, Source, SourceOptions, Texts, split_text
+from shardformer.data.source import (
+    LARGER_SHARES,
+    SHARE,
+    TAKES,
+    OpenedSource,
+    Progress,
+    Source,
+    SourceOptions,
+    Texts,
+    split_text,
+)
 from shardformer.data.vocabulary import Vocabulary
 from shardformer.data.windows import AnySplit, Batch, RowLayout
 from shardformer.errors import UsageError
@@ -207,6 +217,8 @@ def load_corpus(
     )
     vocabulary = choose_chat_template(config.data.chat_template, every, vocabulary)
     opened = _open_all(every, vocabulary, progress)
+    if not validation:
+        opened = _hold_out_more(opened, every, vocabulary, progress)
     opened, held_out = opened[: len(inputs)], opened[-1] if validation else None
     for source in opened:
         config.objective.check_source(source.name, any(split.is_pairs for split in source.splits.values()))
@@ -233,6 +245,20 @@ def _open_all(every: Sequence[Source], vocabulary: Vocabulary, progress: Progres
         return [source.open(vocabulary, progress)]
 
     return tuple(join_faults(functools.partial(open_one, source) for source in every))
+
+
+def _hold_out_more(
+    opened: tuple[OpenedSource, ...], sources: Sequence[Source], vocabulary: Vocabulary, progress: Progress
+) -> tuple[OpenedSource, ...]:
+    """Opens sources of few documents again with a larger share for validation if none of their hashes fell into it."""
+    shares = () if any("validation" in source.splits for source in opened) else LARGER_SHARES
+    for share in shares:
+        larger = _open_all([source.with_share(share) for source in sources], vocabulary, progress)
+        if any("validation" in source.splits for source in larger) and all("train" in s.splits for s in larger):
+            name = opened[0].name
+            log.info(f"{name}: no hash of its few documents fell into validation, so it has {share:.0%} of them")
+            return larger
+    return opened
 
 
 def _check_stored(opened: list[OpenedSource], resumes: bool) -> tuple[BackgroundCheck, ...]:
@@ -295,7 +321,7 @@ def _check_splits(opened: tuple[OpenedSource, ...], named_validation: bool, fixe
         raise UsageError(
             f"data={opened[0].name} has no document whose hash falls into validation; name another source for it "
             f"(validation=PATH), {'prepare it again with' if fixed_splits else 'or give'} more documents or a larger "
-            "share (validation=0.2)"
+            "share (validation=0.4)"
         )
 
 

@@ -1,5 +1,6 @@
 """The sources of paths: texts that are tokenised into the cache, prepared folders, token files and TFRecords."""
 
+import dataclasses
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from shardformer.data.chat.preferences import are_preference_files, holds_messag
 from shardformer.data.listing import TOKEN_FILES, check_suffix, is_code, list_files
 from shardformer.data.prepare import prepare
 from shardformer.data.recipe import Recipe
-from shardformer.data.source import TAKES, OpenedSource, Progress, Source, SourceOptions, Texts, split_text
+from shardformer.data.source import SHARE, TAKES, OpenedSource, Progress, Source, SourceOptions, Texts, split_text
 from shardformer.data.token_folder import TokenFolder
 from shardformer.data.tokens import (
     describe_largest_id,
@@ -41,6 +42,10 @@ class TextFiles(Source):
     def __init__(self, recipe: Recipe):
         self.recipe, self.name, self.is_chat = recipe, recipe.name, bool(recipe.chat)
         self._is_checked = False
+
+    def with_share(self, share: float) -> "TextFiles":
+        larger = max(share, self.recipe.share) if self.recipe.share >= SHARE else self.recipe.share
+        return TextFiles(dataclasses.replace(self.recipe, share=larger))
 
     def check_encoding(self) -> None:
         """Raises UsageError if a file is not UTF-8; reads the files once."""

@@ -22,6 +22,7 @@ TAKES = (
 )
 SHARE = 0.05  # of validation, and as much for test
 MAX_HELD_OUT = 2_000_000  # bytes of text, or ids: more would make an evaluation longer, and no better
+LARGER_SHARES = (0.1, 0.2)  # of a source with few documents, if no hash of one falls into its share
 NO_IDS = -1  # the largest id of a text
 
 
@@ -65,6 +66,10 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def open(self, vocabulary: Vocabulary, progress: Progress) -> OpenedSource: ...
+
+    def with_share(self, share: float) -> "Source":
+        """Returns the source with a larger share for validation, if hashes choose it and the share was not smaller."""
+        return self
 
     def largest_id(self) -> int:
         """Returns the largest token id, NO_IDS for a text."""

@@ -8,10 +8,12 @@ import pytest
 from shardformer import Config, data
 from shardformer.data import file_sources, shakespeare, text_files
 from shardformer.data.prepare import prepare
+from shardformer.data.recipe import split_of_text
 from shardformer.data.source import OpenedSource, SourceOptions, Texts
 from shardformer.data.vocabulary import Bytes
 from shardformer.data.windows import Split
 from shardformer.errors import UsageError
+from tests.data.chat import chats
 from tests.surroundings import hide_home
 
 SPLITS = ("train", "validation", "test")
@@ -76,6 +78,27 @@ def test_no_document_in_validation_names_the_fix(tmp_path):
         load(str(_prepare(tmp_path)))
     with pytest.raises(UsageError, match=r"\(validation=PATH\), or give more documents"):
         load(str(tmp_path / "one.jsonl"))
+
+
+FEW = {  # records of a word, and the text whose hash chooses their split
+    "lm": lambda word: ({"text": word}, word),
+    "grpo": lambda word: ({"prompt": word, "completion": "1"}, f"{word}1"),
+    "dpo": lambda word: ({"prompt": word, "chosen": "a", "rejected": "b"}, word),
+    "chat": lambda word: ({"messages": [{"role": "user", "content": word}, {"role": "assistant", "content": "ok"}]},
+                          f"{word}\nok"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FEW)
+def test_few_documents_of_any_kind_have_validation(kind, tmp_path, said):
+    """64 documents have none in 5% by chance in 1 of 27 files."""
+    texts = map(FEW[kind], map(str, range(200)))
+    records = [record for record, text in texts if split_of_text(text, 0.05) != "validation"]
+    path = chats.write_lines(tmp_path / f"{kind}.jsonl", records[:64])
+    settings = {"objective": "lm", "chat_template": "chatml"} if kind == "chat" else {"objective": kind}
+    corpus = load(path, seq=64, batch=8, documents="padded", **settings)
+    assert all(corpus.splits(split) for split in SPLITS)
+    assert any("no hash of its few documents fell into validation, so it has 10% of them" in line for line in said)
 
 
 def _prepare(folder):
