@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from shardformer.config import Config
-from shardformer.config.names import LAYERS, MATRICES, is_part
+from shardformer.config.names import EXPERT_MATRICES, LAYERS, MATRICES, SHARED_MATRICES, is_part
 from shardformer.model import lora
+
+ROUNDED = {*MATRICES, *EXPERT_MATRICES, *SHARED_MATRICES}  # of a layer
 
 
 def stored_types(parameters: dict, config: Config) -> dict:
@@ -39,7 +41,7 @@ def select_masters(exact: dict, config: Config) -> dict:
     """Returns the float32 parameters (or their specs) that are trainable and stored in bfloat16."""
     if config.optimizer.param_dtype == "float32" or config.lora.lora_rank:
         return {}
-    return {LAYERS: {name: leaf for name, leaf in exact[LAYERS].items() if name in MATRICES}}
+    return {LAYERS: {name: leaf for name, leaf in exact[LAYERS].items() if name in ROUNDED}}
 
 
 def trainable_parameters(parameters: dict, masters: dict, config: Config) -> dict:
@@ -58,7 +60,7 @@ def make_exact(parameters: dict) -> dict:
 def _stored_type(module: str, name: str, leaf, config: Config):
     if is_part(name):
         return leaf.dtype
-    return jnp.dtype(config.optimizer.param_dtype if module == LAYERS and name in MATRICES else "float32")
+    return jnp.dtype(config.optimizer.param_dtype if module == LAYERS and name in ROUNDED else "float32")
 
 
 def _retype(leaf, dtype):

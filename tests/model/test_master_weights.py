@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardformer import checkpoint
-from shardformer.config.names import MATRICES
+from shardformer.config.names import EXPERT_MATRICES, MATRICES, SHARED_MATRICES
 from shardformer.errors import UsageError
 from shardformer.model import master_weights
 from tests import asserts, meshes, shared
@@ -21,7 +21,9 @@ CASES = [
     ({"mesh": "4x2", "zero": 1, "ema": 0.5, "accum": 2}, 0.0),
     ({"mesh": "2x4", "accum": 2, "accum_mode": "multisteps", "lr_rules": "k=frozen,*_bias=2x"}, 0.0),
     ({"mesh": "8x1", "zero": 3}, 2**-7),
+    ({"mesh": "2x2", "experts": 4, "shared_width": 8, "bias": "none", "balance_loss": 0.5, "d_ff": 16}, 0.0),
 ]
+HALVES = {*MATRICES, *EXPERT_MATRICES, *SHARED_MATRICES}
 
 
 @functools.cache
@@ -58,7 +60,7 @@ def test_masters_are_exactly_those_of_one_device(overrides):
     meshes.assert_exact(meshes.find_differences(config))
     state, _ = meshes.run_steps(config)
     kept = state.masters["transformer/layers"]
-    assert set(kept) == set(MATRICES) & set(state.params["transformer/layers"])
+    assert set(kept) == HALVES & set(state.params["transformer/layers"])
     for name, leaf in kept.items():  # nothing is rounded in float64
         np.testing.assert_array_equal(state.params["transformer/layers"][name], leaf)
 
@@ -77,8 +79,8 @@ def test_the_masters_are_the_parameters_of_a_float32_run(overrides, allowed):
     assert asserts.worst_relative(state.average, expected.average) <= allowed
     kept = state.masters["transformer/layers"]
     for name, leaf in state.params["transformer/layers"].items():
-        assert leaf.dtype == ("bfloat16" if name in MATRICES else "float32")
-        if name in MATRICES:
+        assert leaf.dtype == ("bfloat16" if name in HALVES else "float32")
+        if name in HALVES:
             np.testing.assert_array_equal(leaf, kept[name].astype("bfloat16"))
     split = jax.tree.map(lambda leaf: leaf.sharding.spec, state.masters)
     assert split == master_weights.select_masters(t.model.grad_specs, t.config)

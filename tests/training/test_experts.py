@@ -120,20 +120,6 @@ def test_adapters_of_other_matrices_are_rejected(target):
         Config.of(**EXPERTS, lora_rank=2, lora_targets=f"q,{target}")
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"optimizer": "lbfgs", "clip": 0.0, "weight_decay": 0.0},
-        {"param_dtype": "bfloat16", "dtype": "bfloat16"},
-        {"grad_metrics": True},
-    ],
-    ids=str,
-)
-def test_training_that_experts_lack_is_rejected(changes):
-    with pytest.raises(UsageError, match="experts are trained with param_dtype=float32"):
-        Config.of(**EXPERTS, **changes)
-
-
 @pytest.mark.slow
 def test_frozen_layers_have_frozen_biases():
     trainer = shared.trainer(**OPTIONS, lr_rules="layers=frozen")
