@@ -99,13 +99,8 @@ def check_zero(c: "Config") -> None:
 
 
 def _check_kernel(c: "Config") -> None:
-    lacking = (
-        f"dropout={c.training.dropout}"
-        if c.training.dropout
-        else f"positions={c.model.positions}"
-        if c.model.biased_by_distance
-        else ""
-    )
+    lacking = f"dropout={c.training.dropout}" if c.training.dropout else ""
+    lacking = lacking or (f"positions={c.model.positions}" if c.model.biased_by_distance else "")
     require(
         not (c.parallel.attention == "fused" and lacking),
         f"attention=fused has no kernel with {lacking}; give attention=auto",
@@ -166,8 +161,7 @@ def _check_experts(c: "Config") -> None:
     )
     require(
         not c.optimizer.searches_rate,
-        "optimizer=lbfgs searches along a smooth loss, and the loss of experts jumps where a token changes its "
-        "experts; give another optimizer",
+        "optimizer=lbfgs searches along a smooth loss, and experts make it jump where routes change; give another one",
     )
     require(
         not c.training.grad_metrics,

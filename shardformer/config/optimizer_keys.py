@@ -100,8 +100,9 @@ class OptimizerKeys(KeyGroup):
         require(
             self.offload == "none" or (self.name == "adamw" and self.moment_dtype == "float32"),
             "offload=optimizer updates one layer after the other, but muon exchanges the matrices of all layers at "
-            "once, lbfgs has products over all parameters, and bfloat16 moments are rounded by bits for all layers: give "
-            f"optimizer=adamw and moment_dtype=float32; got optimizer={self.name} moment_dtype={self.moment_dtype}",
+            "once, lbfgs has products over all parameters, and bfloat16 moments are rounded by bits for all layers: "
+            f"give optimizer=adamw and moment_dtype=float32; got optimizer={self.name} "
+            f"moment_dtype={self.moment_dtype}",
         )
         if not (self.searches_rate or self.is_code):
             return

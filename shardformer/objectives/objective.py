@@ -170,7 +170,7 @@ class Distillation(_OneProgram):
 
     def check(self) -> None:
         super().check()
-        self.check_stages("runs the teacher in one stage")
+        self.check_stages("needs all layers of the teacher in each stage, which has room for some of them")
 
 
 class SampledAnswers(_OneProgram):
@@ -211,7 +211,7 @@ class SampledAnswers(_OneProgram):
             c.data.documents != "masked",
             f"objective={self.name} has one prompt in a row, got documents=masked; give documents=padded",
         )
-        self.check_stages("samples without pipeline stages")
+        self.check_stages("samples tokens one by one, for which all stages would wait")
 
     def separate_documents(self, is_chat: bool) -> dict:
         return {"documents": "padded", "mask_prompt": not is_chat}  # a prompt in each row
