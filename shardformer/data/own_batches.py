@@ -145,6 +145,8 @@ def check_batch(batch: Batch, shape: tuple[int, int], vocab_size: int) -> Batch:
             raise UsageError(f"{name} has the shape {got}, expected (batch, seq) = {shape}")
         if name != "weights" and arrays[name].dtype.kind not in "iu":
             raise UsageError(f"{name} has the type {arrays[name].dtype}, expected integers; give np.int32")
+    if "weights" in arrays:
+        arrays["weights"] = _check_weights(arrays["weights"])
     ignored = arrays["targets"] == IGNORED
     if ignored.any():
         arrays["weights"] = np.where(ignored, 0, arrays.get("weights", 1))
@@ -155,6 +157,23 @@ def check_batch(batch: Batch, shape: tuple[int, int], vocab_size: int) -> Batch:
         name: values.astype(np.float32 if name == "weights" else np.int32, copy=False)
         for name, values in arrays.items()
     }
+
+
+def _check_weights(weights: np.ndarray) -> np.ndarray:
+    """Returns float32 weights; raises UsageError for one by which a loss is not finite, or a target is unlearned."""
+    try:
+        with np.errstate(over="ignore"):
+            result = weights.astype(np.float32)
+    except (TypeError, ValueError):
+        raise UsageError(f"weights has the type {weights.dtype}, expected numbers; give np.float32") from None
+    wrong = np.argwhere(~((result >= 0) & np.isfinite(result)))
+    if len(wrong):
+        row, column = wrong[0]
+        raise UsageError(
+            f"weights[{row}, {column}] is {weights[row, column]}, expected a finite number of at least 0; give 0 for a "
+            "target without a loss"
+        )
+    return result
 
 
 def _check_ids(name: str, ids: np.ndarray, vocab_size: int, alternative: str) -> None:

@@ -37,6 +37,14 @@ def read(batch) -> dict[str, np.ndarray]:
         (changed("tokens", -100), "tokens[1, 2] is -100, expected an id from 0 to 10; give"),
         (make_batch(targets=np.full(SHAPE, 2.7)), "targets has the type float64, expected integers; give np.int32"),
         (make_batch(tokens=np.ones(SHAPE, bool)), "tokens has the type bool, expected integers"),
+        *(
+            (
+                make_batch(weights=np.full(SHAPE, value)),
+                f"weights[0, 0] is {value}, expected a finite number of at least 0",
+            )
+            for value in (np.nan, np.inf, -1.0, 1e39)
+        ),
+        (make_batch(weights=np.full(SHAPE, "a")), "weights has the type <U1, expected numbers; give np.float32"),
         (make_batch(weights=np.ones(4)), "weights has the shape (4,), expected (batch, seq) = (2, 4)"),
         (make_batch(weight=np.ones(SHAPE)), "a batch has tokens, targets, weights, documents, got 'weight'; leave it"),
     ],
