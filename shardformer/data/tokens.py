@@ -1,5 +1,6 @@
 """Sequences of token ids, on disk or in memory."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardformer.errors import UsageError
+from shardformer.errors import RunError, UsageError
 
 SPLITS = ("train", "validation", "test")
 MAX_MAPPED = 256  # files at a time
@@ -26,17 +27,29 @@ class MappedFile:
     path: Path
     dtype: np.dtype
     length: int
+    offset: int = 0  # bytes before the array
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index) -> np.ndarray:
+        with contextlib.suppress(FileNotFoundError):  # the mapping keeps the content of a deleted file
+            size, needed = self.path.stat().st_size, self.offset + self.length * self.dtype.itemsize
+            if size < needed:  # the end of a process by SIGBUS, without a word
+                raise RunError(
+                    f"{self.path} was cut short: it has {size:,} bytes, expected {needed:,}; bring the file back"
+                )
         return _map(self)[index]
+
+    def cut(self, start: int, end: int) -> "MappedFile":
+        """Returns the part of the array from `start` to `end`."""
+        return MappedFile(self.path, self.dtype, end - start, self.offset + start * self.dtype.itemsize)
 
 
 @functools.lru_cache(MAX_MAPPED)
 def _map(file: MappedFile) -> np.ndarray:
-    return np.asarray(np.memmap(file.path, file.dtype, mode="r"))  # slices of np.memmap itself are slow
+    # Slices of np.memmap itself are slow.
+    return np.asarray(np.memmap(file.path, file.dtype, "r", file.offset, (file.length,)))
 
 
 class Tokens:
@@ -66,7 +79,8 @@ class Tokens:
         for part in self.parts:
             inside = slice(max(start - position, 0), max(min(end - position, len(part)), 0))
             if inside.start < inside.stop:
-                parts.append(part[inside])
+                mapped = part.cut(inside.start, inside.stop) if isinstance(part, MappedFile) else None
+                parts.append(mapped or part[inside])
             position += len(part)
         return Tokens(parts, self.name)
 
@@ -96,7 +110,7 @@ def open_token_file(path: Path) -> Tokens:
     """Maps nanoGPT's .bin (uint16) or a .npy with one axis of integers into memory."""
     try:
         if path.suffix == ".npy":
-            array = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
             if array.ndim != 1 or array.dtype.kind not in "iu":
                 raise UsageError(f"{path} holds {array.dtype} of shape {array.shape}; expected one axis of integers")
         else:
@@ -105,14 +119,15 @@ def open_token_file(path: Path) -> Tokens:
                 raise UsageError(
                     f"{path} has {size:,} bytes, an odd number: it is not a sequence of uint16 ids, or it is cut short"
                 )
-            array = np.asarray(np.memmap(path, "<u2", mode="r")) if size else np.zeros(0, np.uint16)
+            array = np.memmap(path, "<u2", mode="r") if size else np.zeros(0, np.uint16)
     except UsageError:
         raise
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
     except Exception as error:  # numpy parses headers as Python
         raise UsageError(f"{path} is truncated or not a .npy file: {error!s:.200}") from None
-    return Tokens([array], str(path))
+    mapped = MappedFile(path, array.dtype, len(array), array.offset) if isinstance(array, np.memmap) else array
+    return Tokens([mapped], str(path))
 
 
 def read_blocks(tokens: Tokens, start: int, end: int, step: int = 1 << 22) -> Iterator[np.ndarray]:

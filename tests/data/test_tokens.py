@@ -8,7 +8,7 @@ import pytest
 
 from shardformer import Config, data
 from shardformer.data import tfrecords, tokens
-from shardformer.errors import UsageError
+from shardformer.errors import RunError, UsageError
 
 
 @pytest.fixture
@@ -40,6 +40,22 @@ def test_more_records_files_than_a_process_may_open(tmp_path, few_open_files):
     records = tfrecords.Records.open(tmp_path / "all.index")
     assert len(records.files) == few_open_files
     assert all(file.ids(0).tolist() == [5, 6, 7] for file in records.files)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".npy"])
+def test_file_that_is_cut_short_while_it_is_read(suffix, tmp_path):
+    """The system would end the process by SIGBUS; a deleted file stays readable."""
+    path, ids = tmp_path / f"ids{suffix}", np.arange(5000, dtype="<u2")
+    np.save(path, ids) if suffix == ".npy" else ids.tofile(path)
+    part = tokens.open_token_file(path).cut(1000, 5000)
+    assert part.take(2990, 3).tolist() == [3990, 3991, 3992]
+    size = path.stat().st_size
+    os.truncate(path, 100)
+    with pytest.raises(RunError, match=rf"ids{suffix} was cut short: it has 100 bytes, expected {size:,}; bring"):
+        part.take(2990, 3)
+    os.truncate(path, size)
+    path.unlink()
+    assert len(part.take(0, 2)) == 2
 
 
 def test_ids_are_read_in_blocks_across_files():
