@@ -54,6 +54,7 @@ ADVICE = {
 _EXPIRED = {"ExpiredToken", "TokenRefreshRequired", "RequestExpired"}
 _WRONG_LOGIN = {"AccessDenied", "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch"}
 _WRONG_CLOCK = {"RequestTimeTooSkewed"}
+_FULL = {"QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded"}  # of Ceph and MinIO
 _OVERLOADED = {"InternalError", "RequestTimeout", "ServiceUnavailable", "SlowDown"}
 # Another request for the object was in progress; S3 asks clients to repeat theirs.
 _CONFLICT = {"ConditionalRequestConflict", "OperationAborted"}
@@ -181,6 +182,9 @@ def _make_error(text: str, path: Address, denied: bool) -> OSError:
         return PermissionError(errno.EACCES, f"The credentials have expired; {advice.renew}", str(path))
     if code in _WRONG_CLOCK:
         return PermissionError(errno.EACCES, "This machine's clock is wrong; set it (timedatectl)", str(path))
+    if code in _FULL or number == 507:
+        text = f"The bucket is full ({code or status}); free some space, or raise its quota"
+        return OSError(errno.ENOSPC, text, str(path))
     if denied or code in _WRONG_LOGIN:
         return PermissionError(errno.EACCES, f"{reason}; {advice.log_in}", str(path))
     if _CREDENTIALS.search(first_line) and not (dropped and _name(path) in _answered):

@@ -127,6 +127,15 @@ def test_first_request_of_a_bucket_fails_sooner(monkeypatch):
             "This machine's clock is wrong; set it (timedatectl)",
         ),
         (
+            REJECTED.format(XML.format("QuotaExceeded", "")),
+            "The bucket is full (QuotaExceeded); free some space, or raise its quota",
+        ),
+        (
+            "Generic S3 error: Error performing PUT http://h/k in 2ms - Server returned non-2xx status code: 507 "
+            "Insufficient Storage: ",
+            "The bucket is full (507 Insufficient Storage); free some space, or raise its quota",
+        ),
+        (
             REFUSED,
             "http://127.0.0.1:5999: no connection; check the network, and AWS_ENDPOINT_URL if it is set",
         ),
