@@ -36,7 +36,6 @@ from shardformer.logs import command_start, goodput
 from shardformer.logs.observers import Observer
 from shardformer.messages import log
 from shardformer.model import Model, lora
-from shardformer.objectives.objective import find_preparation
 from shardformer.storage import BucketPath
 from shardformer.training import loop
 from shardformer.training.checkpoint_progress import Best, read_progress
@@ -86,7 +85,8 @@ class Session:
         if config.lora.lora_rank and not config.training.base:
             raise UsageError("lora_rank trains adapters beside the frozen weights of a trained run; name it: base=RUN")
         features = open_features(config)
-        corpus = find_preparation(config).open_data(corpus)
+        for feature in features:
+            corpus = feature.open_data(config, corpus)
         if corpus is None:
             Run(config, TokenIds(config.model.vocab or 1), "").refuse_to_overwrite()  # before the data are read
             vocabulary = open_vocabulary_of_base(config) if config.training.base else None
@@ -111,7 +111,8 @@ class Session:
             with contextlib.suppress(RunError):  # damaged: an earlier checkpoint may serve
                 _check_steps(run, read_progress(newest).step)
         features = open_features(run.config)
-        corpus = find_preparation(run.config).open_data(corpus)
+        for feature in features:
+            corpus = feature.open_data(run.config, corpus)
         if corpus is None:
             if "data" not in changes:
                 _check_fingerprint(run, previous)
@@ -162,8 +163,7 @@ class Session:
                 return self.train(stop, sink, evaluate)
         with contextlib.ExitStack() as stack:
             for feature in self.features:
-                feature.check(self.run)
-            find_preparation(self.run.config).try_first_row(self.run, self.corpus)
+                feature.check(self.run, self.corpus)
             run = self._on_devices()
             programs.keep_compiled_programs(run.config, processes.gather_texts)
             stack.enter_context(processes.ending_all_on_failure())
@@ -181,12 +181,11 @@ class Session:
                 stack.callback(early.wait)
             state, best = run.restore(trainer)
             self._say_step(run, trainer, int(state.step))
-            trainer, corpus = find_preparation(run.config).begin(run, trainer, self.corpus, state)
-            evaluator = Evaluator(trainer, corpus, evaluate)
+            evaluator = Evaluator(trainer, self.corpus, evaluate)
             for feature in self.features:
                 feature.prepare(run, evaluator, state, stop.is_requested)
             self._say_evaluated_share(evaluator)
-            batches = corpus.train_batches(run.config, int(state.step), trainer.local_rows)
+            batches = evaluator.corpus.train_batches(run.config, int(state.step), evaluator.trainer.local_rows)
             stack.callback(batches.close)
             run.write_documents()
             if early:

@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from shardformer import storage
-from shardformer.data import Corpus, Data
+from shardformer.data import Corpus
 from shardformer.data.chat.preference_windows import PreferenceSplit, PreferenceWindows
 from shardformer.data.corpus import choose_row_layout
 from shardformer.data.source import OpenedSource
@@ -27,10 +28,13 @@ from shardformer.devices import processes, programs
 from shardformer.errors import RunError
 from shardformer.files import make_folder, read_bytes, read_text, replacing
 from shardformer.messages import log
-from shardformer.objectives.objective import Pairs, Preparation
+from shardformer.objectives.objective import Pairs
 from shardformer.objectives.weight_digests import digest_weights
 from shardformer.tables import format_count
+from shardformer.training.evaluation import Evaluator
+from shardformer.training.host_feature import HostFeature
 from shardformer.training.run_folder import Run
+from shardformer.training.step import TrainState
 from shardformer.training.trainer import Trainer
 
 FOLDER, INDEX = "references", "index.json"
@@ -39,17 +43,18 @@ HEADER_BYTES = 4096  # of a part, at most
 BATCHES_OF_A_PART = 64  # computed between two writes
 
 
-class PairReferences(Preparation):
+class PairReferences(HostFeature):
     """The references of an objective that compares with the weights that training starts from."""
 
-    def begin(self, run: Run, trainer: Trainer, corpus: Data, state) -> tuple[Trainer, Data]:
-        return trainer, add_references(run, trainer, cast(Corpus, corpus), state)
+    def prepare(self, run: Run, evaluator: Evaluator, state: TrainState, is_stopped: Callable[[], bool]) -> None:
+        evaluator.corpus = add_references(run, evaluator.trainer, cast(Corpus, evaluator.corpus), state)
 
-    def begin_evaluation(self, run: Run, trainer: Trainer, corpus: Data) -> tuple[Trainer, Data]:
-        references = References(run, cast(Corpus, corpus)).read()
+    def prepare_evaluation(self, run: Run, evaluator: Evaluator) -> None:
+        corpus = cast(Corpus, evaluator.corpus)
+        references = References(run, corpus).read()
         if references is None:
             raise RunError(f"{run.out} has no references of this data; `train --resume` computes them again")
-        return trainer, attach_references(cast(Corpus, corpus), references)
+        evaluator.corpus = attach_references(corpus, references)
 
 
 def add_references(run: Run, trainer: Trainer, corpus: Corpus, state: Any) -> Corpus:

@@ -231,7 +231,7 @@ def test_the_norm_that_is_told_is_the_one_that_clips():
 @pytest.mark.slow
 def test_examples_gradients_are_those_of_what_learns():
     frozen, t = shared.trainer(lr_rules="embed=frozen,up*=frozen", mesh="2x1"), shared.trainer(mesh="2x1")
-    gradients = ExampleGradients()
+    gradients = ExampleGradients(frozen.config)
     gradients.compile(frozen)
     told = gradients.read(frozen.init(), frozen.to_devices(shared.batch()))
     squares = numpy(jax.jit(Measures(t.model).example_square_norms)(t.init().params, shared.batch(), t.dropout_key(0)))
