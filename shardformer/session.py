@@ -23,8 +23,7 @@ from shardformer import checkpoint, data, jax_releases, start_messages, storage
 from shardformer.analysis.needed_bytes import predict_unless_small
 from shardformer.checkpoint import Lock
 from shardformer.config import Config, check_given, check_zero
-from shardformer.data import Characters, Corpus, Data, TokenIds, Vocabulary
-from shardformer.data.corpus import choose_row_layout
+from shardformer.data import Characters, Data, TokenIds, Vocabulary
 from shardformer.data.digests import OWN
 from shardformer.data.source import Progress
 from shardformer.devices import processes, programs
@@ -176,7 +175,8 @@ class Session:
                 processes.run_on_first_process(run.refuse_to_overwrite)
             self._say_start(run, trainer)
             early = None
-            if programs.saves_time() and _has_known_batches(run.config, self.corpus):
+            is_one_program = run.config.training.accum_mode == "scan"
+            if programs.saves_time() and is_one_program and self.corpus.has_known_arrays(run.config):
                 early = EarlyCompilation(trainer.compile_step)
                 stack.callback(early.wait)
             state, best = run.restore(trainer)
@@ -208,7 +208,7 @@ class Session:
 
     def _say_start(self, run: Run, trainer: Trainer) -> None:
         log.info(start_messages.describe(run))
-        for line in self.corpus.describe_chat(choose_row_layout(run.config)):
+        for line in self.corpus.describe_rows(run.config):
             log.info(line)
         if run.config.optimizer.lr_rules:
             from shardformer.analysis import parameter_tables  # not imported without rules
@@ -304,14 +304,6 @@ def _check_text_field(config: Config, previous: Config) -> None:
             f"text={config.data.text} does nothing: {config.data.source} is the same with "
             f"text={previous.data.text}; leave it out"
         )
-
-
-def _has_known_batches(config: Config, corpus: Data) -> bool:
-    """Returns whether each batch of a step is one of tokens and targets only, as `Model.batch_shapes` says."""
-    if config.training.accum_mode != "scan" or not config.objective.is_language_model:
-        return config.training.accum_mode == "scan"
-    is_plain = config.objective.has_plain_batches and isinstance(corpus, Corpus) and not corpus.has_chat
-    return is_plain and not choose_row_layout(config).weighs_targets
 
 
 @contextlib.contextmanager

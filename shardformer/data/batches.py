@@ -1,5 +1,6 @@
 """Windows to batches: a batch is a function of (seed, step), and each process gathers only its local rows."""
 
+import abc
 import dataclasses
 import queue
 import threading
@@ -93,7 +94,15 @@ class TrainBatches:
         return windows.gather(indices, shifts, weighted=self.layout.weighs_targets)
 
 
-def stream(make: Callable[[int], Batch], first_step: int, through_tf: bool) -> "BatchStream":
+class BatchStream(Iterator[Batch]):
+    """An endless iterator over training batches."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends the threads. The garbage collector could do so within one of them, which would wait for itself."""
+
+
+def stream(make: Callable[[int], Batch], first_step: int, through_tf: bool) -> BatchStream:
     """Returns an endless iterator over the batches from a step on, which tf.data or a thread makes ahead of time.
 
     tf.data carries TFRecords and the texts of TensorFlow Datasets. All other data uses a thread: twice the tokens per
@@ -102,7 +111,7 @@ def stream(make: Callable[[int], Batch], first_step: int, through_tf: bool) -> "
     return _TfDataBatches(make, first_step) if through_tf else _ThreadedBatches(make, first_step)
 
 
-class _TfDataBatches:
+class _TfDataBatches(BatchStream):
     """An iterator over a tf.data.Dataset, closed before the interpreter ends: TensorFlow would wait forever."""
 
     def __init__(self, make: Callable[[int], Batch], first_step: int):
@@ -133,11 +142,7 @@ class _TfDataBatches:
         weakref.finalize(self, self._iterators.clear)
 
     def close(self) -> None:
-        """Ends the threads. The garbage collector could do so within one of them, which would wait for itself."""
         self._iterators.clear()
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
 
     def __next__(self) -> Batch:
         try:
@@ -148,16 +153,13 @@ class _TfDataBatches:
             raise
 
 
-class _ThreadedBatches:
+class _ThreadedBatches(BatchStream):
     """An iterator with a thread that stays PREFETCH batches ahead and ends with the iterator."""
 
     def __init__(self, make: Callable[[int], Batch], first_step: int):
         self._ready: queue.Queue = queue.Queue(PREFETCH)
         self._ended = threading.Event()
         threading.Thread(target=_fill, args=(make, first_step, self._ready, self._ended), daemon=True).start()
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
 
     def __next__(self) -> Batch:
         result = self._ready.get()
@@ -187,9 +189,6 @@ def _fill(make: Callable[[int], Batch], step: int, ready: queue.Queue, ended: th
         if isinstance(batch, Exception):
             return
         step += 1
-
-
-BatchStream = _TfDataBatches | _ThreadedBatches
 
 
 class EvalBatches:

@@ -20,10 +20,9 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from shardformer import storage
-from shardformer.data import Corpus
+from shardformer.data import Data
 from shardformer.data.chat.preference_windows import PreferenceSplit, PreferenceWindows
 from shardformer.data.corpus import choose_row_layout
-from shardformer.data.source import OpenedSource
 from shardformer.devices import processes, programs
 from shardformer.errors import RunError
 from shardformer.files import make_folder, read_bytes, read_text, replacing
@@ -47,18 +46,17 @@ class PairReferences(HostFeature):
     """The references of an objective that compares with the weights that training starts from."""
 
     def prepare(self, run: Run, evaluator: Evaluator, state: TrainState, is_stopped: Callable[[], bool]) -> None:
-        evaluator.corpus = add_references(run, evaluator.trainer, cast(Corpus, evaluator.corpus), state)
+        evaluator.corpus = add_references(run, evaluator.trainer, evaluator.corpus, state)
 
     def prepare_evaluation(self, run: Run, evaluator: Evaluator) -> None:
-        corpus = cast(Corpus, evaluator.corpus)
-        references = References(run, corpus).read()
+        references = References(run, evaluator.corpus).read()
         if references is None:
             raise RunError(f"{run.out} has no references of this data; `train --resume` computes them again")
-        evaluator.corpus = attach_references(corpus, references)
+        evaluator.corpus = attach_references(evaluator.corpus, references)
 
 
-def add_references(run: Run, trainer: Trainer, corpus: Corpus, state: Any) -> Corpus:
-    """Returns the corpus with the reference of every pair, computed now or read from the run. Every process calls it.
+def add_references(run: Run, trainer: Trainer, corpus: Data, state: Any) -> Data:
+    """Returns the data with the reference of every pair, computed now or read from the run. Every process calls it.
 
     At step 0, `state` has the weights of the reference. A later start makes them again only if the file is missing.
     """
@@ -81,7 +79,7 @@ def add_references(run: Run, trainer: Trainer, corpus: Corpus, state: Any) -> Co
     return attach_references(corpus, references)
 
 
-def _read_of_base(run: Run, corpus: Corpus) -> tuple[str, dict[str, np.ndarray]]:
+def _read_of_base(run: Run, corpus: Data) -> tuple[str, dict[str, np.ndarray]]:
     stored = References(Run.open(run.config.training.base_run), corpus)
     if (references := stored.read()) is None:
         raise RunError(f"base={run.config.training.base} has no references of this data; resume that run once")
@@ -96,29 +94,22 @@ def _check_weights(run: Run, stored: "References", weights: str) -> None:
         )
 
 
-def find_splits(corpus: Corpus) -> dict[str, Any]:
+def find_splits(corpus: Data) -> dict[str, PreferenceSplit]:
     """Returns the splits of pairs by `SOURCE/SPLIT`."""
-    every = [*corpus.sources, *([corpus.validation] if corpus.validation else [])]
-    splits = {f"{source.name}/{name}": split for source in every for name, split in source.splits.items()}
-    return {name: split for name, split in splits.items() if split.is_pairs}
+    return {name: split for name, split in corpus.named_splits().items() if isinstance(split, PreferenceSplit)}
 
 
-def attach_references(corpus: Corpus, references: dict[str, np.ndarray]) -> Corpus:
-    """Returns the corpus with reference log-probabilities [pairs, 2] by `SOURCE/SPLIT`."""
-
-    def attach(source: OpenedSource) -> OpenedSource:
-        splits = {name: dataclasses.replace(cast(Any, split), references=references[f"{source.name}/{name}"])
-                  for name, split in source.splits.items() if split.is_pairs}  # fmt: skip
-        return dataclasses.replace(source, splits=splits)
-
-    validation = corpus.validation and attach(corpus.validation)
-    return dataclasses.replace(corpus, sources=tuple(map(attach, corpus.sources)), validation=validation)
+def attach_references(corpus: Data, references: dict[str, np.ndarray]) -> Data:
+    """Returns the data with reference log-probabilities [pairs, 2] by `SOURCE/SPLIT`."""
+    return corpus.with_splits(
+        {name: dataclasses.replace(split, references=references[name]) for name, split in find_splits(corpus).items()}
+    )
 
 
 class References:
     """The file of a run, `references/`."""
 
-    def __init__(self, run: Run, corpus: Corpus):
+    def __init__(self, run: Run, corpus: Data):
         self._out, self.folder, self._corpus = run.out, run.records / FOLDER, corpus
         self._columns = cast(Pairs, run.config.objective).stored_references
         self.weights = ""  # the sha256 of the weights that the index names

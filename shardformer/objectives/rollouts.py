@@ -15,7 +15,7 @@ import numpy as np
 
 from shardformer.config import Config
 from shardformer.config.registries import names_code
-from shardformer.data import Corpus, Data
+from shardformer.data import Data
 from shardformer.data.corpus import choose_row_layout
 from shardformer.data.order import scramble
 from shardformer.data.prompt_windows import SCANNED, PromptRow, read_prompts
@@ -212,12 +212,12 @@ class RolloutsOfRun(HostFeature):
 
     def check(self, run: Run, corpus: Data) -> None:
         """Raises UsageError if the reward gives no number for the first record of a run."""
-        if not isinstance(corpus, Corpus):
-            return
-        windows, answers = corpus.splits("train")[0].make_windows(choose_row_layout(run.config)), Answers.of(run)
-        rows = read_prompts(windows.gather(np.arange(min(windows.count, SCANNED))))
-        for row in [row for row in rows if row.prompt][:1]:
-            try_reward(self._name, answers.decode(row.prompt), answers.read(row.expected))
+        splits = [split for name, split in corpus.named_splits().items() if name.endswith("/train")]
+        for split in splits[:1]:
+            windows, answers = split.make_windows(choose_row_layout(run.config)), Answers.of(run)
+            rows = read_prompts(windows.gather(np.arange(min(windows.count, SCANNED))))
+            for row in [row for row in rows if row.prompt][:1]:
+                try_reward(self._name, answers.decode(row.prompt), answers.read(row.expected))
 
     def prepare(self, run: Run, evaluator: Evaluator, state: TrainState, is_stopped: Callable[[], bool]) -> None:
         keys = run.config.preferences
