@@ -12,12 +12,11 @@ import dataclasses
 import importlib
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.sharding import PartitionSpec as P
 
 from shardformer import checkpoint, data, jax_releases, start_messages, storage
 from shardformer.analysis.needed_bytes import predict_unless_small
@@ -34,7 +33,7 @@ from shardformer.layout import mesh
 from shardformer.logs import command_start, goodput
 from shardformer.logs.observers import Observer
 from shardformer.messages import log
-from shardformer.model import Model, lora
+from shardformer.model import Model
 from shardformer.storage import BucketPath
 from shardformer.training import loop
 from shardformer.training.checkpoint_progress import Best, read_progress
@@ -47,6 +46,11 @@ from shardformer.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from shardformer.model.task import Task
+
+
+def log_lines(lines: Iterable[str]) -> None:
+    for line in lines:
+        log.info(line)
 
 
 def ignore_progress(done: int, total: int) -> None:
@@ -173,18 +177,18 @@ class Session:
                 stack.enter_context(_importing("shardformer.logs.curves"))
             if self.is_new:  # check a second time: another run may have started and ended there while this one waited
                 processes.run_on_first_process(run.refuse_to_overwrite)
-            self._say_start(run, trainer)
+            log_lines(start_messages.describe_start(run, self.corpus, trainer.model))
             early = None
             is_one_program = run.config.training.accum_mode == "scan"
             if programs.saves_time() and is_one_program and self.corpus.has_known_arrays(run.config):
                 early = EarlyCompilation(trainer.compile_step)
                 stack.callback(early.wait)
             state, best = run.restore(trainer)
-            self._say_step(run, trainer, int(state.step))
+            log_lines(start_messages.describe_position(run, self.previous, self.is_new, int(state.step), trainer.model))
             evaluator = Evaluator(trainer, self.corpus, evaluate)
             for feature in self.features:
                 feature.prepare(run, evaluator, state, stop.is_requested)
-            self._say_evaluated_share(evaluator)
+            log_lines(start_messages.describe_evaluated_share(evaluator))
             batches = evaluator.corpus.train_batches(run.config, int(state.step), evaluator.trainer.local_rows)
             stack.callback(batches.close)
             run.write_documents()
@@ -205,34 +209,6 @@ class Session:
         warn_of_compiler()
         check_zero(config)  # check a second time, as mesh=auto has a shape now
         return dataclasses.replace(self.run, config=config)
-
-    def _say_start(self, run: Run, trainer: Trainer) -> None:
-        log.info(start_messages.describe(run))
-        for line in self.corpus.describe_rows(run.config):
-            log.info(line)
-        if run.config.optimizer.lr_rules:
-            from shardformer.analysis import parameter_tables  # not imported without rules
-
-            log.info(parameter_tables.format_rules(lora.select_trainable(trainer.model.shapes, run.config), run.config))
-
-    def _say_step(self, run: Run, trainer: Trainer, step: int) -> None:
-        if self.previous and self.is_new:
-            log.info(start_messages.describe_branch(self.previous, run.config, step))
-        elif self.previous:
-            log.info(start_messages.describe_resume(self.previous, run.config, step, trainer.model.sharding(P())))
-        for line in start_messages.describe_unnamed(run, step):
-            log.info(line)
-
-    def _say_evaluated_share(self, evaluator: Evaluator) -> None:
-        """Prints a line if the evaluations during training use a part of validation only."""
-        if evaluator.own_loss or not evaluator.validates:
-            return
-        used = evaluator.count_batches("validation", evaluator.trainer.config.run.eval_batches or 0)
-        total = evaluator.count_batches("validation")
-        if used < total:
-            log.info(
-                f"val loss: on {used} of the {total} batches of validation (eval_batches); at the end on all of them"
-            )
 
 
 @dataclasses.dataclass(frozen=True)
