@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import jax
 import numpy as np
@@ -46,7 +46,16 @@ class PairReferences(HostFeature):
     """The references of an objective that compares with the weights that training starts from."""
 
     def prepare(self, run: Run, evaluator: Evaluator, state: TrainState, is_stopped: Callable[[], bool]) -> None:
-        evaluator.corpus = add_references(run, evaluator.trainer, evaluator.corpus, state)
+        """Adds the reference of every pair to the data, computed now or read from the run.
+
+        At step 0, `state` has the weights of the reference. A later start makes them again only if the file is missing.
+        """
+        corpus, trainer, stored = evaluator.corpus, evaluator.trainer, References(run, evaluator.corpus)
+        references = stored.read()
+        if references is None:
+            weights, references = _compute(run, trainer, corpus, stored, state)
+            processes.run_on_first_process(functools.partial(stored.write, references, weights))
+        evaluator.corpus = attach_references(corpus, references)
 
     def prepare_evaluation(self, run: Run, evaluator: Evaluator) -> None:
         references = References(run, evaluator.corpus).read()
@@ -55,28 +64,18 @@ class PairReferences(HostFeature):
         evaluator.corpus = attach_references(evaluator.corpus, references)
 
 
-def add_references(run: Run, trainer: Trainer, corpus: Data, state: Any) -> Data:
-    """Returns the data with the reference of every pair, computed now or read from the run. Every process calls it.
-
-    At step 0, `state` has the weights of the reference. A later start makes them again only if the file is missing.
-    """
-    stored = References(run, corpus)
-    if (references := stored.read()) is not None:
-        return attach_references(corpus, references)
+def _compute(
+    run: Run, trainer: Trainer, corpus: Data, stored: "References", state: TrainState
+) -> tuple[str, dict[str, np.ndarray]]:
+    """Returns the sha256 of the weights, and the references of each split."""
     if run.config.training.base_step:  # a branch: it has the reference of the run that it continues
-        weights, references = _read_of_base(run, corpus)
-    else:
-        params = state.params if int(state.step) == 0 else run.make_first_state(trainer).params
-        weights = digest_weights(params, trainer.model.sharding(P()))
-        _check_weights(run, stored, weights)
-        references = {
-            name: _ReferencePass(trainer, params, f"{weights} {corpus.fingerprint}").compute(
-                split, stored.part_folder(name), name
-            )
-            for name, split in find_splits(corpus).items()
-        }
-    processes.run_on_first_process(lambda: stored.write(references, weights))
-    return attach_references(corpus, references)
+        return _read_of_base(run, corpus)
+    params = state.params if int(state.step) == 0 else run.make_first_state(trainer).params
+    weights = digest_weights(params, trainer.model.sharding(P()))
+    _check_weights(run, stored, weights)
+    forward = _ReferencePass(trainer, params, f"{weights} {corpus.fingerprint}")
+    splits = find_splits(corpus).items()
+    return weights, {name: forward.compute(split, stored.part_folder(name), name) for name, split in splits}
 
 
 def _read_of_base(run: Run, corpus: Data) -> tuple[str, dict[str, np.ndarray]]:
