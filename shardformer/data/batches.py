@@ -1,4 +1,7 @@
-"""Windows to batches: a batch is a function of (seed, step), and each process gathers only its local rows."""
+"""What a run reads, and how windows become batches.
+
+A batch is a function of (seed, step), and each process gathers only its local rows.
+"""
 
 import abc
 import dataclasses
@@ -6,17 +9,77 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 
+from shardformer.config import Config
 from shardformer.data.order import Mixture, epoch_order, epoch_shift, scramble
-from shardformer.data.vocabulary import MAX_IDS
+from shardformer.data.vocabulary import MAX_IDS, Vocabulary
 from shardformer.data.windows import AnySplit, Batch, RowLayout, Windows
 from shardformer.errors import RunError, UsageError
 
 PREFETCH = 4  # batches ready ahead of the device
 Rows = slice | np.ndarray
 EVERY_ROW = slice(None)
+
+
+class Data(abc.ABC):
+    """The data of a run: a `Corpus`, or the `OwnBatches` of a program. By default, they are made of no texts."""
+
+    name: str
+    vocabulary: Vocabulary
+
+    @property
+    @abc.abstractmethod
+    def fingerprint(self) -> str:
+        """Equal if and only if the data is equal."""
+
+    @property
+    @abc.abstractmethod
+    def held_out(self) -> tuple[str, ...]:
+        """The splits that a run is evaluated on: those with a target."""
+
+    def separate_documents(self, config: Config) -> Config:
+        """Returns a configuration whose conversations never see each other; without packing, a row has one pair.
+
+        Raises UsageError for an objective that learns from other data.
+        """
+        config.objective.check_source(self.name, has_pairs=False)
+        return config
+
+    def describe_rows(self, config: Config) -> Iterator[str]:
+        """Yields a line for every source of conversations: how they are laid out in rows."""
+        return iter(())
+
+    def named_splits(self) -> dict[str, AnySplit]:
+        """Returns the splits by `SOURCE/SPLIT`."""
+        return {}
+
+    def with_splits(self, splits: dict[str, AnySplit]) -> "Data":
+        """Returns the data with these of the named splits only, as they are given."""
+        return self
+
+    @abc.abstractmethod
+    def has_known_arrays(self, config: Config) -> bool:
+        """Returns whether the arrays of each training batch are those of the model's `batch_shapes`, and no further."""
+
+    @abc.abstractmethod
+    def train_batches(self, config: Config, first_step: int = 0, rows: Rows = EVERY_ROW) -> "BatchStream":
+        """Returns batches without end from a step on; `rows` are those of the global batch to gather."""
+
+    @abc.abstractmethod
+    def eval_batches(self, split: str, config: Config, limit: int = 0) -> "Evaluated":
+        """Returns the batches of a split, or `limit` of them."""
+
+
+class Evaluated(Protocol):
+    """The batches of one evaluation."""
+
+    def __len__(self) -> int: ...
+
+    def gather(self, rows: Rows = EVERY_ROW) -> Iterator[Batch]:
+        """Yields the rows of each batch, with weights."""
 
 
 @dataclasses.dataclass(frozen=True)

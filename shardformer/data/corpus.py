@@ -9,10 +9,10 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from shardformer.config import Config
 from shardformer.data import batches
+from shardformer.data.batches import Data
 from shardformer.data.choose_vocabulary import choose_chat_template, choose_vocabulary
 from shardformer.data.digests import join_fingerprints
 from shardformer.data.row_report import join_faults
@@ -35,61 +35,8 @@ from shardformer.messages import log, silence
 from shardformer.storage import BucketPath, is_url, location
 
 
-class Data(Protocol):
-    """The data of a run: a `Corpus`, or the `OwnBatches` of a program."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def vocabulary(self) -> Vocabulary: ...
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal if and only if the data is equal."""
-
-    @property
-    def held_out(self) -> tuple[str, ...]:
-        """The splits that a run is evaluated on: those with a target."""
-
-    def separate_documents(self, config: Config) -> Config:
-        """Returns a configuration whose conversations never see each other; without packing, a row has one pair.
-
-        Raises UsageError for an objective that learns from other data.
-        """
-
-    def describe_rows(self, config: Config) -> Iterator[str]:
-        """Yields a line for every source of conversations: how they are laid out in rows."""
-
-    def named_splits(self) -> dict[str, AnySplit]:
-        """Returns the splits by `SOURCE/SPLIT`."""
-
-    def with_splits(self, splits: dict[str, AnySplit]) -> "Data":
-        """Returns the data with these of the named splits only, as they are given."""
-
-    def has_known_arrays(self, config: Config) -> bool:
-        """Returns whether the arrays of each training batch are those of the model's `batch_shapes`, and no further."""
-
-    def train_batches(
-        self, config: Config, first_step: int = 0, rows: batches.Rows = batches.EVERY_ROW
-    ) -> batches.BatchStream:
-        """Returns batches without end from a step on; `rows` are those of the global batch to gather."""
-
-    def eval_batches(self, split: str, config: Config, limit: int = 0) -> "Evaluated":
-        """Returns the batches of a split, or `limit` of them."""
-
-
-class Evaluated(Protocol):
-    """The batches of one evaluation."""
-
-    def __len__(self) -> int: ...
-
-    def gather(self, rows: batches.Rows = batches.EVERY_ROW) -> Iterator[Batch]:
-        """Yields the rows of each batch, with weights."""
-
-
 @dataclasses.dataclass(frozen=True)
-class Corpus:
+class Corpus(Data):
     name: str  # the sources as they were resolved, so that a resume reads the same
     vocabulary: Vocabulary
     sources: tuple[OpenedSource, ...]

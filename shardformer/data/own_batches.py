@@ -6,17 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from shardformer.config import Config
-from shardformer.data.batches import EVERY_ROW, Batch, BatchStream, Rows
+from shardformer.data.batches import EVERY_ROW, Batch, BatchStream, Data, Rows
 from shardformer.data.digests import OWN
 from shardformer.data.vocabulary import TokenIds, Vocabulary
-from shardformer.data.windows import AnySplit
 from shardformer.errors import UsageError
 
 IGNORED = -100  # a target without a loss, as in PyTorch and Hugging Face
 NAMES = ("tokens", "targets", "weights", "documents")  # of the arrays of a batch
 
 
-class OwnBatches:
+class OwnBatches(Data):
     """Training batches and validation batches of the caller, instead of a `Corpus`.
 
     For a user's task, a batch has the arrays of `Task.rows`; see model/task.py. For the language model, a batch has
@@ -57,20 +56,6 @@ class OwnBatches:
     @property
     def held_out(self) -> tuple[str, ...]:
         return ("validation",) if self._validation else ()
-
-    def separate_documents(self, config: Config) -> Config:
-        """Returns the configuration as it is: the caller lays out the rows."""
-        config.objective.check_source(self.name, has_pairs=False)
-        return config
-
-    def describe_rows(self, config: Config) -> Iterator[str]:
-        return iter(())
-
-    def named_splits(self) -> dict[str, AnySplit]:
-        return {}
-
-    def with_splits(self, splits: dict[str, AnySplit]) -> "OwnBatches":
-        return self
 
     def has_known_arrays(self, config: Config) -> bool:
         """Returns whether the batches are checked as a task's; a batch of tokens may have weights."""
