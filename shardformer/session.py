@@ -12,19 +12,17 @@ import dataclasses
 import importlib
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.sharding import PartitionSpec as P
 
 from shardformer import checkpoint, data, jax_releases, start_messages, storage
 from shardformer.analysis.needed_bytes import predict_unless_small
 from shardformer.checkpoint import Lock
 from shardformer.config import Config, check_given, check_zero
-from shardformer.data import Characters, Corpus, Data, TokenIds, Vocabulary
-from shardformer.data.corpus import choose_row_layout
+from shardformer.data import Characters, Data, TokenIds, Vocabulary
 from shardformer.data.digests import OWN
 from shardformer.data.source import Progress
 from shardformer.devices import processes, programs
@@ -35,8 +33,7 @@ from shardformer.layout import mesh
 from shardformer.logs import command_start, goodput
 from shardformer.logs.observers import Observer
 from shardformer.messages import log
-from shardformer.model import Model, lora
-from shardformer.objectives.objective import find_preparation
+from shardformer.model import Model
 from shardformer.storage import BucketPath
 from shardformer.training import loop
 from shardformer.training.checkpoint_progress import Best, read_progress
@@ -49,6 +46,11 @@ from shardformer.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from shardformer.model.task import Task
+
+
+def log_lines(lines: Iterable[str]) -> None:
+    for line in lines:
+        log.info(line)
 
 
 def ignore_progress(done: int, total: int) -> None:
@@ -86,7 +88,8 @@ class Session:
         if config.lora.lora_rank and not config.training.base:
             raise UsageError("lora_rank trains adapters beside the frozen weights of a trained run; name it: base=RUN")
         features = open_features(config)
-        corpus = find_preparation(config).open_data(corpus)
+        for feature in features:
+            corpus = feature.open_data(config, corpus)
         if corpus is None:
             Run(config, TokenIds(config.model.vocab or 1), "").refuse_to_overwrite()  # before the data are read
             vocabulary = open_vocabulary_of_base(config) if config.training.base else None
@@ -111,7 +114,8 @@ class Session:
             with contextlib.suppress(RunError):  # damaged: an earlier checkpoint may serve
                 _check_steps(run, read_progress(newest).step)
         features = open_features(run.config)
-        corpus = find_preparation(run.config).open_data(corpus)
+        for feature in features:
+            corpus = feature.open_data(run.config, corpus)
         if corpus is None:
             if "data" not in changes:
                 _check_fingerprint(run, previous)
@@ -162,8 +166,7 @@ class Session:
                 return self.train(stop, sink, evaluate)
         with contextlib.ExitStack() as stack:
             for feature in self.features:
-                feature.check(self.run)
-            find_preparation(self.run.config).try_first_row(self.run, self.corpus)
+                feature.check(self.run, self.corpus)
             run = self._on_devices()
             programs.keep_compiled_programs(run.config, processes.gather_texts)
             stack.enter_context(processes.ending_all_on_failure())
@@ -174,19 +177,19 @@ class Session:
                 stack.enter_context(_importing("shardformer.logs.curves"))
             if self.is_new:  # check a second time: another run may have started and ended there while this one waited
                 processes.run_on_first_process(run.refuse_to_overwrite)
-            self._say_start(run, trainer)
+            log_lines(start_messages.describe_start(run, self.corpus, trainer.model))
             early = None
-            if programs.saves_time() and _has_known_batches(run.config, self.corpus):
+            is_one_program = run.config.training.accum_mode == "scan"
+            if programs.saves_time() and is_one_program and self.corpus.has_known_arrays(run.config):
                 early = EarlyCompilation(trainer.compile_step)
                 stack.callback(early.wait)
             state, best = run.restore(trainer)
-            self._say_step(run, trainer, int(state.step))
-            trainer, corpus = find_preparation(run.config).begin(run, trainer, self.corpus, state)
-            evaluator = Evaluator(trainer, corpus, evaluate)
+            log_lines(start_messages.describe_position(run, self.previous, self.is_new, int(state.step), trainer.model))
+            evaluator = Evaluator(trainer, self.corpus, evaluate)
             for feature in self.features:
                 feature.prepare(run, evaluator, state, stop.is_requested)
-            self._say_evaluated_share(evaluator)
-            batches = corpus.train_batches(run.config, int(state.step), trainer.local_rows)
+            log_lines(start_messages.describe_evaluated_share(evaluator))
+            batches = evaluator.corpus.train_batches(run.config, int(state.step), evaluator.trainer.local_rows)
             stack.callback(batches.close)
             run.write_documents()
             if early:
@@ -206,34 +209,6 @@ class Session:
         warn_of_compiler()
         check_zero(config)  # check a second time, as mesh=auto has a shape now
         return dataclasses.replace(self.run, config=config)
-
-    def _say_start(self, run: Run, trainer: Trainer) -> None:
-        log.info(start_messages.describe(run))
-        for line in self.corpus.describe_chat(choose_row_layout(run.config)):
-            log.info(line)
-        if run.config.optimizer.lr_rules:
-            from shardformer.analysis import parameter_tables  # not imported without rules
-
-            log.info(parameter_tables.format_rules(lora.select_trainable(trainer.model.shapes, run.config), run.config))
-
-    def _say_step(self, run: Run, trainer: Trainer, step: int) -> None:
-        if self.previous and self.is_new:
-            log.info(start_messages.describe_branch(self.previous, run.config, step))
-        elif self.previous:
-            log.info(start_messages.describe_resume(self.previous, run.config, step, trainer.model.sharding(P())))
-        for line in start_messages.describe_unnamed(run, step):
-            log.info(line)
-
-    def _say_evaluated_share(self, evaluator: Evaluator) -> None:
-        """Prints a line if the evaluations during training use a part of validation only."""
-        if evaluator.own_loss or not evaluator.validates:
-            return
-        used = evaluator.count_batches("validation", evaluator.trainer.config.run.eval_batches or 0)
-        total = evaluator.count_batches("validation")
-        if used < total:
-            log.info(
-                f"val loss: on {used} of the {total} batches of validation (eval_batches); at the end on all of them"
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,14 +280,6 @@ def _check_text_field(config: Config, previous: Config) -> None:
             f"text={config.data.text} does nothing: {config.data.source} is the same with "
             f"text={previous.data.text}; leave it out"
         )
-
-
-def _has_known_batches(config: Config, corpus: Data) -> bool:
-    """Returns whether each batch of a step is one of tokens and targets only, as `Model.batch_shapes` says."""
-    if config.training.accum_mode != "scan" or not config.objective.is_language_model:
-        return config.training.accum_mode == "scan"
-    is_plain = config.objective.has_plain_batches and isinstance(corpus, Corpus) and not corpus.has_chat
-    return is_plain and not choose_row_layout(config).weighs_targets
 
 
 @contextlib.contextmanager

@@ -7,18 +7,50 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from shardformer import optim
 from shardformer.analysis.memory import summarize_bytes
 from shardformer.config import Config, parsing
+from shardformer.data import Data
 from shardformer.devices import programs
 from shardformer.devices.chips import find_chip
 from shardformer.layout import specs
 from shardformer.model import flops, lora
-from shardformer.model.task_on_mesh import choose_task
+from shardformer.model.task_on_mesh import TaskOnMesh, choose_task
 from shardformer.optim.schedule import decay_end, warmup_steps, wsd_decay_steps
 from shardformer.tables import format_count
+from shardformer.training.evaluation import Evaluator
 from shardformer.training.run_folder import Run
+
+
+def describe_start(run: Run, corpus: Data, model: TaskOnMesh) -> Iterator[str]:
+    """Yields the lines of a run before its state is restored."""
+    yield describe(run)
+    yield from corpus.describe_rows(run.config)
+    if run.config.optimizer.lr_rules:
+        from shardformer.analysis import parameter_tables  # not imported without rules
+
+        yield parameter_tables.format_rules(lora.select_trainable(model.shapes, run.config), run.config)
+
+
+def describe_position(run: Run, previous: Config | None, is_new: bool, step: int, model: TaskOnMesh) -> Iterator[str]:
+    """Yields the changes of a branch, which is new, or of a resume, and the records that are not continued."""
+    if previous and is_new:
+        yield describe_branch(previous, run.config, step)
+    elif previous:
+        yield describe_resume(previous, run.config, step, model.sharding(P()))
+    yield from _describe_unnamed(run, step)
+
+
+def describe_evaluated_share(evaluator: Evaluator) -> Iterator[str]:
+    """Yields a line if the evaluations during training use a part of validation only."""
+    if evaluator.own_loss or not evaluator.validates:
+        return
+    used = evaluator.count_batches("validation", evaluator.trainer.config.run.eval_batches or 0)
+    total = evaluator.count_batches("validation")
+    if used < total:
+        yield f"val loss: on {used} of the {total} batches of validation (eval_batches); at the end on all of them"
 
 
 def describe(run: Run) -> str:
@@ -108,7 +140,7 @@ def describe_resume(previous: Config, current: Config, step: int, replicated: Na
     return "\n".join(lines)
 
 
-def describe_unnamed(run: Run, step: int) -> Iterator[str]:
+def _describe_unnamed(run: Run, step: int) -> Iterator[str]:
     """Yields a line for each record of the run that a resume ends, as its key is not given again."""
     start = run.config.start
     for record, name, given in (

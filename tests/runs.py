@@ -45,6 +45,7 @@ def train(*words, stop_after=0, act: Callable[[], object] = terminate, sample=Fa
     with contextlib.ExitStack() as stack:
         shared_trainer = functools.partial(_SharedTrainer, stop_after, act)
         stack.enter_context(mock.patch.object(session, "Trainer", shared_trainer))
+        stack.enter_context(mock.patch.object(session, "warn_of_compiler"))  # no command prints it
         if not sample:
             stack.enter_context(mock.patch.object(FinalSample, "write", return_value="(no sample)"))
             stack.enter_context(mock.patch.object(FinalSample, "compile"))

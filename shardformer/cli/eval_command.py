@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Literal, cast
+from typing import Literal
 
 from shardformer.analysis.memory import predict_bytes
 from shardformer.cli.arguments import parse_run_and_options, say
@@ -10,12 +10,12 @@ from shardformer.cli.loading import load_corpus
 from shardformer.config import Config, parsing
 from shardformer.config.keys import key
 from shardformer.config.weight_keys import OF_A_RUN
-from shardformer.data import Corpus, Data
+from shardformer.data import Corpus
 from shardformer.devices import processes, programs
 from shardformer.errors import UsageError
 from shardformer.layout import mesh
-from shardformer.objectives.objective import find_preparation
 from shardformer.training.evaluation import Evaluator, format_losses
+from shardformer.training.features_on_host import open_evaluation_features
 from shardformer.training.run_folder import Run
 from shardformer.training.trainer import Trainer
 
@@ -50,20 +50,21 @@ def evaluate(arguments: list[str]) -> None:
     if options.reward and not run.config.objective.takes_reward:
         raise UsageError(f"reward does nothing with objective={run.config.objective.name}; leave it out")
     run = dataclasses.replace(run, config=run.config.replace(reward=options.reward))
-    find_preparation(run.config).open()
-    corpus: Data | None = None  # of a task: its batches have the rows of this evaluation
-    if run.config.objective.is_language_model:
-        corpus = _load_corpus(run, options)
-        find_preparation(run.config).try_first_row(run, corpus)
+    features, corpus = open_evaluation_features(run.config), None
+    for feature in features:
+        corpus = feature.open_data(run.config, corpus)
+    corpus = corpus or _load_corpus(run, options)
+    for feature in features:
+        feature.check(run, corpus)
     settings = for_evaluation(run.config.with_weights(options.weights), options.mesh)
     settings = mesh.start(settings, lambda c: predict_bytes(c).parameters, may_add_rows=True)
-    preparation, of_settings = find_preparation(settings), dataclasses.replace(run, config=settings)
     programs.keep_compiled_programs(settings, processes.gather_texts)
-    opened = cast(Data, preparation.open_data(corpus))
-    trainer, opened = preparation.begin_evaluation(of_settings, Trainer(settings, mesh.make(settings)), opened)
-    step, params = run.restore_params(trainer.model, options.step, options.ema)
-    splits = opened.held_out if options.split == "all" else (options.split,)
-    losses = Evaluator(trainer, opened).evaluate_splits(splits, params)
+    evaluator = Evaluator(Trainer(settings, mesh.make(settings)), corpus)
+    for feature in features:
+        feature.prepare_evaluation(dataclasses.replace(run, config=settings), evaluator)
+    step, params = run.restore_params(evaluator.trainer.model, options.step, options.ema)
+    splits = evaluator.corpus.held_out if options.split == "all" else (options.split,)
+    losses = evaluator.evaluate_splits(splits, params)
     say(f"step {step}\n{format_losses(losses, settings)}")
 
 

@@ -1,17 +1,11 @@
 """Text to tokens to batches."""
 
-from typing import TYPE_CHECKING, Union
-
+from shardformer.data.batches import Data
 from shardformer.data.choose_vocabulary import open_vocabulary
 from shardformer.data.corpus import Corpus, load_corpus
 from shardformer.data.special_tokens import SpecialTokens, load_special_tokens
 from shardformer.data.stored_vocabulary import check_same_data, load_vocabulary
 from shardformer.data.vocabulary import Characters, TokenIds, Vocabulary
-
-if TYPE_CHECKING:
-    from shardformer.data.own_batches import OwnBatches
-
-Data = Union[Corpus, "OwnBatches"]  # the batches of the caller are imported where they are used
 
 __all__ = [
     "Characters",

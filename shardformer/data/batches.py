@@ -1,21 +1,85 @@
-"""Windows to batches: a batch is a function of (seed, step), and each process gathers only its local rows."""
+"""What a run reads, and how windows become batches.
 
+A batch is a function of (seed, step), and each process gathers only its local rows.
+"""
+
+import abc
 import dataclasses
 import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 
+from shardformer.config import Config
 from shardformer.data.order import Mixture, epoch_order, epoch_shift, scramble
-from shardformer.data.vocabulary import MAX_IDS
+from shardformer.data.vocabulary import MAX_IDS, Vocabulary
 from shardformer.data.windows import AnySplit, Batch, RowLayout, Windows
 from shardformer.errors import RunError, UsageError
 
 PREFETCH = 4  # batches ready ahead of the device
 Rows = slice | np.ndarray
 EVERY_ROW = slice(None)
+
+
+class Data(abc.ABC):
+    """The data of a run: a `Corpus`, or the `OwnBatches` of a program. By default, they are made of no texts."""
+
+    name: str
+    vocabulary: Vocabulary
+
+    @property
+    @abc.abstractmethod
+    def fingerprint(self) -> str:
+        """Equal if and only if the data is equal."""
+
+    @property
+    @abc.abstractmethod
+    def held_out(self) -> tuple[str, ...]:
+        """The splits that a run is evaluated on: those with a target."""
+
+    def separate_documents(self, config: Config) -> Config:
+        """Returns a configuration whose conversations never see each other; without packing, a row has one pair.
+
+        Raises UsageError for an objective that learns from other data.
+        """
+        config.objective.check_source(self.name, has_pairs=False)
+        return config
+
+    def describe_rows(self, config: Config) -> Iterator[str]:
+        """Yields a line for every source of conversations: how they are laid out in rows."""
+        return iter(())
+
+    def named_splits(self) -> dict[str, AnySplit]:
+        """Returns the splits by `SOURCE/SPLIT`."""
+        return {}
+
+    def with_splits(self, splits: dict[str, AnySplit]) -> "Data":
+        """Returns the data with these of the named splits only, as they are given."""
+        return self
+
+    @abc.abstractmethod
+    def has_known_arrays(self, config: Config) -> bool:
+        """Returns whether the arrays of each training batch are those of the model's `batch_shapes`, and no further."""
+
+    @abc.abstractmethod
+    def train_batches(self, config: Config, first_step: int = 0, rows: Rows = EVERY_ROW) -> "BatchStream":
+        """Returns batches without end from a step on; `rows` are those of the global batch to gather."""
+
+    @abc.abstractmethod
+    def eval_batches(self, split: str, config: Config, limit: int = 0) -> "Evaluated":
+        """Returns the batches of a split, or `limit` of them."""
+
+
+class Evaluated(Protocol):
+    """The batches of one evaluation."""
+
+    def __len__(self) -> int: ...
+
+    def gather(self, rows: Rows = EVERY_ROW) -> Iterator[Batch]:
+        """Yields the rows of each batch, with weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +157,15 @@ class TrainBatches:
         return windows.gather(indices, shifts, weighted=self.layout.weighs_targets)
 
 
-def stream(make: Callable[[int], Batch], first_step: int, through_tf: bool) -> "BatchStream":
+class BatchStream(Iterator[Batch]):
+    """An endless iterator over training batches."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends the threads. The garbage collector could do so within one of them, which would wait for itself."""
+
+
+def stream(make: Callable[[int], Batch], first_step: int, through_tf: bool) -> BatchStream:
     """Returns an endless iterator over the batches from a step on, which tf.data or a thread makes ahead of time.
 
     tf.data carries TFRecords and the texts of TensorFlow Datasets. All other data uses a thread: twice the tokens per
@@ -102,7 +174,7 @@ def stream(make: Callable[[int], Batch], first_step: int, through_tf: bool) -> "
     return _TfDataBatches(make, first_step) if through_tf else _ThreadedBatches(make, first_step)
 
 
-class _TfDataBatches:
+class _TfDataBatches(BatchStream):
     """An iterator over a tf.data.Dataset, closed before the interpreter ends: TensorFlow would wait forever."""
 
     def __init__(self, make: Callable[[int], Batch], first_step: int):
@@ -133,11 +205,7 @@ class _TfDataBatches:
         weakref.finalize(self, self._iterators.clear)
 
     def close(self) -> None:
-        """Ends the threads. The garbage collector could do so within one of them, which would wait for itself."""
         self._iterators.clear()
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
 
     def __next__(self) -> Batch:
         try:
@@ -148,16 +216,13 @@ class _TfDataBatches:
             raise
 
 
-class _ThreadedBatches:
+class _ThreadedBatches(BatchStream):
     """An iterator with a thread that stays PREFETCH batches ahead and ends with the iterator."""
 
     def __init__(self, make: Callable[[int], Batch], first_step: int):
         self._ready: queue.Queue = queue.Queue(PREFETCH)
         self._ended = threading.Event()
         threading.Thread(target=_fill, args=(make, first_step, self._ready, self._ended), daemon=True).start()
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
 
     def __next__(self) -> Batch:
         result = self._ready.get()
@@ -187,9 +252,6 @@ def _fill(make: Callable[[int], Batch], step: int, ready: queue.Queue, ended: th
         if isinstance(batch, Exception):
             return
         step += 1
-
-
-BatchStream = _TfDataBatches | _ThreadedBatches
 
 
 class EvalBatches:

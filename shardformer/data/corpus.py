@@ -12,6 +12,7 @@ from pathlib import Path
 
 from shardformer.config import Config
 from shardformer.data import batches
+from shardformer.data.batches import Data
 from shardformer.data.choose_vocabulary import choose_chat_template, choose_vocabulary
 from shardformer.data.digests import join_fingerprints
 from shardformer.data.row_report import join_faults
@@ -35,7 +36,7 @@ from shardformer.storage import BucketPath, is_url, location
 
 
 @dataclasses.dataclass(frozen=True)
-class Corpus:
+class Corpus(Data):
     name: str  # the sources as they were resolved, so that a resume reads the same
     vocabulary: Vocabulary
     sources: tuple[OpenedSource, ...]
@@ -45,17 +46,19 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """Equal if and only if the data is equal."""
         if len(self.sources) == 1 and not self.validation:
             return self.sources[0].fingerprint
         mixed = [[source.fingerprint, weight] for source, weight in zip(self.sources, self.weights, strict=True)]
         content = json.dumps([mixed, self.validation and self.validation.fingerprint])
-        every = [*self.sources, *([self.validation] if self.validation else [])]
-        return join_fingerprints([source.fingerprint for source in every], hashlib.sha256(content.encode()).hexdigest())
+        fingerprints = [source.fingerprint for source in self._opened]
+        return join_fingerprints(fingerprints, hashlib.sha256(content.encode()).hexdigest())
+
+    @property
+    def _opened(self) -> list[OpenedSource]:
+        return [*self.sources, *([self.validation] if self.validation else [])]
 
     @property
     def held_out(self) -> tuple[str, ...]:
-        """The splits that a run is evaluated on: those with a target."""
         names = ("validation", "test")
         return tuple(name for name in names if any(len(split.tokens) > 1 for split in self.splits(name)))
 
@@ -67,7 +70,7 @@ class Corpus:
         return self.separate_documents(config.replace(vocab=config.model.vocab or len(self.vocabulary)))
 
     def separate_documents(self, config: Config) -> Config:
-        """Returns a configuration whose conversations never see each other; without packing, a row has one pair."""
+        config.objective.check_source(self.name, any(split.is_pairs for split in self.splits("train")))
         return config.replace(**config.objective.separate_documents(self.has_chat))
 
     def check(self) -> None:
@@ -79,17 +82,27 @@ class Corpus:
     def has_chat(self) -> bool:
         return any(split.is_chat for split in self.splits("train"))
 
-    @property
-    def has_pairs(self) -> bool:
-        """True if the training data are preference pairs."""
-        return any(split.is_pairs for split in self.splits("train"))
+    def has_known_arrays(self, config: Config) -> bool:
+        is_plain = config.objective.has_plain_batches and not self.has_chat
+        return is_plain and not choose_row_layout(config).weighs_targets
 
-    def describe_chat(self, layout: RowLayout) -> Iterator[str]:
-        """Yields a line for every source of conversations: how they are laid out in rows."""
+    def describe_rows(self, config: Config) -> Iterator[str]:
+        layout = choose_row_layout(config)
         for source in self.sources:
             if "train" in source.splits:
                 [split] = select_rows([source.splits["train"]], layout)
                 yield from split.describe(source.name, layout)
+
+    def named_splits(self) -> dict[str, AnySplit]:
+        return {f"{source.name}/{name}": split for source in self._opened for name, split in source.splits.items()}
+
+    def with_splits(self, splits: dict[str, AnySplit]) -> "Corpus":
+        def select(source: OpenedSource) -> OpenedSource:
+            names = [name for name in source.splits if f"{source.name}/{name}" in splits]
+            return dataclasses.replace(source, splits={name: splits[f"{source.name}/{name}"] for name in names})
+
+        validation = self.validation and select(self.validation)
+        return dataclasses.replace(self, sources=tuple(map(select, self.sources)), validation=validation)
 
     def splits(self, name: str) -> list[AnySplit]:
         """Returns the split of every source that has it."""
@@ -100,7 +113,6 @@ class Corpus:
     def train_batches(
         self, config: Config, first_step: int = 0, rows: batches.Rows = batches.EVERY_ROW
     ) -> batches.BatchStream:
-        """Returns batches without end from a step on; `rows` are those of the global batch to gather."""
         layout = choose_row_layout(config)
         splits = select_rows(self.splits("train"), layout)
         every = config.objective.steps_of_a_batch

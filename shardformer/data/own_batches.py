@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from shardformer.config import Config
-from shardformer.data.batches import EVERY_ROW, Batch, Rows
+from shardformer.data.batches import EVERY_ROW, Batch, BatchStream, Data, Rows
 from shardformer.data.digests import OWN
 from shardformer.data.vocabulary import TokenIds, Vocabulary
 from shardformer.errors import UsageError
@@ -15,7 +15,7 @@ IGNORED = -100  # a target without a loss, as in PyTorch and Hugging Face
 NAMES = ("tokens", "targets", "weights", "documents")  # of the arrays of a batch
 
 
-class OwnBatches:
+class OwnBatches(Data):
     """Training batches and validation batches of the caller, instead of a `Corpus`.
 
     For a user's task, a batch has the arrays of `Task.rows`; see model/task.py. For the language model, a batch has
@@ -31,8 +31,6 @@ class OwnBatches:
       check: checks a batch of a task; a session knows it.
       name: names the data in the run folder. A resume must bring data of the same name.
     """
-
-    has_chat = has_pairs = False
 
     def __init__(
         self,
@@ -59,12 +57,9 @@ class OwnBatches:
     def held_out(self) -> tuple[str, ...]:
         return ("validation",) if self._validation else ()
 
-    def separate_documents(self, config: Config) -> Config:
-        """Returns the configuration as it is: the caller lays out the rows."""
-        return config
-
-    def describe_chat(self, layout) -> Iterator[str]:
-        return iter(())
+    def has_known_arrays(self, config: Config) -> bool:
+        """Returns whether the batches are checked as a task's; a batch of tokens may have weights."""
+        return self._check_arrays is not None
 
     def train_batches(self, config: Config, first_step: int = 0, rows: Rows = EVERY_ROW) -> "OwnStream":
         """Returns this process's rows of the batches from a step on."""
@@ -89,15 +84,12 @@ class OwnBatches:
         return check
 
 
-class OwnStream:
+class OwnStream(BatchStream):
     """An iterator over checked training batches."""
 
     def __init__(self, batches: Iterator[Batch], check: Callable[[Batch, str], Batch], first_step: int):
         self._batches, self._check = iter(batches), check
         self._steps = itertools.count(first_step)
-
-    def __iter__(self) -> "OwnStream":
-        return self
 
     def __next__(self) -> Batch:
         step = next(self._steps)

@@ -8,10 +8,7 @@ import jax
 import numpy as np
 
 from shardformer.config import Config
-from shardformer.data import Data
-from shardformer.data.own_batches import OwnBatches
 from shardformer.errors import UsageError, forbid_exit
-from shardformer.objectives.objective import Preparation
 from shardformer.user_code import import_function
 
 TAKES = "task takes FILE.py:NAME, a subclass of shardformer.Task or a function that returns one"
@@ -95,23 +92,6 @@ def open_task(config: Config) -> Task:
     if missing := [name for name in NEEDED if getattr(type(opened), name) is getattr(Task, name)]:
         raise UsageError(f"{name_task(opened)} has no {', '.join(missing)}; a task has {', '.join(NEEDED)}")
     return opened
-
-
-class TaskData(Preparation):
-    """The batches of a user's task, in place of text."""
-
-    def open(self) -> None:
-        open_task(self.config)
-
-    def open_data(self, given: Data | None) -> OwnBatches:
-        """Returns the batches of the user's task, or those that are given instead; each is checked."""
-        task, count = open_task(self.config), self.config.training.batch
-        if given is None:
-            name, held_out = name_task(task), task.validation(count)
-            given = OwnBatches(lambda first_step: task.batches(first_step, count), validation=held_out, name=name)
-        if not isinstance(given, OwnBatches):
-            raise UsageError(f"a task reads arrays, and {given.name} has text; give OwnBatches, or Task.batches")
-        return given.with_check(functools.partial(check_batch, shapes=find_batch_shapes(task, count)))
 
 
 @functools.lru_cache

@@ -1,7 +1,7 @@
 """What a run trains: `config.objective` answers what the rest of the program asks about it.
 
 The class `Objective` is the language model that learns every token; the others override the answers that differ.
-Nothing here imports JAX: `task` and `preparation` name classes that are imported on use, so that a plain run has
+Nothing here imports JAX: `task` and `host_feature` name classes that are imported on use, so that a plain run has
 neither pairs nor a teacher. README.md follows a batch.
 """
 
@@ -18,36 +18,11 @@ if TYPE_CHECKING:
     from shardformer.config.config import Config
 
 
-class Preparation:
-    """What an objective does on the host before training or an evaluation; here, nothing."""
-
-    def __init__(self, config: "Config"):
-        self.config = config
-
-    def open(self) -> None:
-        """Raises UsageError for code that a start names and that cannot be opened; before the data are read."""
-
-    def open_data(self, given):
-        """Returns the data that this objective has by itself, or those that are given."""
-        return given
-
-    def try_first_row(self, run, corpus) -> None:
-        """Raises UsageError for code that fails on the first row of the data; before anything compiles."""
-
-    def begin(self, run, trainer, corpus, state) -> tuple:
-        """Returns the trainer and the data of a run, from the state that it starts with. Every process calls it."""
-        return trainer, corpus
-
-    def begin_evaluation(self, run, trainer, corpus) -> tuple:
-        """Returns the trainer and the data of an evaluation."""
-        return trainer, corpus
-
-
 class Objective:
     """The language model and the loss of every token, objective=lm."""
 
     task = "shardformer.model.model:Model"  # the subclass of TaskOnMesh
-    preparation = "shardformer.objectives.objective:Preparation"
+    host_feature = ""  # the subclass of HostFeature; empty: nothing
     is_language_model = True  # False: a row has arrays of its own, and no tokens
     has_plain_batches = True  # tokens, targets and weights, as analysis/dense_reference.py takes them
     verified_against = "a plain dense model"
@@ -138,7 +113,7 @@ class Pairs(_OneProgram):
         self.stored_references = 4 if self.measures_kl else 2  # of a pair: of its sides, and of those answers
         self.is_normed = self.keys.length_norm or self.name in ("ipo", "orpo", "simpo")  # by an answer's tokens
         if self.needs_references:
-            self.preparation = "shardformer.objectives.preference_references:PairReferences"
+            self.host_feature = "shardformer.objectives.preference_references:PairReferences"
         self.evaluation_titles = f"{self.name} loss", "right order", "pairs"
         sft_tokens = self.keys.sft_tokens if self.keys.has_sft_term else ""
         self.row_layout = {"sft_tokens": sft_tokens, "measures_kl": self.measures_kl}
@@ -165,7 +140,7 @@ class Distillation(_OneProgram):
     """The distributions of a teacher, objective=distill."""
 
     task = "shardformer.objectives.distillation_model:DistillationModel"
-    preparation = "shardformer.objectives.teacher:Teacher"
+    host_feature = "shardformer.objectives.teacher:Teacher"
     has_bound_of_bytes = False
 
     def check(self) -> None:
@@ -177,7 +152,7 @@ class SampledAnswers(_OneProgram):
     """Answers that the model samples, and their rewards, objective=grpo."""
 
     task = "shardformer.objectives.policy_model:PolicyModel"
-    preparation = "shardformer.objectives.rollouts:RolloutsOfRun"
+    host_feature = "shardformer.objectives.rollouts:RolloutsOfRun"
     takes_reward = True
     evaluation_titles = "mean reward", "above 0", "answers"
 
@@ -232,7 +207,7 @@ class UserTask(Objective):
     """A module of the user with its own loss and data, task=FILE.py:NAME: model/task.py."""
 
     task = "shardformer.model.own_task:OwnTask"
-    preparation = "shardformer.model.task:TaskData"
+    host_feature = "shardformer.objectives.task_data:TaskData"
     is_language_model = has_plain_batches = has_bound_of_bytes = False
     verified_against = "one device"
     evaluation_titles = "loss", "accuracy", "rows"
@@ -266,8 +241,3 @@ def import_class(path: str) -> Any:
     """Returns the class MODULE:NAME."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
-
-
-def find_preparation(config: "Config") -> Preparation:
-    """Returns what the objective of a configuration prepares."""
-    return import_class(config.objective.preparation)(config)

@@ -11,26 +11,29 @@ import hashlib
 import io
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from shardformer import storage
-from shardformer.data import Corpus, Data
+from shardformer.data import Data
 from shardformer.data.chat.preference_windows import PreferenceSplit, PreferenceWindows
 from shardformer.data.corpus import choose_row_layout
-from shardformer.data.source import OpenedSource
 from shardformer.devices import processes, programs
 from shardformer.errors import RunError
 from shardformer.files import make_folder, read_bytes, read_text, replacing
 from shardformer.messages import log
-from shardformer.objectives.objective import Pairs, Preparation
+from shardformer.objectives.objective import Pairs
 from shardformer.objectives.weight_digests import digest_weights
 from shardformer.tables import format_count
+from shardformer.training.evaluation import Evaluator
+from shardformer.training.host_feature import HostFeature
 from shardformer.training.run_folder import Run
+from shardformer.training.step import TrainState
 from shardformer.training.trainer import Trainer
 
 FOLDER, INDEX = "references", "index.json"
@@ -39,44 +42,43 @@ HEADER_BYTES = 4096  # of a part, at most
 BATCHES_OF_A_PART = 64  # computed between two writes
 
 
-class PairReferences(Preparation):
+class PairReferences(HostFeature):
     """The references of an objective that compares with the weights that training starts from."""
 
-    def begin(self, run: Run, trainer: Trainer, corpus: Data, state) -> tuple[Trainer, Data]:
-        return trainer, add_references(run, trainer, cast(Corpus, corpus), state)
+    def prepare(self, run: Run, evaluator: Evaluator, state: TrainState, is_stopped: Callable[[], bool]) -> None:
+        """Adds the reference of every pair to the data, computed now or read from the run.
 
-    def begin_evaluation(self, run: Run, trainer: Trainer, corpus: Data) -> tuple[Trainer, Data]:
-        references = References(run, cast(Corpus, corpus)).read()
+        At step 0, `state` has the weights of the reference. A later start makes them again only if the file is missing.
+        """
+        corpus, trainer, stored = evaluator.corpus, evaluator.trainer, References(run, evaluator.corpus)
+        references = stored.read()
+        if references is None:
+            weights, references = _compute(run, trainer, corpus, stored, state)
+            processes.run_on_first_process(functools.partial(stored.write, references, weights))
+        evaluator.corpus = attach_references(corpus, references)
+
+    def prepare_evaluation(self, run: Run, evaluator: Evaluator) -> None:
+        references = References(run, evaluator.corpus).read()
         if references is None:
             raise RunError(f"{run.out} has no references of this data; `train --resume` computes them again")
-        return trainer, attach_references(cast(Corpus, corpus), references)
+        evaluator.corpus = attach_references(evaluator.corpus, references)
 
 
-def add_references(run: Run, trainer: Trainer, corpus: Corpus, state: Any) -> Corpus:
-    """Returns the corpus with the reference of every pair, computed now or read from the run. Every process calls it.
-
-    At step 0, `state` has the weights of the reference. A later start makes them again only if the file is missing.
-    """
-    stored = References(run, corpus)
-    if (references := stored.read()) is not None:
-        return attach_references(corpus, references)
+def _compute(
+    run: Run, trainer: Trainer, corpus: Data, stored: "References", state: TrainState
+) -> tuple[str, dict[str, np.ndarray]]:
+    """Returns the sha256 of the weights, and the references of each split."""
     if run.config.training.base_step:  # a branch: it has the reference of the run that it continues
-        weights, references = _read_of_base(run, corpus)
-    else:
-        params = state.params if int(state.step) == 0 else run.make_first_state(trainer).params
-        weights = digest_weights(params, trainer.model.sharding(P()))
-        _check_weights(run, stored, weights)
-        references = {
-            name: _ReferencePass(trainer, params, f"{weights} {corpus.fingerprint}").compute(
-                split, stored.part_folder(name), name
-            )
-            for name, split in find_splits(corpus).items()
-        }
-    processes.run_on_first_process(lambda: stored.write(references, weights))
-    return attach_references(corpus, references)
+        return _read_of_base(run, corpus)
+    params = state.params if int(state.step) == 0 else run.make_first_state(trainer).params
+    weights = digest_weights(params, trainer.model.sharding(P()))
+    _check_weights(run, stored, weights)
+    forward = _ReferencePass(trainer, params, f"{weights} {corpus.fingerprint}")
+    splits = find_splits(corpus).items()
+    return weights, {name: forward.compute(split, stored.part_folder(name), name) for name, split in splits}
 
 
-def _read_of_base(run: Run, corpus: Corpus) -> tuple[str, dict[str, np.ndarray]]:
+def _read_of_base(run: Run, corpus: Data) -> tuple[str, dict[str, np.ndarray]]:
     stored = References(Run.open(run.config.training.base_run), corpus)
     if (references := stored.read()) is None:
         raise RunError(f"base={run.config.training.base} has no references of this data; resume that run once")
@@ -91,29 +93,22 @@ def _check_weights(run: Run, stored: "References", weights: str) -> None:
         )
 
 
-def find_splits(corpus: Corpus) -> dict[str, Any]:
+def find_splits(corpus: Data) -> dict[str, PreferenceSplit]:
     """Returns the splits of pairs by `SOURCE/SPLIT`."""
-    every = [*corpus.sources, *([corpus.validation] if corpus.validation else [])]
-    splits = {f"{source.name}/{name}": split for source in every for name, split in source.splits.items()}
-    return {name: split for name, split in splits.items() if split.is_pairs}
+    return {name: split for name, split in corpus.named_splits().items() if isinstance(split, PreferenceSplit)}
 
 
-def attach_references(corpus: Corpus, references: dict[str, np.ndarray]) -> Corpus:
-    """Returns the corpus with reference log-probabilities [pairs, 2] by `SOURCE/SPLIT`."""
-
-    def attach(source: OpenedSource) -> OpenedSource:
-        splits = {name: dataclasses.replace(cast(Any, split), references=references[f"{source.name}/{name}"])
-                  for name, split in source.splits.items() if split.is_pairs}  # fmt: skip
-        return dataclasses.replace(source, splits=splits)
-
-    validation = corpus.validation and attach(corpus.validation)
-    return dataclasses.replace(corpus, sources=tuple(map(attach, corpus.sources)), validation=validation)
+def attach_references(corpus: Data, references: dict[str, np.ndarray]) -> Data:
+    """Returns the data with reference log-probabilities [pairs, 2] by `SOURCE/SPLIT`."""
+    return corpus.with_splits(
+        {name: dataclasses.replace(split, references=references[name]) for name, split in find_splits(corpus).items()}
+    )
 
 
 class References:
     """The file of a run, `references/`."""
 
-    def __init__(self, run: Run, corpus: Corpus):
+    def __init__(self, run: Run, corpus: Data):
         self._out, self.folder, self._corpus = run.out, run.records / FOLDER, corpus
         self._columns = cast(Pairs, run.config.objective).stored_references
         self.weights = ""  # the sha256 of the weights that the index names

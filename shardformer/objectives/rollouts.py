@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from shardformer.config import Config
 from shardformer.config.registries import names_code
-from shardformer.data import Corpus, Data
+from shardformer.data import Data
 from shardformer.data.corpus import choose_row_layout
 from shardformer.data.order import scramble
 from shardformer.data.prompt_windows import SCANNED, PromptRow, read_prompts
@@ -29,9 +30,10 @@ from shardformer.logs import goodput
 from shardformer.messages import log
 from shardformer.model import Model, Sums, lora
 from shardformer.model.measuring import Measures
-from shardformer.objectives.objective import Preparation
 from shardformer.objectives.weight_digests import check_weights, digest_weights
 from shardformer.tables import format_count
+from shardformer.training.evaluation import Evaluator
+from shardformer.training.host_feature import HostFeature
 from shardformer.training.run_folder import Run
 from shardformer.training.step import TrainState
 from shardformer.training.trainer import Trainer
@@ -202,37 +204,37 @@ class RolloutTrainer(Trainer):
         return self._made[1]
 
 
-class RolloutsOfRun(Preparation):
+class RolloutsOfRun(HostFeature):
     """The reward of a start, and the trainer that samples the answers."""
 
-    def open(self) -> None:
-        open_reward(self.config.start.reward)
+    def __init__(self, config: Config):
+        self._name, self._reward = config.start.reward, open_reward(config.start.reward)
 
-    def try_first_row(self, run: Run, corpus: Data) -> None:
+    def check(self, run: Run, corpus: Data) -> None:
         """Raises UsageError if the reward gives no number for the first record of a run."""
-        if not isinstance(corpus, Corpus):
-            return
-        windows, answers = corpus.splits("train")[0].make_windows(choose_row_layout(run.config)), Answers.of(run)
-        rows = read_prompts(windows.gather(np.arange(min(windows.count, SCANNED))))
-        for row in [row for row in rows if row.prompt][:1]:
-            try_reward(self.config.start.reward, answers.decode(row.prompt), answers.read(row.expected))
+        splits = [split for name, split in corpus.named_splits().items() if name.endswith("/train")]
+        for split in splits[:1]:
+            windows, answers = split.make_windows(choose_row_layout(run.config)), Answers.of(run)
+            rows = read_prompts(windows.gather(np.arange(min(windows.count, SCANNED))))
+            for row in [row for row in rows if row.prompt][:1]:
+                try_reward(self._name, answers.decode(row.prompt), answers.read(row.expected))
 
-    def begin(self, run: Run, trainer: Trainer, corpus: Data, state: TrainState) -> tuple[Trainer, Data]:
+    def prepare(self, run: Run, evaluator: Evaluator, state: TrainState, is_stopped: Callable[[], bool]) -> None:
         keys = run.config.preferences
-        reference = Reference(run, trainer, state) if keys.beta else None
+        reference = Reference(run, evaluator.trainer, state) if keys.beta else None
         log.info(
             f"rollouts: {keys.group_size} answers of at most {format_count(keys.answer_tokens, 'token')} to each of "
             f"{format_count(run.config.data_rows, 'prompt')}, for {format_count(keys.rollout_steps, 'step')}; "
             "val_loss is minus the mean reward of greedy answers"
         )
-        return self._make_trainer(run, trainer, reference), corpus
+        self._sample_with(run, evaluator, reference)
 
-    def begin_evaluation(self, run: Run, trainer: Trainer, corpus: Data) -> tuple[Trainer, Data]:
-        return self._make_trainer(run, trainer, None), corpus
+    def prepare_evaluation(self, run: Run, evaluator: Evaluator) -> None:
+        self._sample_with(run, evaluator, None)
 
-    def _make_trainer(self, run: Run, trainer: Trainer, reference: Reference | None) -> RolloutTrainer:
-        reward = open_reward(self.config.start.reward)
-        return RolloutTrainer(trainer, Rollouts(run, trainer.model, reference, reward))
+    def _sample_with(self, run: Run, evaluator: Evaluator, reference: Reference | None) -> None:
+        rollouts = Rollouts(run, evaluator.trainer.model, reference, self._reward)
+        evaluator.trainer = RolloutTrainer(evaluator.trainer, rollouts)
 
 
 # Rewards: a function of the user's file, or one of two that are built in.

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardformer.config import Config
+from shardformer.data import Data
 from shardformer.devices import processes
 from shardformer.model import Sums
 from shardformer.tables import format_table
@@ -47,8 +48,8 @@ class Evaluation(NamedTuple):
 class Evaluator:
     """A source of batches, and the trainer's compiled sums over it."""
 
-    def __init__(self, trainer: Trainer, corpus: Any, loss: Callable[[Any], float] | None = None):
-        """Takes a `Corpus` or another source of batches; `loss` computes one from parameters, instead of validation."""
+    def __init__(self, trainer: Trainer, corpus: Data, loss: Callable[[Any], float] | None = None):
+        """`loss` computes one from parameters, instead of validation."""
         self.trainer, self.corpus, self.own_loss = trainer, corpus, loss
 
     @property

@@ -1,10 +1,10 @@
-"""The choice of the features that a run has on the host."""
+"""The choice of the features that a run has on the host. A feature that is off is not imported."""
 
 from shardformer import optim
 from shardformer.config import Config
 from shardformer.logs import observers
-from shardformer.objectives.objective import find_preparation
-from shardformer.training.host_feature import EndAtNonFinite, HostFeature
+from shardformer.objectives.objective import import_class
+from shardformer.training.host_feature import HostFeature
 
 
 def open_features(config: Config) -> tuple[HostFeature, ...]:
@@ -15,22 +15,23 @@ def open_features(config: Config) -> tuple[HostFeature, ...]:
     observers.check_trackers(config)
     if config.optimizer.is_code:
         optim.make_optimizer(config)
-    find_preparation(config).open()
-    features: list[HostFeature] = []
-    if config.start.eval_tasks or config.start.eval_prompts:
-        from shardformer.training.monitor import Monitor  # not imported without scores or texts
+    skips = config.bad_steps.skip_steps
+    return open_evaluation_features(config) + _open(
+        config,
+        ("monitor:Monitor", config.start.eval_tasks or config.start.eval_prompts),
+        ("example_gradients:ExampleGradients", config.training.grad_metrics),
+        ("expert_load:ExpertLoad", config.experts.experts),
+        ("rollback:SkippedSteps", skips),
+        ("host_feature:EndAtNonFinite", not skips),
+    )
 
-        features.append(Monitor(config))
-    if config.training.grad_metrics:
-        from shardformer.training.example_gradients import ExampleGradients  # not imported without grad_metrics
 
-        features.append(ExampleGradients())
-    if config.experts.experts:
-        from shardformer.training.expert_load import ExpertLoad  # not imported without experts
+def open_evaluation_features(config: Config) -> tuple[HostFeature, ...]:
+    """Returns the features that an evaluation without training has too: what the objective does on the host."""
+    path = config.objective.host_feature
+    return (import_class(path)(config),) if path else ()
 
-        features.append(ExpertLoad())
-    if not config.bad_steps.skip_steps:
-        return (*features, EndAtNonFinite())
-    from shardformer.training.rollback import SkippedSteps  # not imported without skip_steps
 
-    return (*features, SkippedSteps())
+def _open(config: Config, *features: tuple[str, object]) -> tuple[HostFeature, ...]:
+    """Returns the features of this package that are on, in their order, from pairs of (FILE:CLASS, is on)."""
+    return tuple(import_class(f"shardformer.training.{path}")(config) for path, is_on in features if is_on)

@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from shardformer.config import Config
+from shardformer.data import Data
 from shardformer.errors import RunError
 from shardformer.training.evaluation import Evaluator
 from shardformer.training.outputs import Outputs
@@ -14,16 +16,26 @@ from shardformer.training.step import StepMetrics, TrainState
 
 
 class HostFeature:
-    """A feature that is on. Its methods, in the order in which a run calls them, do nothing by default.
+    """A feature that is on. Its methods, in the order in which a run calls them, do nothing by default."""
 
-    Its constructor opens what only a start names, such as code, before the data are read, which may take hours.
-    """
+    def __init__(self, config: Config):
+        """Opens what only a start names, such as code, before the data are read, which may take hours."""
 
-    def check(self, run: Run) -> None:
-        """Raises UsageError for what the run's tokens show to be wrong, before JAX starts."""
+    def open_data(self, config: Config, given: Data | None) -> Data | None:
+        """Returns the data that this feature brings, or those that are given; None: those that data= names."""
+        return given
+
+    def check(self, run: Run, corpus: Data) -> None:
+        """Raises UsageError for what the run's tokens or its first row show to be wrong, before JAX starts."""
 
     def prepare(self, run: Run, evaluator: Evaluator, state: TrainState, is_stopped: Callable[[], bool]) -> None:
-        """Prepares the training that starts from `state`. Every process calls it."""
+        """Prepares the training that starts from `state`. Every process calls it.
+
+        May replace the trainer and the data, which are those of the evaluator.
+        """
+
+    def prepare_evaluation(self, run: Run, evaluator: Evaluator) -> None:
+        """Prepares an evaluation without training, as `prepare` does; `run` has the settings of the evaluation."""
 
     def open(self, run: Run, first_step: int) -> None:
         """Opens the files of the feature, of which the rows after `first_step` are dropped. Every process calls it."""

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from shardformer.config import Config
+from shardformer.data import Data
 from shardformer.devices import processes
 from shardformer.errors import RunError
 from shardformer.files import GrowingFile, expand_home, read_bytes, replacing
@@ -113,7 +114,7 @@ class Monitor(HostFeature):
         prompts = config.start.eval_prompts
         self._prompts = read_prompts(prompts, key="eval_prompts") if prompts else []
 
-    def check(self, run: Run) -> None:
+    def check(self, run: Run, corpus: Data) -> None:
         if self._prompts:
             encode_prompts(run, self._prompts)
 

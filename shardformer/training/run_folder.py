@@ -82,7 +82,6 @@ class Run:
                 f"vocab={vocab} is less than the {len(vocabulary)} {vocabulary.units} of {corpus.name}; "
                 f"try vocab={len(vocabulary)}, or vocab=auto for as many as there are"
             )
-        config.objective.check_source(corpus.name, corpus.has_pairs)
         config = corpus.separate_documents(config)
         config = config.replace(vocab=vocab, data=corpus.name, tokenizer=vocabulary.name)
         return Run(config, vocabulary, corpus.fingerprint, special_tokens)

@@ -14,7 +14,6 @@ from shardformer.training.host_feature import HostFeature
 from shardformer.training.outputs import Outputs
 from shardformer.training.run_folder import Run
 from shardformer.training.step import TrainState
-from shardformer.training.trainer import Trainer
 
 
 class StatisticsFile:
@@ -46,10 +45,7 @@ class StepStatistics(HostFeature):
     file_class = StatisticsFile
 
     def prepare(self, run: Run, evaluator: Evaluator, state: TrainState, is_stopped: Callable[[], bool]) -> None:
-        self.compile(evaluator.trainer)
-
-    def compile(self, trainer: Trainer) -> None:
-        self._trainer, self.update = trainer, trainer.update
+        self._trainer, self.update = evaluator.trainer, evaluator.trainer.update
         self._program = programs.jit(self.measure, out_shardings=self.update.model.sharding(P()))
 
     def open(self, run: Run, first_step: int) -> None:

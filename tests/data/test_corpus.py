@@ -246,3 +246,25 @@ def test_json_lines_by_a_suffix_in_capitals(tmp_path):
     part = text_files.FileRange(path, 0, path.stat().st_size, True)
     assert not part.is_plain
     assert [piece.text for piece in text_files.read_pieces(part, "text")] == ["hello"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "known"),
+    [({}, True), ({"documents": "padded"}, False), ({"objective": "grpo", "batch": 8, "answer_tokens": 2}, False)],
+    ids=str,
+)
+def test_arrays_of_plain_rows_are_known(text_file, keys, known):
+    """A step is compiled for them before the first batch is read."""
+    corpus = load(text_file("ab" * 50))
+    config = Config.of(**{"seq": 4, "batch": 2} | keys)
+    assert corpus.has_known_arrays(config) == known
+    if known:
+        assert next(corpus.train_batches(config)).keys() == {"tokens", "targets"}
+
+
+def test_splits_are_selected_by_their_source(text_file):
+    corpus = load(text_file("ab" * 50))
+    split = Split.of_ids(np.arange(9))
+    selected = corpus.with_splits({f"{corpus.name}/train": split, "another/validation": split})
+    assert selected.named_splits() == {f"{corpus.name}/train": split}
+    assert (selected.held_out, corpus.held_out) == ((), ("validation", "test"))

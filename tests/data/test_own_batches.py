@@ -76,3 +76,15 @@ def test_ignored_target_of_a_validation_batch_counts_not():
     own = OwnBatches(lambda first: iter(()), VOCAB, validation=[changed("targets", -100)])
     [batch] = own.eval_batches("validation", CONFIG).gather()
     assert batch["weights"].sum() == 7
+
+
+def test_arrays_of_checked_batches_are_known():
+    """Batches of tokens may have weights; the arrays of a task are checked."""
+    batches = OwnBatches(lambda first: iter([]), VOCAB)
+    assert not batches.has_known_arrays(CONFIG)
+    assert batches.with_check(lambda batch: batch).has_known_arrays(CONFIG)
+
+
+def test_pairs_cannot_be_learned_from_own_batches():
+    with pytest.raises(UsageError, match="objective=orpo learns from preference pairs, and data=own batches has none"):
+        OwnBatches(lambda first: iter([]), VOCAB).separate_documents(shared.tiny(objective="orpo"))

@@ -13,6 +13,7 @@ from shardformer import optim
 from shardformer.layout import mesh
 from shardformer.model import Model
 from shardformer.model.measuring import Measures
+from shardformer.training.evaluation import Evaluator
 from shardformer.training.example_gradients import ExampleGradients
 from shardformer.training.step import OneProgram, TrainState
 from shardformer.training.trainer import Trainer
@@ -231,8 +232,8 @@ def test_the_norm_that_is_told_is_the_one_that_clips():
 @pytest.mark.slow
 def test_examples_gradients_are_those_of_what_learns():
     frozen, t = shared.trainer(lr_rules="embed=frozen,up*=frozen", mesh="2x1"), shared.trainer(mesh="2x1")
-    gradients = ExampleGradients()
-    gradients.compile(frozen)
+    gradients = ExampleGradients(frozen.config)
+    gradients.prepare(None, Evaluator(frozen, None), None, None)
     told = gradients.read(frozen.init(), frozen.to_devices(shared.batch()))
     squares = numpy(jax.jit(Measures(t.model).example_square_norms)(t.init().params, shared.batch(), t.dropout_key(0)))
     learning = {

@@ -8,7 +8,7 @@ import pytest
 
 from shardformer.errors import RunError
 from shardformer.training import loop
-from shardformer.training.features_on_host import open_features
+from shardformer.training.features_on_host import open_evaluation_features, open_features
 from shardformer.training.host_feature import EndAtNonFinite, GoBack, HostFeature
 from shardformer.training.step import StepMetrics
 from shardformer.training.stop_signal import StopSignal
@@ -28,6 +28,8 @@ def names(**keys) -> list[str]:
         ({"skip_steps": 6.0}, ["SkippedSteps"]),
         ({"grad_metrics": True}, ["ExampleGradients", "EndAtNonFinite"]),
         ({"experts": 4, "bias": "none"}, ["ExpertLoad", "EndAtNonFinite"]),
+        ({"objective": "distill", "teacher": "run"}, ["Teacher", "EndAtNonFinite"]),
+        ({"objective": "orpo"}, ["EndAtNonFinite"]),
     ],
     ids=str,
 )
@@ -38,6 +40,16 @@ def test_only_features_that_are_on_are_opened(keys, expected):
 def test_monitor_opens_its_prompts(tmp_path):
     (tmp_path / "prompts.txt").write_text("the cat\n")
     assert names(eval_prompts=str(tmp_path / "prompts.txt")) == ["Monitor", "EndAtNonFinite"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [({}, []), ({"skip_steps": 6.0}, []), ({"objective": "kto"}, ["PairReferences"])],
+    ids=str,
+)
+def test_evaluation_has_the_feature_of_the_objective(keys, expected):
+    """A feature of the training alone does nothing in an evaluation."""
+    assert [type(feature).__name__ for feature in open_evaluation_features(shared.tiny(**keys))] == expected
 
 
 class Recorder(HostFeature):
@@ -121,7 +133,7 @@ def test_run_goes_back_as_a_feature_asks():
         run.read_unevaluated.return_value = None
         state = mock.MagicMock()
         state.step.__int__.return_value = 0
-        loop.train(run, evaluator, iter([{}] * 3), state, mock.Mock(), StopSignal(), features=(Back(),))
+        loop.train(run, evaluator, iter([{}] * 3), state, mock.Mock(), StopSignal(), features=(Back(config),))
     assert evaluator.corpus.train_batches.call_args.args[1] == 2
     outputs.checkpoints.wait.assert_called_once()
     outputs.checkpoints.save_last_state.assert_not_called()
@@ -130,7 +142,7 @@ def test_run_goes_back_as_a_feature_asks():
 @pytest.mark.parametrize(("name", "saves"), [("loss", True), ("update_norm", False)])
 def test_non_finite_metric_ends_the_run(name, saves):
     """The state is saved unless the step was applied."""
-    feature, outputs = EndAtNonFinite(), mock.Mock()
+    feature, outputs = EndAtNonFinite(None), mock.Mock()
     feature.prepare(None, mock.Mock(), None, None)
     row = {"step": 3, **FINITE._replace(**{name: float("nan")})._asdict()}
     with pytest.raises(RunError, match=f"step 3: {name} is nan"):
@@ -140,4 +152,4 @@ def test_non_finite_metric_ends_the_run(name, saves):
 
 def test_finite_row_is_unchanged():
     row = {"step": 3, **FINITE._asdict()}
-    assert EndAtNonFinite().after_step(row, None, None, None) is row
+    assert EndAtNonFinite(None).after_step(row, None, None, None) is row

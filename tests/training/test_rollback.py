@@ -52,7 +52,7 @@ def test_left_out_step_of_a_task_has_no_number_it_never_had(monkeypatch):
     """A task without an accuracy has None there, as a non-finite number has."""
     verdict = rollback.Verdict(*[0.0] * len(rollback.Verdict._fields))._replace(in_row=1.0)
     monkeypatch.setattr(rollback.Verdict, "read", lambda _: verdict)
-    feature = rollback.SkippedSteps()
+    feature = rollback.SkippedSteps(None)
     feature._file = None
     row = {"step": 3, "loss": 9.0, "accuracy": None, "z_loss": float("inf"), "grad_norm": 1.0}
     read = feature.after_step(row, None, None, None)
