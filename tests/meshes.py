@@ -89,13 +89,14 @@ def run_steps_on_one_device(config: Config):
     return run_steps(config, make_single_trainer(config))
 
 
-def measure_sums(config: Config, batch: dict | None = None):
-    """Returns the sums of an evaluation of a drawn batch."""
+def measure_sums(config: Config, *batches: dict) -> list:
+    """Returns the sums of an evaluation of each of some batches of the same shapes; without any, of a drawn batch."""
     trainer = traced.make_trainer(config)
-    batch = verify_exact.draw_batch(trainer) if batch is None else batch
+    batches = batches or (verify_exact.draw_batch(trainer),)
     params = verify_exact.store(trainer, verify_exact.draw_parameters(config))
-    shapes = trainer.model.shapes, verify_exact.describe(batch)
-    return exact.run(trainer.model.sums, params, batch, shapes=shapes).outputs
+    shapes = trainer.model.shapes, verify_exact.describe(batches[0])
+    sums = jax.jit(trainer.model.sums, inline=True)  # is traced for the first batch only
+    return [exact.run(sums, params, batch, shapes=shapes).outputs for batch in batches]
 
 
 def assert_equal_sums(config: Config) -> None:
