@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from shardformer import exact
 from shardformer.analysis import dense_reference, traced
@@ -52,7 +53,7 @@ def verify_exactly(config: Config, memory: float = 8e9, begin: Callable[[str], N
         memory: the bytes that arrays may take.
         begin: is called with the name of each of the PARTS.
     """
-    sharded, single = traced.make_trainer(config), traced.make_trainer(on_one_device(config))
+    sharded, single = make_trainer(config), make_trainer(on_one_device(config))
     params, batch, key = draw_parameters(config), draw_batch(sharded), draw_key(config)
     begin(PARTS[0])
     try:
@@ -73,6 +74,13 @@ def verify_exactly(config: Config, memory: float = 8e9, begin: Callable[[str], N
     return [*rows, *compare_states(after, run_steps(single, params, [batch] * STEPS, memory=memory))]
 
 
+def make_trainer(config: Config) -> Trainer:
+    """Returns a trainer without devices, whose gradient is traced once for its own program and for that of a step."""
+    trainer = traced.make_trainer(config)
+    trainer.model.loss_and_grad = jax.jit(trainer.model.loss_and_grad, inline=True)  # type: ignore[method-assign]
+    return trainer
+
+
 def has_dense_reference(config: Config) -> bool:
     """Returns whether the dense reference computes this configuration."""
     known = not dense_reference.find_missing(config)
@@ -82,7 +90,8 @@ def has_dense_reference(config: Config) -> bool:
 def compute_gradients(trainer: Trainer, params, batch, key, **options) -> Result:
     """Returns the loss and the gradients of a trainer's program on its mesh."""
     model = trainer.model
-    shapes = model.shapes, describe(batch) | model.constant_shapes(), describe(key)
+    key_shape = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=model.sharding(P()))  # as in a step
+    shapes = trainer.abstract.params, describe(batch) | model.constant_shapes(), key_shape
     run = exact.run(model.loss_and_grad, store(trainer, params), batch, key, shapes=shapes, **options)
     losses, gradients = run.outputs
     return Result(losses.loss, gradients, run)

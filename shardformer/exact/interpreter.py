@@ -7,17 +7,17 @@ random bits are bitwise those of XLA.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import jax
 import numpy as np
-from jax.extend import core
 from numpy import ndarray
 
 from shardformer.errors import RunError, UsageError
-from shardformer.exact import elementwise, jaxprs, movement, products, random_bits, reductions  # noqa: F401
+from shardformer.exact import elementwise, jaxprs, movement, products, reductions  # noqa: F401
 from shardformer.exact.lockstep import Collectives, Mesh, find_differing, join, split
 from shardformer.exact.operations import RULES, Operation, is_float, own_axes, working_dtype
+from shardformer.exact.prepared import Step, add_mesh_axes, prepare, widen
 from shardformer.exact.source_lines import find_line
 from shardformer.tables import format_bytes
 
@@ -96,14 +96,6 @@ def _describe(leaf) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(np.shape(leaf), dtype if is_key else jax.dtypes.canonicalize_dtype(dtype))
 
 
-def widen(value, dtype) -> ndarray:
-    """Returns a value as an array in the dtype that rules compute in."""
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) and not isinstance(value, ndarray):
-        words = np.asarray(jax.random.key_data(value))
-        return random_bits.make_key(words[..., 0], words[..., 1])
-    return np.asarray(value).astype(working_dtype(dtype), copy=False)
-
-
 class Interpreter:
     """The walk through a program. `mesh` arguments are the axes of the shard_maps around an operation."""
 
@@ -116,7 +108,6 @@ class Interpreter:
         self._rounds, self._memory, self._live = floats == "stored", memory, 0
         self._watch, self._change = watch, change
         self._running: list = []  # the equations around the running one, and this one
-        self._last_uses: dict[Any, dict[int, list]] = {}  # of the variables of each jaxpr
 
     @property
     def wire(self) -> list[Sent]:
@@ -127,58 +118,43 @@ class Interpreter:
         """Runs a jaxpr with its constants."""
         jaxpr, constants = (closed.jaxpr, closed.consts) if hasattr(closed, "consts") else (closed, [])
         values = [
-            _add_mesh_axes(widen(value, variable.aval.dtype), mesh)
+            add_mesh_axes(widen(value, variable.aval.dtype), mesh)
             for value, variable in zip(constants, jaxpr.constvars, strict=True)
         ]
         return self.run_jaxpr(jaxpr, values, arrays, mesh)
 
     def run_jaxpr(self, jaxpr, constants: list[ndarray], arrays: list[ndarray], mesh: Mesh) -> list[ndarray]:
         """Runs equation after equation, and frees an array after its last use."""
-        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *arrays], strict=True))
-        last_use = self._last_uses.get(jaxpr) or self._last_uses.setdefault(jaxpr, _find_last_uses(jaxpr))
-
-        def read(atom) -> ndarray:
-            if isinstance(atom, core.Literal):
-                dtype = atom.aval.dtype  # type: ignore[attr-defined]
-                # JAX may keep a Python number with more digits than the program has.
-                return _add_mesh_axes(widen(np.asarray(atom.val, dtype), dtype), mesh)
-            return values[atom]
-
+        program = prepare(jaxpr, choose_runner)
+        values = program.start(mesh)
+        values.update(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *arrays], strict=True))
         held: dict[Any, int] = {}  # the bytes of results
-        for number, equation in enumerate(jaxpr.eqns):
-            results = self.run_equation(equation, [read(atom) for atom in equation.invars], mesh)
-            for variable, result in zip(equation.outvars, results, strict=True):
+        for step in program.steps:
+            results = self.run_equation(step, [values[name] for name in step.inputs], mesh)
+            for variable, result in zip(step.equation.outvars, results, strict=True):
                 values[variable], held[variable] = result, _count_bytes(result)
                 self._live += held[variable]
-            self._check_memory(equation)
-            for variable in last_use.get(number, ()):
+            if self._live > self._memory:
+                self._reject_size(step.equation)
+            for variable in step.last_uses:
                 values.pop(variable)
                 self._live -= held.pop(variable, 0)
         self._live -= sum(held.values())  # the caller counts them again
-        return [read(atom) for atom in jaxpr.outvars]
+        return [values[name] for name in program.outputs]
 
-    def _check_memory(self, equation) -> None:
-        if self._live > self._memory:
-            raise RunError(
-                f"the program's arrays take {format_bytes(self._live)} at {self._find_line(equation)}, and "
-                f"{format_bytes(int(self._memory))} are allowed; raise the limit, or take a smaller model or mesh"
-            )
+    def _reject_size(self, equation) -> NoReturn:
+        raise RunError(
+            f"the program's arrays take {format_bytes(self._live)} at {self._find_line(equation)}, and "
+            f"{format_bytes(int(self._memory))} are allowed; raise the limit, or take a smaller model or mesh"
+        )
 
-    def run_equation(self, equation, inputs: list[ndarray], mesh: Mesh) -> list[ndarray]:
+    def run_equation(self, step: Step, inputs: list[ndarray], mesh: Mesh) -> list[ndarray]:
         """Returns the results of one equation on all devices."""
+        equation = step.equation
         if self._watch:
             self._watch(equation)
-        name = equation.primitive.name
         self._running.append(equation)
-        control_flow = CONTROL_FLOW.get(name)
-        if control_flow:
-            results = control_flow(self, equation, inputs, mesh)
-        elif name in jaxprs.COLLECTIVES or name == "axis_index":
-            results = self.communicate(equation, inputs, mesh)
-        elif (function := jaxprs.called_closed(equation)) is not None:
-            results = self.run_closed(function, inputs, mesh)
-        else:
-            results = self.apply_rule(equation, inputs, mesh)
+        results = step.run(self, equation, inputs, mesh)
         self._running.pop()
         if self._change:
             results = self._change(equation, inputs, results, mesh)
@@ -189,31 +165,29 @@ class Interpreter:
         lines = map(find_line, [equation, *reversed(self._running)])
         return next((line for line in lines if line != "?"), "?")
 
-    def apply_rule(self, equation, inputs: list[ndarray], mesh: Mesh) -> list[ndarray]:
-        """Applies the rule of an operation."""
-        name = equation.primitive.name
-        if name not in RULES:
-            raise UsageError(
-                f"the exact interpreter has no rule for the operation {name}, which {self._find_line(equation)} uses; "
-                "please report it, or run the program with devices"
-            )
-        inputs_avals = tuple(atom.aval for atom in equation.invars)
-        outputs = tuple(variable.aval for variable in equation.outvars)
-        operation = Operation(name, equation.params, inputs_avals, outputs, mesh)
+    def apply_rule(self, operation: Operation, equation, arrays: list[ndarray]) -> list[ndarray]:
+        """Returns the results of the rule of an operation."""
         try:
-            results = RULES[name](operation, *inputs)
+            results = RULES[operation.name](operation, *arrays)
         except NotImplementedError as error:
-            line = self._find_line(equation)
-            raise UsageError(f"the exact interpreter cannot run {name} with {error}; {line} uses it") from None
-        results = list(results) if isinstance(results, (tuple, list)) else [results]
-        return [self._store(each, aval, equation, mesh) for each, aval in zip(results, outputs, strict=True)]
+            raise UsageError(
+                f"the exact interpreter cannot run {operation.name} with {error}; {self._find_line(equation)} uses it"
+            ) from None
+        results = results if isinstance(results, (tuple, list)) else (results,)
+        return [self._store(x, aval, equation, operation.mesh)
+                for x, aval in zip(results, operation.outputs, strict=True)]  # fmt: skip
+
+    def reject(self, equation, inputs: list[ndarray], mesh: Mesh) -> NoReturn:
+        """Raises UsageError for an operation without a rule."""
+        raise UsageError(
+            f"the exact interpreter has no rule for the operation {equation.primitive.name}, which "
+            f"{self._find_line(equation)} uses; please report it, or run the program with devices"
+        )
 
     def _store(self, result, aval, equation, mesh: Mesh) -> ndarray:
         """Returns a result in its dtype, rounded to what the program stores if `floats` is "stored"."""
-        result = np.asarray(result)
         wanted = working_dtype(aval.dtype)
-        if result.dtype != wanted:
-            result = result.astype(wanted)
+        result = np.asarray(result, wanted)
         if self._rounds and is_float(aval.dtype):
             result = result.astype(aval.dtype).astype(wanted)
         own = result.shape[len(mesh) :]
@@ -322,7 +296,7 @@ class Interpreter:
         platforms = equation.params["platforms"]
         named = [i for i, names in enumerate(platforms) if names is not None and "cpu" in names]
         default = [i for i, names in enumerate(platforms) if names is None]
-        return [_add_mesh_axes(np.asarray([*default, *named][0], np.int32), mesh)]
+        return [add_mesh_axes(np.asarray([*default, *named][0], np.int32), mesh)]
 
     def run_linear_solve(self, equation, inputs: list[ndarray], mesh: Mesh) -> list[ndarray]:
         """Runs the given solver; the products that it inverts serve gradients only."""
@@ -355,6 +329,29 @@ CONTROL_FLOW: dict[str, Callable] = {
     "pdot": Interpreter.run_named_product,
 }
 
+
+def choose_runner(equation) -> Callable:
+    """Returns the function (interpreter, equation, inputs, mesh) -> results of an equation."""
+    name, params = equation.primitive.name, equation.params
+    if name in CONTROL_FLOW:
+        return CONTROL_FLOW[name]
+    if name in jaxprs.COLLECTIVES or name == "axis_index":
+        return Interpreter.communicate
+    if (function := jaxprs.called_closed(equation)) is not None:
+        return lambda interpreter, _, inputs, mesh: interpreter.run_closed(function, inputs, mesh)
+    if name not in RULES:
+        return Interpreter.reject
+    inputs = tuple(atom.aval for atom in equation.invars)
+    outputs = tuple(variable.aval for variable in equation.outvars)
+    if name == "pvary":  # a quarter of a program's equations
+        return lambda interpreter, equation, inputs, mesh: inputs
+
+    def apply(interpreter: Interpreter, equation, arrays: list[ndarray], mesh: Mesh) -> list[ndarray]:
+        return interpreter.apply_rule(Operation(name, params, inputs, outputs, mesh), equation, arrays)
+
+    return apply
+
+
 REDUCTIONS: dict[str, np.ufunc] = {"pmax": np.maximum, "pmin": np.minimum}  # all others add
 
 
@@ -371,11 +368,6 @@ def _communicate(collectives: Collectives, name: str, p: dict, x: ndarray) -> nd
     return collectives.permute(x, p["perm"])
 
 
-def _add_mesh_axes(x: ndarray, mesh: Mesh) -> ndarray:
-    """Returns a value that is the same on all devices."""
-    return x.reshape((*[1] * len(mesh), *x.shape))
-
-
 def _where(which: ndarray, new: ndarray, old: ndarray, rank: int) -> ndarray:
     """Chooses between the results of devices."""
     return np.where(which.reshape((*which.shape, *[1] * rank)), new, old)
@@ -387,21 +379,6 @@ def _stack(arrays: list, aval, k: int) -> ndarray:
         return np.zeros((*[1] * k, *aval.shape), working_dtype(aval.dtype))
     prefix = np.broadcast_shapes(*(x.shape[:k] for x in arrays))
     return np.stack([np.broadcast_to(x, (*prefix, *x.shape[k:])) for x in arrays], axis=k)
-
-
-def _find_last_uses(jaxpr) -> dict[int, list]:
-    """Returns the variables that no equation after each one reads."""
-    outputs = {v for v in jaxpr.outvars if not isinstance(v, core.Literal)}
-    last: dict[Any, int] = {}
-    for number, equation in enumerate(jaxpr.eqns):
-        for variable in (*equation.invars, *equation.outvars):
-            if not isinstance(variable, core.Literal):
-                last[variable] = number
-    result: dict[int, list] = {}
-    for variable, number in last.items():
-        if variable not in outputs:
-            result.setdefault(number, []).append(variable)
-    return result
 
 
 def _count_bytes(x: ndarray) -> int:

@@ -319,7 +319,8 @@ def count_nothing(model, params, rows, dropout_key) -> None:
 
 def run_in_sequence(function: Callable, batch: dict, accumulator=AccumulationType.MEAN, *, count: int):
     """Returns the accumulated results of `count` microbatches of a batch, which run in sequence."""
-    return microbatch(function, 0, count_rows(batch) // count, accumulator)(batch)
+    traced_once = jax.jit(function, inline=True)  # optax asks for its shapes, then calls it in a loop
+    return microbatch(traced_once, 0, count_rows(batch) // count, accumulator)(batch)
 
 
 def count_rows(batch: dict) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from shardformer.analysis import dense_reference as reference
-from tests import asserts, meshes, shared
+from tests import asserts, meshes, shared, tiers
 
 STEPS = 20
 F32 = {"loss": 1e-6, "gradient": 1e-5, "after 20 steps": 1e-4}
@@ -55,7 +55,7 @@ TOKENS_SPLIT = (
     ("4x2", "bfloat16", {"zero": 1}),
 )
 # Rows that are compiled as well; the second has every feature that the first lacks.
-COMPILED = (("4x2", DEFAULTS), ("2x4", EVERYTHING))
+COMPILED = (("4x2", DEFAULTS), ("2x4", EVERYTHING))  # the short tier has the first
 COMPILED_SLOWLY = (
     ("4x2", "bfloat16", {}),
     ("2x4", EVERYTHING, {"zero": 1, "accum": 2, "sequence_parallel": True}),
@@ -106,7 +106,7 @@ def test_tokens_split_over_mp_equal_one_device(mesh, words, options):
     meshes.assert_equals_one_device(mesh=mesh, sequence_parallel=True, **overrides_of(words) | options)
 
 
-@pytest.mark.parametrize(("mesh", "words"), COMPILED)
+@pytest.mark.parametrize(("mesh", "words"), tiers.shorten(COMPILED))
 def test_compiled_mesh_gives_the_numbers_of_one_device(mesh, words):
     compare_with_one_device(mesh, words)
 

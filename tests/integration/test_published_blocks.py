@@ -38,10 +38,8 @@ ROWS = [
     ("qwen", "4x2", {"sequence_parallel": True, "zero": 3}),
     ("gemma", "1x8", {"sequence_parallel": True, "loss_chunk": 5, "remat": "dots"}),
     ("gemma", "2x2x2", {"accum": 2, "remat": "full", "dropout": 0.1}),
-    ("olmo", "1x8", {}),
     ("olmo", "2x4", {"sequence_parallel": True, "zero": 1, "accum": 2}),
     ("olmo", "4x2", ADAPTERS),
-    ("qwen", "2x2x2", {"kv_heads": 1, "accum": 2}),
     ("stablelm", "2x4", {"scan": False}),
     ("bloom", "2x4", {"sequence_parallel": True, "zero": 3, "attention": "blocks"}),
     ("bloom", "dp2.cp2.mp2", {}),
@@ -56,7 +54,7 @@ def test_block_equals_one_device_and_the_plain_model(name, mesh, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "mesh", "options"), [ROWS[1], ROWS[4]])
+@pytest.mark.parametrize(("name", "mesh", "options"), [ROWS[1], ROWS[3]])
 def test_compiled_block_equals_the_plain_model(name, mesh, options):
     t = shared.trainer(mesh=mesh, **BLOCKS[name] | options)
     params = perturb(shared.drawn(t.config, 0))
@@ -91,7 +89,7 @@ WRONG = [
 @pytest.mark.parametrize(("name", "changes"), WRONG)
 def test_each_key_changes_the_plain_models_numbers(name, changes):
     config = shared.tiny(mesh="1x1", **BLOCKS[name])
-    params = perturb(shared.drawn(config, 0))
+    params = verify_exact.draw_parameters(config)
     tokens = shared.batch()["tokens"]
     got, expected = (meshes.compute_logits(c, params, tokens) for c in (config.replace(**changes), config))
     assert asserts.relative(got, expected) > 1e-3

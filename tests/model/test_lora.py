@@ -158,8 +158,8 @@ EVERY = {"lora_rank": 2, "lora_targets": "q,o:3,down:1", "lora_dropout": 0.4}
 @pytest.mark.parametrize(
     "keys",
     [
-        {"mesh": "2x4"},
-        {"mesh": "4x2", "zero": 3, "accum": 2, "rslora": True},
+        {"mesh": "2x4", "zero": 3},
+        {"mesh": "4x2", "zero": 1, "accum": 2, "rslora": True},
         {"mesh": "dp2.cp2.mp2", "sequence_parallel": True},
         {"mesh": "2x2x2", "accum": 2},
     ],

@@ -99,7 +99,7 @@ def distance(config, compute=compute_sharded) -> tuple[float, float, float]:
 @pytest.mark.parametrize(("keys", "changes"), CASES, ids=str)
 def test_divergence_is_exactly_that_of_full_logits(teacher, keys, changes):
     assert max(distance(make_config(teacher, keys, **changes))) <= 1e-8  # a temperature is a constant of float32
-    meshes.assert_exact(meshes.find_differences(make_config(teacher, keys, **changes)))
+    meshes.assert_exact(meshes.find_differences(make_config(teacher, keys, **changes), with_steps=False))
 
 
 @pytest.mark.slow

@@ -56,10 +56,10 @@ def run_exactly(case: str, **changes) -> verify_exact.Result:
 
 @pytest.mark.parametrize("case", CASES)
 def test_split_pairs_equal_one_device(case):
-    expected = run_exactly(case)
-    for changes in SPLIT:
-        if case != "kto" or "documents" not in changes:
-            meshes.assert_exact(verify_exact.compare(run_exactly(case, **changes), expected, f"one device, {changes}"))
+    """Every other case on every other mesh; kto has no masked documents."""
+    expected, first = run_exactly(case), 1 if case == "kto" else list(CASES).index(case) % 2
+    for changes in SPLIT if case == "dpo_sft" else SPLIT[first::2]:
+        meshes.assert_exact(verify_exact.compare(run_exactly(case, **changes), expected, f"one device, {changes}"))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -11,7 +11,7 @@ import pytest
 
 from shardformer import Config, Session
 from shardformer.analysis import verify_exact
-from tests import meshes
+from tests import meshes, tiers
 
 EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
 SETTINGS = {
@@ -61,11 +61,20 @@ def test_bias_that_each_shard_adds_is_found():
     assert "loss" in {row.name for row in rows if not row.passes}
 
 
-@pytest.mark.parametrize(
-    "mesh", [pytest.param("1x1", marks=pytest.mark.slow), "4x2", pytest.param("2x4", marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize("name", EVERY)
+# The short tier trains the example that takes a few seconds.
+@pytest.mark.parametrize("mesh", tiers.shorten(["4x2", "1x1", "2x4"]))
+def test_digits_train_to_their_number_and_resume_bitwise(tmp_path, mesh):
+    assert_trains_and_resumes(tmp_path, "digits", mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", EVERY[1:])
 def test_trains_to_its_number_and_resumes_bitwise(tmp_path, name, mesh):
+    assert_trains_and_resumes(tmp_path, name, mesh)
+
+
+def assert_trains_and_resumes(tmp_path, name, mesh) -> None:
     steps, saved = SETTINGS[name]["steps"], SETTINGS[name]["steps"] - 10
     keys = {"save_every": saved, "keep": 9, "eval_every": steps, "out": str(tmp_path / "run")}
     trained = Session.create(settings(name, mesh, **keys), task=make_task(name)).train()
