@@ -176,7 +176,7 @@ class Session:
             if lock:
                 stack.enter_context(_importing("shardformer.logs.curves"))
             if self.is_new:  # check a second time: another run may have started and ended there while this one waited
-                processes.run_on_first_process(run.refuse_to_overwrite)
+                processes.run_on_first_process(run.claim_folder)
             log_lines(start_messages.describe_start(run, self.corpus, trainer.model))
             early = None
             is_one_program = run.config.training.accum_mode == "scan"

@@ -166,6 +166,36 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(copied, left):
         copied.refuse_to_overwrite()
 
 
+@pytest.fixture
+def failed(tmp_path):
+    """A run whose start failed in its first step, in a folder with a file of the user's."""
+    run = Run.create(shared.tiny(vocab=0, out=str(tmp_path)), CORPUS)
+    run.write_documents()
+    (tmp_path / "metrics.csv").write_text("step,loss\n")
+    for name in ("special_tokens.json", "notes.json"):
+        (tmp_path / name).write_text("{}")
+    return run
+
+
+def test_a_start_that_failed_before_its_first_step_is_replaced(failed):
+    failed.refuse_to_overwrite()
+    assert (failed.out / "config.json").exists()  # until the folder is locked
+    failed.claim_folder()
+    assert {path.name for path in failed.out.iterdir()} == {"metrics.csv", "notes.json"}
+
+
+@pytest.mark.parametrize("kept", ["row", "cut row", "step_00000001", "step_00000001.damaged", "references"])
+def test_a_run_with_anything_to_keep_is_not_replaced(failed, kept):
+    if kept.endswith("row"):
+        (failed.out / "metrics.csv").write_text("step,loss\n1,2.5\n"[: -2 if kept == "cut row" else None])
+    else:
+        (failed.out / kept).mkdir()
+    for start in (failed.refuse_to_overwrite, failed.claim_folder):
+        with pytest.raises(UsageError, match="already holds a run"):
+            start()
+    assert (failed.out / "special_tokens.json").exists()
+
+
 def test_a_folder_with_other_things_or_none_is_free(tmp_path):
     (tmp_path / "notes.txt").touch()
     for out in (tmp_path, tmp_path / "new"):
