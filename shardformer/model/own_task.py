@@ -156,6 +156,7 @@ def _trace(task: Task, count: int, mesh_axes: tuple[tuple[str, int], ...]) -> tu
     def trace(batch):
         params = function.init(key, _add_examples(batch))
         metrics.update(function.apply(params, key, _add_examples(batch))[1])
+        _check_without_key(task, function, params, _add_examples(batch))
         return jax.tree.map(lambda p: p[None], params)
 
     shapes = find_batch_shapes(task, count)
@@ -165,6 +166,17 @@ def _trace(task: Task, count: int, mesh_axes: tuple[tuple[str, int], ...]) -> tu
     local = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stacked)
     _check_parameters(task, local)
     return local, {name: np.shape(value) for name, value in metrics.items()}
+
+
+def _check_without_key(task: Task, function: hk.Transformed, params: dict, batch: dict) -> None:
+    """Raises UsageError if a loss that can be computed with a key cannot without one, as an evaluation computes it."""
+    try:
+        function.apply(params, None, batch)
+    except Exception as error:  # of Haiku, or of the user's code
+        raise UsageError(
+            f"the loss of {name_task(task)} draws random numbers where it has no key, in an evaluation: use "
+            "hk.maybe_next_rng_key(), and draw none where that is None"
+        ) from error
 
 
 def _check_parameters(task: Task, shapes: dict) -> None:

@@ -98,9 +98,14 @@ def test_wrong_loss_is_rejected(methods, message):
         jax.eval_shape(trainer.model.loss_and_grad, trainer.model.shapes, batch, jax.ShapeDtypeStruct((2,), "uint32"))
 
 
+def drop(parts, key):
+    return parts if key is None else hk.dropout(key, 0.5, parts)
+
+
 @pytest.mark.parametrize(
     ("methods", "message"),
     [
+        ({"join": lambda parts: drop(lax.psum(parts, "mp"), hk.next_rng_key())}, r"use hk\.maybe_next_rng_key\(\)"),
         ({"measure": lambda batch, logits: {"loss": logits.mean()}}, "the metric 'loss' has the shape"),
         ({"measure": lambda batch, logits: {"logits": logits}}, r"the metric 'logits' has the shape \(4, 3\); give sc"),
         ({"rows": lambda: {"examples": np.zeros(2)}}, "rows of Changed has examples; give others"),
@@ -113,6 +118,10 @@ def test_wrong_loss_is_rejected(methods, message):
 def test_module_that_no_run_can_train_is_rejected(methods, message):
     with pytest.raises(UsageError, match=message):
         make_model(Changed(**methods))
+
+
+def test_loss_may_draw_where_it_has_a_key():
+    make_model(Changed(join=lambda parts: drop(lax.psum(parts, "mp"), hk.maybe_next_rng_key())))
 
 
 def test_name_of_the_language_model_is_rejected():
