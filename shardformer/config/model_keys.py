@@ -13,6 +13,7 @@ WITH_ROTARY = UsedIf(lambda model: model.rotates, "without positions=rotary")
 
 
 ACTIVATIONS, NORMS, POSITIONS = "kernels/activations.py", "shards/norm.py", "shards/positions.py"
+POSITION_PARAMETERS = ("position_BT", "distance_TS", "long_rows")
 _LATE = ("up", "down", "norm", "head")
 BIASES: dict[str, tuple[str, ...]] = {
     "none": (),
@@ -255,6 +256,12 @@ class ModelKeys(KeyGroup):
         self._check_window()
 
     def _check_positions(self) -> None:
+        encodes = self.embeds_positions or self.biased_by_distance or self.rotates
+        require(
+            encodes or self.positions == "none",
+            f"positions={self.positions} has no parameter of {', '.join(POSITION_PARAMETERS)}, so it would encode "
+            f"nothing; name one of them in {POSITIONS}",
+        )
         require(self.rotary_theta > 1, f"rotary_theta must be above 1, got {self.rotary_theta}")
         require(
             not (self.longest_short_row and (self.window_rotary_theta or "n" in self.window_pattern)),

@@ -86,6 +86,14 @@ def test_function_that_forgets_its_shard_is_noticed(monkeypatch):
     assert max(row.relative for row in rows) > 1e-3
 
 
+def test_positions_without_a_known_parameter_are_rejected(monkeypatch):
+    read = registries.read_parameters(FIELDS["positions"].metadata["registry"])
+    monkeypatch.setitem(read, "misspelt", ("config", "distances_TS"))
+    with pytest.raises(UsageError, match="positions=misspelt has no parameter of position_BT, distance_TS, long_rows"):
+        shared.tiny(positions="misspelt")
+    assert shared.tiny(positions="none").model.positions == "none"
+
+
 def test_dense_reference_names_what_it_lacks():
     config = shared.tiny(mesh="1x1", positions="kerple")
     assert not verify_exact.has_dense_reference(config)
