@@ -1,7 +1,8 @@
 """What the package tells its user while it works, by Python's logging.
 
 `log.info` goes to standard output, of the first process only; `log.warning` to standard error. A notebook silences both
-by `logging.getLogger("shardformer").setLevel("ERROR")`, or puts a handler of its own in place of `log.handlers[0]`.
+by `logging.getLogger("shardformer").setLevel("ERROR")`, before or after the import, or puts a handler of its own in
+place of `log.handlers[0]`.
 """
 
 import contextlib
@@ -35,7 +36,8 @@ def is_first_process() -> bool:
 log = logging.getLogger("shardformer")
 _printer = _Printer()
 log.addHandler(_printer)
-log.setLevel(logging.INFO)
+if log.level == logging.NOTSET:  # else the user's, of before this import
+    log.setLevel(logging.INFO)
 log.propagate = False  # else a handler of the root would print each message a second time
 
 

@@ -1,8 +1,10 @@
 """What the package tells its user: where it is printed, and how a program silences or takes it."""
 
 import logging
+import runpy
 
 import jax
+import pytest
 
 from shardformer import messages
 from shardformer.messages import log
@@ -30,6 +32,17 @@ def test_a_level_silences(capsys):
     finally:
         log.setLevel("INFO")
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("before", "after"), [("ERROR", "ERROR"), ("NOTSET", "INFO")])
+def test_a_level_of_before_the_import_stays(monkeypatch, before, after):
+    monkeypatch.setattr(log, "handlers", list(log.handlers))
+    log.setLevel(before)
+    try:
+        runpy.run_path(messages.__file__)
+        assert logging.getLevelName(log.level) == after
+    finally:
+        log.setLevel("INFO")
 
 
 def test_a_root_handler_prints_no_second_time(capsys):
