@@ -14,10 +14,14 @@ from shardformer.layout import specs
 from shardformer.optim import rules
 
 
-def format_splits(parameters, config: Config) -> str:
-    """Formats every parameter's name, global shape, spec and one device's part; the last row adds up."""
+def find_splits(parameters, config: Config) -> dict:
+    """Returns the spec of every parameter of the language model."""
     by_name = specs.parameter_specs(parameters, config)
-    split = specs.split_over_dp(by_name, specs.zero_dimensions(parameters, by_name, config), config)
+    return specs.split_over_dp(by_name, specs.zero_dimensions(parameters, by_name, config), config)
+
+
+def format_splits(parameters, split: dict, config: Config) -> str:
+    """Formats every parameter's name, global shape, spec and one device's part; the last row adds up."""
     rows, total = [], 0
     for module, leaves in parameters.items():
         for name, leaf in leaves.items():

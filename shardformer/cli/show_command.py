@@ -4,7 +4,7 @@ from pathlib import Path
 
 from shardformer import storage
 from shardformer.analysis import parameter_tables
-from shardformer.analysis.memory import format_device_bytes
+from shardformer.analysis.memory import format_device_bytes, make_trainer
 from shardformer.cli.arguments import parse_preset, say
 from shardformer.config import Config, parsing
 from shardformer.devices.chips import CHIPS, CPU, describe_chip
@@ -28,21 +28,35 @@ def show(arguments: list[str]) -> None:
         settings = Run.open(arguments[0], parsing.parse_overrides(arguments[1:], Config)).config
     else:
         settings = parse_preset(arguments)
-    settings = settings.replace(
-        vocab=settings.model.vocab or 65, accum=settings.training.accum or settings.parallel.pp
-    )  # tiny_shakespeare's
+    settings = settings.replace(accum=settings.training.accum or settings.parallel.pp)
     if settings.parallel.mesh == "auto":
         settings = settings.replace(mesh="1x1")
     mesh.use_cpu_devices(1)
-    say(settings.to_json())
+    describe = describe_language_model if settings.objective.is_language_model else describe_task
+    say(describe(settings.replace(vocab=settings.model.vocab or 65)))  # tiny_shakespeare's
+
+
+def describe_language_model(settings: Config) -> str:
+    """Formats the settings of a language model, its parameters, bytes and choices."""
     parameters = Model.abstract_parameters(settings)
-    tables = [parameter_tables.format_splits(resolve(settings).weights.store(parameters), settings)]
+    stored = resolve(settings).weights.store(parameters)
+    splits = parameter_tables.find_splits(stored, settings)
+    tables = [settings.to_json().rstrip(), parameter_tables.format_splits(stored, splits, settings)]
     trained = lora.select_trainable(parameters, settings)
     if settings.optimizer.lr_rules:
         tables.append(parameter_tables.format_rules(trained, settings))
     tables += [format_device_bytes(settings), format_choices(settings)]
-    say("\n\n".join(tables) + "\n")
-    say(parameter_count(parameters, trained) + flops.describe_active(settings))
+    return "\n\n".join(tables) + f"\n\n{parameter_count(parameters, trained)}{flops.describe_active(settings)}"
+
+
+def describe_task(settings: Config) -> str:
+    """Formats the settings of a user's task, its parameters and bytes."""
+    model = make_trainer(settings).model
+    tables = [settings.to_json().rstrip(), parameter_tables.format_splits(model.shapes, model.specs, settings)]
+    if settings.optimizer.lr_rules:
+        tables.append(parameter_tables.format_rules(model.shapes, settings))
+    tables += [format_device_bytes(settings), parameter_count(model.shapes, model.shapes)]
+    return "\n\n".join(tables)
 
 
 def format_choices(config: Config) -> str:

@@ -1,6 +1,7 @@
 """`train task=FILE.py:NAME`: a user's module from the shell, which each start names and no run stores."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -89,3 +90,17 @@ def test_task_cannot_replace_the_model_of_a_run(finished_run):
 def test_verification_of_a_task(capsys):
     assert main(["verify", TASK, "mesh=2x2", "batch=8", "warmup=0"]) == 0
     assert "sharded equals one device" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("of_run", [False, True])
+def test_show_describes_the_parameters_of_a_task(trained, capsys, of_run):
+    words = [str(trained), TASK] if of_run else [TASK, *KEYS, "mesh=2x2", "zero=1"]
+    assert main(["show", *words]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"~/up +8x16 .*'mp'.* 4x8", shown)
+    assert "transformer" not in shown
+
+
+def test_show_of_a_run_asks_for_its_task(trained, capsys):
+    assert main(["show", str(trained)]) == 2
+    assert "this run trains a task of yours" in capsys.readouterr().err
