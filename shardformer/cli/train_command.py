@@ -1,7 +1,6 @@
 """`train`: starts a new run or resumes one."""
 
 import contextlib
-import shlex
 
 from shardformer import storage
 from shardformer.cli.arguments import parse_keys, parse_preset, run_folder, say, say_text
@@ -95,7 +94,7 @@ def _parse_resume(before: list[str], arguments: list[str]) -> tuple:
 
 def say_how_to_resume(run: Run) -> None:
     """Prints the command that continues a stopped run."""
-    say(f"resume with: python -m shardformer train --resume {shlex.quote(str(run.out))}")
+    say(f"resume with: python -m shardformer train --resume {run.resume_arguments}")
 
 
 def finish(trained: Trained, stop: StopSignal) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -14,6 +15,7 @@ import numpy as np
 from shardformer import checkpoint, config, data, storage
 from shardformer.checkpoint import Lock, StoredLeaf, manifest
 from shardformer.config import ARCHITECTURE, FIXED_ON_RESUME, Config
+from shardformer.config.registries import names_code
 from shardformer.data import Data, SpecialTokens, Vocabulary
 from shardformer.devices import processes
 from shardformer.errors import RunError, UsageError
@@ -69,6 +71,12 @@ class Run:
         """The records as they were when the run was opened; for a bucket, a local copy of them."""
         return storage.reading_folder(self.out)
 
+    @property
+    def resume_arguments(self) -> str:
+        """The folder, and the code of the user that this start names, as arguments of `train --resume`."""
+        named = ((name, self.config.get(name)) for name in ("task", "optimizer", "reward"))
+        return shlex.join([str(self.out), *(f"{name}={value}" for name, value in named if names_code(value))])
+
     @staticmethod
     def create(config: Config, corpus: Data) -> "Run":
         """Makes a new run on this corpus, with the vocabulary of its base if it has one; writes nothing yet."""
@@ -113,7 +121,7 @@ class Run:
         has_run = (self.out / "config.json").exists() or checkpoint.newest_step_folder(self.out)
         if has_run and not failed_before_first_step(self.out):
             raise UsageError(
-                f"{self.out} already holds a run; go on with `train --resume {self.out}`, "
+                f"{self.out} already holds a run; go on with `train --resume {self.resume_arguments}`, "
                 "or give the new one another out="
             )
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import shutil
 
 import jax
@@ -164,6 +165,16 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(copied, left):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     with pytest.raises(UsageError, match="already holds a run; go on with `train --resume"):
         copied.refuse_to_overwrite()
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [({"optimizer": "my files.py:lion"}, " 'optimizer=my files.py:lion'"), ({"optimizer": "adamw"}, "")],
+)
+def test_command_for_going_on_names_the_code_of_the_start(copied, keys, named):
+    config = copied.config.replace(**keys, out=str(copied.out))
+    with pytest.raises(UsageError, match=re.escape(f"`train --resume {copied.out}{named}`")):
+        dataclasses.replace(copied, config=config).refuse_to_overwrite()
 
 
 @pytest.fixture
