@@ -225,7 +225,8 @@ class Trained:
         step, params = self.run.restore_params(self.evaluator.trainer.model, self.best.step)
         losses = self.evaluator.evaluate_splits(self.evaluator.corpus.held_out, params, is_stopped)
         if jax.process_index() == 0:
-            report = {"step": step} | {split: result.to_record() for split, result in losses.items()}
+            unit = "tokens" if self.run.config.objective.is_language_model else "rows"
+            report = {"step": step} | {split: result.to_record(unit) for split, result in losses.items()}
             with replacing(self.run.records / "final.json") as temporary:
                 temporary.write_text(json.dumps(report, indent=2) + "\n")
             storage.upload_records(self.run.out)

@@ -43,6 +43,7 @@ class OwnTask(TaskOnMesh):
         self.losses = collections.namedtuple(  # type: ignore[misc]
             "Losses", (*Loss._fields, *(name for name in sorted(metrics) if name != "accuracy"))
         )
+        self.sums_type: Any = collections.namedtuple("OwnSums", (*Sums._fields, *self.details))  # type: ignore[misc]
         super().__init__(layout, mesh, shapes, _find_splits(shapes, local, mesh.shape[MP]))
 
     @staticmethod
@@ -101,7 +102,8 @@ class OwnTask(TaskOnMesh):
         _, losses = self.local_objective(params, self.number_rows(batch))
         rows = jnp.full_like(losses.loss, count_rows(batch))
         accuracy = jnp.nan if "accuracy" in self.unmeasured else losses.accuracy
-        return Sums(rows, rows * losses.loss, rows * accuracy, jnp.zeros_like(rows))
+        further = {name: rows * getattr(losses, name) for name in self.details}
+        return self.sums_type(rows, rows * losses.loss, rows * accuracy, jnp.zeros_like(rows), **further)
 
     def _check_loss(self, loss) -> None:
         """Raises UsageError for a loss that is no scalar, or that the shards have not summed as they must."""

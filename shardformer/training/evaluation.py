@@ -3,7 +3,8 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,12 +22,13 @@ class EvaluationStopped(Exception):
 
 
 class Evaluation(NamedTuple):
-    """The mean loss and accuracy of some tokens."""
+    """The mean loss and accuracy of some tokens, or of some rows of a user's task."""
 
     loss: float  # nats per token
-    accuracy: float
+    accuracy: float  # NaN if it is not measured
     tokens: int
     bytes: int = 0  # of the text that the tokens stand for; 0 if the vocabulary does not know them
+    metrics: Mapping[str, float] = MappingProxyType({})  # the further means of a task, by name
 
     @property
     def nats_per_byte(self) -> float | None:
@@ -39,10 +41,11 @@ class Evaluation(NamedTuple):
         nats = self.nats_per_byte
         return None if nats is None else nats / math.log(2)
 
-    def to_record(self) -> dict:
-        """Returns the numbers by name, for a JSON file."""
-        per_byte = {"nats_per_byte": self.nats_per_byte, "bits_per_byte": self.bits_per_byte}
-        return {"loss": self.loss, "accuracy": self.accuracy, "tokens": self.tokens} | (per_byte if self.bytes else {})
+    def to_record(self, unit: str = "tokens") -> dict:
+        """Returns the numbers by name, for a JSON file, without non-finite ones; `unit` names what is counted."""
+        per_byte = {"nats_per_byte": self.nats_per_byte, "bits_per_byte": self.bits_per_byte} if self.bytes else {}
+        record = {"loss": self.loss, "accuracy": self.accuracy, unit: self.tokens, **per_byte, **self.metrics}
+        return {name: value for name, value in record.items() if value is not None and math.isfinite(value)}
 
 
 class Evaluator:
@@ -72,7 +75,7 @@ class Evaluator:
         if self.own_loss:
             return Evaluation(float(self.own_loss(params)), math.nan, 0)
         batches = self.corpus.eval_batches(split, self.trainer.config, limit)
-        count, total, ahead = len(batches), np.zeros(4), 1
+        count, total, ahead = len(batches), np.zeros(()), 1
         pending: deque[Sums] = deque()
         show(0, count)  # the first batch waits for a compilation
         read, settled = batches.gather(self.trainer.local_rows), time.monotonic()
@@ -83,16 +86,18 @@ class Evaluator:
                 batch = next(read)
             pending.append(self.trainer.sums(params, batch))
             while len(pending) > ahead:
-                total += np.array(pending.popleft(), np.float64)
+                total = total + np.array(pending.popleft(), np.float64)
                 before, settled = settled, time.monotonic()
                 ahead = choose_steps_ahead(settled - before)
             show(done, count)
         for sums in pending:
-            total += np.array(sums, np.float64)
-        tokens, nats, correct, size = total.tolist()
+            total = total + np.array(sums, np.float64)
+        tokens, nats, correct, size, *further = np.ravel(total).tolist() if total.ndim else [0.0] * len(Sums._fields)
         if not tokens:  # a few batches of long prompts, with mask_prompt
             return Evaluation(math.nan, math.nan, 0)
-        return Evaluation(nats / tokens, correct / tokens, int(tokens), int(size))
+        names = self.trainer.model.details if further else ()
+        metrics = {name: value / tokens for name, value in zip(names, further, strict=True)}
+        return Evaluation(nats / tokens, correct / tokens, int(tokens), int(size), metrics)
 
     def count_batches(self, split: str, limit: int = 0) -> int:
         """Returns the number of batches that `evaluate` reads."""
@@ -112,19 +117,30 @@ def _join(results: list[Evaluation]) -> Evaluation:
     """Returns the evaluation of the tokens of all results together."""
     tokens = sum(result.tokens for result in results)
     counted = [result for result in results if result.tokens]
-    loss = sum(result.loss * result.tokens for result in counted) / (tokens or math.nan)
-    accuracy = sum(result.accuracy * result.tokens for result in counted) / (tokens or math.nan)
-    return Evaluation(loss, accuracy, tokens, sum(result.bytes for result in results))
+
+    means = [{"loss": result.loss, "accuracy": result.accuracy, **result.metrics} for result in counted]
+    metrics = {name: sum(mean[name] * result.tokens for mean, result in zip(means, counted, strict=True)) / tokens
+               for name in (means[0] if means else ())}  # fmt: skip
+    loss, accuracy = (metrics.pop(name, math.nan) for name in ("loss", "accuracy"))
+    return Evaluation(loss, accuracy, tokens, sum(result.bytes for result in results), metrics)
 
 
 def format_losses(losses: dict[str, Evaluation], settings: Config) -> str:
     """Formats a table of the evaluations of splits, with the titles of the objective."""
     objective = settings.objective
-    rows = [[name, f"{objective.show_loss(it.loss):.4f}", f"{it.accuracy:.1%}", f"{it.tokens:,}"]
-            for name, it in losses.items()]  # fmt: skip
-    titles = ["split", *objective.evaluation_titles]
-    if losses and all(it.bytes for it in losses.values()):
-        titles += ["nats/byte", "bits/byte"]
-        for row, it in zip(rows, losses.values(), strict=True):
-            row += [f"{it.nats_per_byte:.4f}", f"{it.bits_per_byte:.4f}"]
-    return format_table(rows, titles)
+    of_loss, of_accuracy, unit = objective.evaluation_titles
+    columns: dict[str, Callable[[Evaluation], str]] = {
+        of_loss: lambda it: f"{objective.show_loss(it.loss):.4f}",
+        of_accuracy: lambda it: f"{it.accuracy:.1%}",
+        unit: lambda it: f"{it.tokens:,}",
+    }
+    evaluations = list(losses.values())
+    if evaluations and all(math.isnan(it.accuracy) for it in evaluations):
+        del columns[of_accuracy]
+    if evaluations and all(it.bytes for it in evaluations):
+        columns["nats/byte"] = lambda it: f"{it.nats_per_byte:.4f}"
+        columns["bits/byte"] = lambda it: f"{it.bits_per_byte:.4f}"
+    for name in evaluations[0].metrics if evaluations else ():
+        columns[name] = lambda it, name=name: f"{it.metrics[name]:.4g}"  # type: ignore[misc]
+    rows = [[split, *(show(it) for show in columns.values())] for split, it in losses.items()]
+    return format_table(rows, ["split", *columns])

@@ -41,6 +41,7 @@ def test_sums_are_those_of_one_device():
     sums = [meshes.measure_sums(settings(mesh=mesh, accum=accum))[0] for mesh, accum in (("1x1", 1), ("2x2", 2))]
     np.testing.assert_allclose(*sums, rtol=1e-12)
     assert sums[0].tokens == 8
+    assert sums[0]._fields == ("tokens", "nats", "correct", "bytes", "largest")
 
 
 def test_split_is_read_where_the_module_makes_a_parameter():
