@@ -1,7 +1,7 @@
 """Batches from a notebook, instead of a corpus."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -36,13 +36,13 @@ class OwnBatches(Data):
         self,
         train: Callable[[int], Iterator[Batch]],
         vocab: int = 1,
-        validation: Sequence[Batch] = (),
+        validation: Iterable[Batch] = (),
         vocabulary: Vocabulary | None = None,
         name: str = "own batches",
         check: Callable[[Batch], Batch] | None = None,
     ):
         self._check_arrays = check
-        self._train, self._validation = train, validation
+        self._train, self._validation = train, list(validation)  # read by every evaluation
         self.name, self.vocabulary = name, vocabulary or TokenIds(vocab)
 
     def with_check(self, check: Callable[[Batch], Batch]) -> "OwnBatches":

@@ -88,3 +88,9 @@ def test_arrays_of_checked_batches_are_known():
 def test_pairs_cannot_be_learned_from_own_batches():
     with pytest.raises(UsageError, match="objective=orpo learns from preference pairs, and data=own batches has none"):
         OwnBatches(lambda first: iter([]), VOCAB).separate_documents(shared.tiny(objective="orpo"))
+
+
+def test_validation_may_be_a_generator():
+    batches = OwnBatches(lambda first: iter(()), VOCAB, validation=(make_batch() for _ in range(2)))
+    assert [len(list(batches.eval_batches("validation", CONFIG).gather())) for _ in range(2)] == [2, 2]
+    assert batches.held_out == ("validation",)
