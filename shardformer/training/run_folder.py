@@ -17,6 +17,7 @@ from shardformer.checkpoint import Lock, StoredLeaf, manifest
 from shardformer.config import ARCHITECTURE, FIXED_ON_RESUME, Config
 from shardformer.config.registries import names_code
 from shardformer.data import Data, SpecialTokens, Vocabulary
+from shardformer.data.digests import OWN
 from shardformer.devices import processes
 from shardformer.errors import RunError, UsageError
 from shardformer.files import check_no_link, make_folder, read_text, remove_temporary, replacing
@@ -164,6 +165,11 @@ class Run:
     def check_corpus(self, corpus: Data) -> None:
         """Raises if this is not the corpus that the run was trained on."""
         data.check_same_data(self.stored, source=corpus.name, fingerprint=corpus.fingerprint)
+        got, stored = len(corpus.vocabulary), len(self.vocabulary)
+        if self.fingerprint.startswith(OWN) and got != stored:
+            raise UsageError(
+                f"{corpus.name} has vocab={got}, but {self.out} was trained with vocab={stored}; give OwnBatches that"
+            )
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[Lock | None]:

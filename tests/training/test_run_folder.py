@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from shardformer import checkpoint
+from shardformer import OwnBatches, checkpoint
 from shardformer.data import Characters, Corpus, load_vocabulary
 from shardformer.data.source import Texts
 from shardformer.errors import RunError, UsageError
@@ -59,6 +59,15 @@ def test_new_run_takes_vocabulary_and_source_from_the_corpus(tmp_path):
 def test_a_vocabulary_too_small_for_the_corpus(tmp_path):
     with pytest.raises(UsageError, match=r"vocab=5 is less than the 8 characters of somewhere\.txt; try vocab=8"):
         Run.create(shared.tiny(vocab=5), CORPUS)
+
+
+def test_own_batches_of_another_vocabulary_are_rejected(tmp_path):
+    own = OwnBatches(lambda first: iter(()), vocab=8)
+    run = Run.create(shared.tiny(vocab=0, out=str(tmp_path / "run")), own)
+    run.write_documents()
+    run.check_corpus(own)
+    with pytest.raises(UsageError, match=r"own batches has vocab=50, but .*run was trained with vocab=8; give"):
+        run.check_corpus(OwnBatches(lambda first: iter(()), vocab=50))
 
 
 def test_open_is_the_inverse_of_write(saved):
