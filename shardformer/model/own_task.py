@@ -6,6 +6,7 @@ the shards of `mp`. The global shape is that of a trace on axes of size 1, where
 
 import collections
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import haiku as hk
@@ -27,6 +28,7 @@ from shardformer.model.task_on_mesh import Loss, Sums, TaskOnMesh, count_rows
 from shardformer.parallel.layer_exchange import apply_to_full_matrices
 
 ONE_SHARD = ((DP, 1), (MP, 1))
+RESERVED = ("loss", "z_loss")  # the names of the metrics of a step that a task does not choose
 
 
 class OwnTask(TaskOnMesh):
@@ -138,13 +140,16 @@ class OwnTask(TaskOnMesh):
 
 def make_function(task: Task) -> hk.Transformed:
     """Returns the Haiku function of a batch that gives (the loss, a dict of further metrics)."""
+    return hk.transform(_make_call(task))
 
+
+def _make_call(task: Task) -> Callable:
     def call(batch: dict) -> tuple:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # this package's code is strict
             result = task.loss(batch)
         return result if isinstance(result, tuple) else (result, {})
 
-    return hk.transform(call)
+    return call
 
 
 @functools.lru_cache(maxsize=32)
@@ -156,7 +161,12 @@ def _trace(task: Task, count: int, mesh_axes: tuple[tuple[str, int], ...]) -> tu
     metrics: dict = {}
 
     def trace(batch):
-        params = function.init(key, _add_examples(batch))
+        params, state = hk.transform_with_state(_make_call(task)).init(key, _add_examples(batch))
+        if state:
+            raise UsageError(
+                f"{name_task(task)} keeps Haiku state in {', '.join(state)}, and a task has no state: use hk.LayerNorm "
+                "or hk.GroupNorm in place of hk.BatchNorm"
+            )
         metrics.update(function.apply(params, key, _add_examples(batch))[1])
         _check_without_key(task, function, params, _add_examples(batch))
         return jax.tree.map(lambda p: p[None], params)
@@ -221,8 +231,10 @@ def _find_split(name: str, full: tuple[int, ...], local: tuple[int, ...], shards
 
 def _check_metrics(metrics: dict[str, tuple]) -> None:
     for name, shape in metrics.items():
-        if not (isinstance(name, str) and name.isidentifier()) or name in ("loss", "z_loss") or shape:
-            raise UsageError(f"the metric {name!r:.40} has the shape {shape}; give scalars with names of their own")
+        if name in RESERVED:
+            raise UsageError(f"a metric is named {name}, which is a column of every run; give it another name")
+        if not (isinstance(name, str) and name.isidentifier()) or shape:
+            raise UsageError(f"the metric {name!r:.40} has the shape {shape}; give scalars, named by identifiers")
 
 
 def _add_examples(batch: dict) -> dict[str, Any]:

@@ -99,6 +99,11 @@ def test_wrong_loss_is_rejected(methods, message):
         jax.eval_shape(trainer.model.loss_and_grad, trainer.model.shapes, batch, jax.ShapeDtypeStruct((2,), "uint32"))
 
 
+def normalise_by_batch(batch):
+    x = hk.BatchNorm(True, True, 0.9)(batch["x"], is_training=True)
+    return Perceptron().loss(batch | {"x": x})
+
+
 def drop(parts, key):
     return parts if key is None else hk.dropout(key, 0.5, parts)
 
@@ -107,7 +112,8 @@ def drop(parts, key):
     ("methods", "message"),
     [
         ({"join": lambda parts: drop(lax.psum(parts, "mp"), hk.next_rng_key())}, r"use hk\.maybe_next_rng_key\(\)"),
-        ({"measure": lambda batch, logits: {"loss": logits.mean()}}, "the metric 'loss' has the shape"),
+        ({"measure": lambda batch, logits: {"loss": logits.mean()}}, "a metric is named loss, which is a"),
+        ({"loss": normalise_by_batch}, "Changed keeps Haiku state in .*batch_norm.*, and a task has no state: use hk"),
         ({"measure": lambda batch, logits: {"logits": logits}}, r"the metric 'logits' has the shape \(4, 3\); give sc"),
         ({"rows": lambda: {"examples": np.zeros(2)}}, "rows of Changed has examples; give others"),
         ({"rows": dict}, "rows of Changed has no arrays"),
