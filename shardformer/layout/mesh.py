@@ -33,7 +33,7 @@ def use_cpu_devices(count: int, many_in_flight: bool = False) -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     configured = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]  # JAX defines it at run time
     if "xla_force_host_platform_device_count" not in flags and configured < 0:
-        jax.config.update("jax_num_cpu_devices", count)
+        _configure_cpu_devices(count)
     if many_in_flight:
         os.environ.setdefault("NPROC", "64")
     for flag, seconds in (("warn_stuck", 120), ("terminate", 600)):
@@ -41,6 +41,19 @@ def use_cpu_devices(count: int, many_in_flight: bool = False) -> None:
         if name not in flags:
             flags = f"{flags} {name}={seconds}".strip()
     os.environ["XLA_FLAGS"] = flags
+
+
+def _configure_cpu_devices(count: int) -> None:
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:  # a program of the user's has asked for the devices before
+        devices = jax.devices()
+        if devices[0].platform == "cpu" and len(devices) < count:
+            raise UsageError(
+                f"JAX has started with {format_count(len(devices), 'CPU device')}, and {count} are needed; restart "
+                "Python and make the session first, or start by "
+                f'jax.config.update("jax_num_cpu_devices", {count}), before jax.devices() or any array'
+            ) from None
 
 
 def start(

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -301,3 +302,15 @@ def test_a_batch_beyond_reason_is_split_at_once():
     c = shared.tiny(batch=24, accum=0, mesh="2x1")
     assert [found.training.accum for found in mesh.candidates(c, 2)] == [1, 2, 3, 4, 6, 12]
     assert [found.training.accum for found in mesh.candidates(c, 2, rows=3)] == [4, 6, 12]
+
+
+def test_devices_that_started_before_are_reported_with_the_fix(monkeypatch):
+    def fail(name, value):
+        raise RuntimeError(f"{name} config should be updated before backends are initialized")
+
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    config, devices = SimpleNamespace(jax_num_cpu_devices=-1, update=fail), [SimpleNamespace(platform="cpu")]
+    monkeypatch.setattr(mesh, "jax", SimpleNamespace(config=config, devices=lambda: devices))
+    with pytest.raises(UsageError, match=r"started with 1 CPU device, and 4 are needed; restart Python .*devices\", 4"):
+        mesh.use_cpu_devices(4)
+    mesh.use_cpu_devices(1)
