@@ -39,3 +39,8 @@ def __getattr__(name: str):
     if name in LAZY:
         return getattr(importlib.import_module(f"shardformer.{LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Returns the names that a notebook completes, with those that are imported at their first use."""
+    return sorted({*globals(), *LAZY})

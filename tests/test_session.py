@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
+import shardformer
 from shardformer import OwnBatches, Session, UsageError, preset
 from tests import runs
 
@@ -108,3 +109,7 @@ def test_resume_with_other_batches_is_rejected(tmp_path):
     create(tmp_path, own_batches(), steps=2).train()
     with pytest.raises(UsageError, match="is not what"):
         Session.resume(tmp_path / "run", own_batches(name="others"), steps=4)
+
+
+def test_package_lists_the_names_that_it_imports_late():
+    assert {"Session", "Task", "OwnBatches", "Config"} <= set(dir(shardformer))
