@@ -225,7 +225,7 @@ class Trained:
         step, params = self.run.restore_params(self.evaluator.trainer.model, self.best.step)
         losses = self.evaluator.evaluate_splits(self.evaluator.corpus.held_out, params, is_stopped)
         if jax.process_index() == 0:
-            unit = "tokens" if self.run.config.objective.is_language_model else "rows"
+            unit = self.run.config.objective.unit
             report = {"step": step} | {split: result.to_record(unit) for split, result in losses.items()}
             with replacing(self.run.records / "final.json") as temporary:
                 temporary.write_text(json.dumps(report, indent=2) + "\n")
@@ -308,7 +308,7 @@ def draw_curves(run: Run, lock: Lock | None) -> None:
         try:
             from shardformer.logs import curves  # matplotlib, which `train` imports while XLA compiles
 
-            log.info(f"curves: {curves.draw_curves(run.records)}")
+            log.info(f"curves: {curves.draw_curves(run.records, run.config.objective.unit)}")
             lock.check_still_locked()
             storage.upload_records(run.out)
         except Exception as error:

@@ -41,8 +41,8 @@ _SPEEDS_AVERAGED = 9  # rows, at least: those before an evaluation are read at o
 _LARGEST_DRAWN = 1e30  # matplotlib overflows on larger values
 
 
-def draw_curves(out: Path) -> Path:
-    """Draws OUT/curves.png and returns its path."""
+def draw_curves(out: Path, unit: str = "tokens") -> Path:
+    """Draws OUT/curves.png and returns its path; `unit` is what the run's speed counts."""
     out = Path(out)
     series = metrics_file.read_metrics(out)
     # A Figure without pyplot needs no display, has no global state and needs no closing.
@@ -52,11 +52,14 @@ def draw_curves(out: Path) -> Path:
     name = escape(os.fsencode(out.resolve().name).decode(errors="replace"))  # the name may hold any bytes
     title = figure.suptitle(f"{name}: {format_count(last_step, 'step')}", fontsize=15, fontweight="bold")
     title.set_parse_math(False)  # a $ in the name does not begin a formula
-    panels = [(*panel, series) for panel in _choose_panels(series)]
+    panels = [
+        (key, heading, f"{unit}/s" if key == "tokens_per_s" else label, series)
+        for key, heading, label in _choose_panels(series)
+    ]
     if shares := metrics_file.read_largest_shares(out):
         panels.append((*_EXPERT_PANEL, shares))
     axes = figure.subplot_mosaic([["loss"] * len(panels), [key for key, *_ in panels]], height_ratios=[2.4, 1])
-    _draw_loss(axes["loss"], series)
+    _draw_loss(axes["loss"], series, _choose_loss_label(series, unit))
     for key, heading, unit, source in panels:
         points = select_drawable(source["step"], source[key])
         _draw_small(axes[key], *(_average_speed(*points) if key == "tokens_per_s" else points), heading, unit)
@@ -77,7 +80,9 @@ def _choose_panels(series: dict) -> tuple:
     return _TEACHER_PANELS if "kl" in series else _SMALL_PANELS
 
 
-def _choose_loss_label(series: dict) -> str:
+def _choose_loss_label(series: dict, unit: str) -> str:
+    if unit != "tokens":
+        return "loss"
     if "reward_margin" in series:
         return "loss of a pair"
     return "loss of the policy" if "reward" in series else "loss (nats per token)"
@@ -102,7 +107,7 @@ def _average_speed(steps: np.ndarray, speeds: np.ndarray) -> tuple[np.ndarray, n
     return steps[half:-half], 1 / compute_running_mean(1 / speeds, half)
 
 
-def _draw_loss(panel: Axes, series: dict) -> None:
+def _draw_loss(panel: Axes, series: dict, label_of_loss: str) -> None:
     steps, losses = select_drawable(series["step"], series["loss"])
     half = int(len(losses) * _SMOOTHED_SHARE / 2)
     if half:
@@ -119,7 +124,7 @@ def _draw_loss(panel: Axes, series: dict) -> None:
         # The label is in the legend, because text next to the star would cover a curve.
         label = f"best validation: {loss:.4f} at step {step:,}"
         panel.plot(step, loss, "*", color=_VALIDATION, markersize=18, markeredgecolor="white", zorder=3, label=label)
-    panel.set(title="Loss", ylabel=_choose_loss_label(series))
+    panel.set(title="Loss", ylabel=label_of_loss)
     if panel.lines:
         panel.legend(loc="upper right", frameon=False, fontsize=11)
 

@@ -23,6 +23,7 @@ _SECONDS_BETWEEN_EVALUATION_LINES = 10
 _REFRESHES_PER_SECOND = 4
 _SHORTEST_BAR = 5
 _COMPILING = "compiling the step"
+_SPEED = "speed"  # stands for the heading that names the unit
 
 
 class NoProgress:
@@ -53,6 +54,7 @@ class Progress(NoProgress):
     Arguments:
       best: (step, loss) of the lowest validation loss.
       metrics: names of the metrics that only the run's objective has.
+      unit: what a step has `tokens_per_step` of.
     """
 
     def __init__(
@@ -65,10 +67,11 @@ class Progress(NoProgress):
         best: tuple[int, float] | None = None,
         with_mfu: bool = False,
         metrics: tuple[str, ...] = (),
+        unit: str = "tokens",
     ):
         extra = next((columns for name, columns in _COLUMNS_OF_OBJECTIVES.items() if name in metrics), ())
         columns = (*_insert_columns(extra), *((_MFU,) if with_mfu else ()))
-        self._run = _RunState(steps, first_step, tokens_per_step, elapsed_before, best, columns, extra)
+        self._run = _RunState(steps, first_step, tokens_per_step, elapsed_before, best, columns, extra, unit)
         stream = sys.stdout if stream is None else stream
         on_terminal = stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         self._display = (_Terminal if on_terminal else _Lines)(self._run, stream)
@@ -108,8 +111,9 @@ class _RunState:
         best: tuple[int, float] | None,
         columns: tuple,
         extra: tuple,
+        unit: str,
     ):
-        self.columns, self.extra = columns, extra
+        self.columns, self.extra, self.unit = columns, extra, unit
         self.steps = steps
         self.step = first_step
         self.best = best
@@ -163,7 +167,7 @@ _COLUMNS = (
     ("val loss", 10, lambda run: format_number(run.row.get("val_loss"))),
     ("grad norm", 11, lambda run: format_number(run.row.get("grad_norm"))),
     ("lr", 9, lambda run: _format_rate(run.row.get("lr"))),
-    ("tokens/s", 11, lambda run: _format_count(run.row.get("tokens_per_s"))),
+    (_SPEED, 11, lambda run: _format_count(run.row.get("tokens_per_s"))),
     ("elapsed", 9, lambda run: _format_duration(run.elapsed())),
     ("left", 9, lambda run: _format_duration(run.seconds_left())),
 )
@@ -186,7 +190,8 @@ def _insert_columns(extra: tuple) -> tuple:
 
 
 def _format_header(run: _RunState, width: int = _LINE_WIDTH) -> str:
-    return _join_whole_cells([heading.rjust(size) for heading, size, _ in run.columns], width)
+    headings = [f"{run.unit}/s" if heading == _SPEED else heading for heading, *_ in run.columns]
+    return _join_whole_cells([it.rjust(size) for it, (_, size, _) in zip(headings, run.columns, strict=True)], width)
 
 
 def _format_line(run: _RunState, width: int = _LINE_WIDTH) -> str:
@@ -308,7 +313,7 @@ class _Terminal:
             ("step", f"{run.step}/{run.steps}", "bold"),
             ("", _format_duration(run.elapsed()), "cyan"),
             ("", run.activity or _append_word(_format_duration(run.seconds_left()), "left"), ""),
-            ("", _append_word(_format_count(run.tokens_per_s()), "tokens/s"), "cyan"),
+            ("", _append_word(_format_count(run.tokens_per_s()), f"{run.unit}/s"), "cyan"),
             ("", _append_word(_format_share(run.latest.get("mfu")), "MFU"), "cyan"),
         ]
         text = _join_labelled(pieces, width - _SHORTEST_BAR - 1)

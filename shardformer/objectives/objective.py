@@ -33,6 +33,7 @@ class Objective:
     steps_of_a_batch = 1  # steps that learn from the same row of the data
     takes_reward = False
     evaluation_titles = "nats/token", "accuracy", "tokens"  # of the loss, the accuracy and their count
+    unit = "tokens"  # that the speed counts
 
     def __init__(self, config: "Config"):
         self.config, self.keys, self.name = config, config.preferences, config.preferences.objective
@@ -211,6 +212,7 @@ class UserTask(Objective):
     is_language_model = has_plain_batches = has_bound_of_bytes = False
     verified_against = "one device"
     evaluation_titles = "loss", "accuracy", "rows"
+    unit = "rows"
 
     def __init__(self, config: "Config"):
         super().__init__(config)

@@ -130,6 +130,7 @@ def _make_progress(
         best=known_best,
         with_mfu=bool(chip),
         metrics=details,
+        unit=c.objective.unit,
     )
 
 

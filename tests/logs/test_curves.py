@@ -92,6 +92,12 @@ def test_the_loss_axis_names_its_unit(tmp_path, figure):
     assert {panel.get_xlabel() for panel in figure().axes} == {"step"}
 
 
+def test_curves_of_a_task_count_rows(tmp_path, figure):
+    curves.draw_curves(run_with(tmp_path, [row(1)]), "rows")
+    labels = [panel.get_ylabel() for panel in figure().axes]
+    assert (labels[0], labels[-1]) == ("loss", "rows/s")
+
+
 def test_loss_of_pairs_is_not_called_nats_per_token(tmp_path, figure):
     curves.draw_curves(run_with(tmp_path, [row(1, reward_margin=0.1, accuracy=1.0, chosen_reward=0.1)]))
     assert figure().axes[0].get_ylabel() == "loss of a pair"

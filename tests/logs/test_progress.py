@@ -241,6 +241,14 @@ def test_objective_has_its_columns(metrics, line, figures, monkeypatch):
     assert any(figures in row for row in terminal.rows)
 
 
+@pytest.mark.parametrize("unit", ["tokens", "rows"])
+def test_speed_is_named_by_its_unit(clock, unit):
+    stream = io.StringIO()
+    with Progress(100, 0, 768, stream=stream, unit=unit) as shown:
+        shown.show_row({"step": 10, "loss": 2.5})
+    assert f" {unit}/s " in stream.getvalue()
+
+
 def test_mfu_has_a_column_if_the_peak_is_known(clock):
     for known in (True, False):
         stream = io.StringIO()
