@@ -40,7 +40,8 @@ class Task:
         """Returns the mean loss of this shard's rows, or (the loss, a dict of further means).
 
         A Haiku function, which makes its parameters by `hk.get_parameter` or Haiku's modules. A parameter is split
-        over `mp` along the dimension whose size divides by `jax.lax.axis_size("mp")`; it is drawn where that is 1.
+        over `mp` along the dimension of which the loss asks for 1 / `jax.lax.axis_size("mp")`; it is drawn where that
+        is 1.
         Collectives over `mp` are written out; `dp` is averaged over by the trainer. A further mean "accuracy" stands
         in the column of that name. `batch["examples"]` has the index of each row in the global batch. With
         `hk.maybe_next_rng_key()`, a step has a key, the same on all shards, and an evaluation None.
