@@ -71,7 +71,8 @@ def verify_exactly(config: Config, memory: float = 8e9, begin: Callable[[str], N
     begin(PARTS[3])
     after = run_steps(sharded, params, [batch] * STEPS, memory=memory)
     begin(PARTS[4])
-    return [*rows, *compare_states(after, run_steps(single, params, [batch] * STEPS, memory=memory))]
+    of_one = run_steps(single, params, [batch] * STEPS, memory=memory)
+    return [*rows, *compare_states(after, of_one), *find_wrong_metrics(sharded.model.details, after[1], of_one[1])]
 
 
 def make_trainer(config: Config) -> Trainer:
@@ -134,6 +135,16 @@ def compare(got: Result, expected: Result, with_what: str) -> list[Difference]:
         rows.append(Difference(f"gradient of {name_path(path)}", difference, BOUND, with_what))
     loss = Difference("loss", measure_difference(got.loss, expected.loss), BOUND, with_what)
     return [loss, *sorted(rows, key=lambda row: (row.passes, -row.relative))]
+
+
+def find_wrong_metrics(names: tuple[str, ...], got: list, expected: list) -> list[Difference]:
+    """Returns a row for each further metric of a task that differs, such as a root of a mean over one shard's rows."""
+    rows = []
+    for index, name in enumerate(names, start=-len(names)):
+        column, wanted = (np.array([row[index] for row in metrics]) for metrics in (got, expected))
+        difference = measure_difference(column, wanted)
+        rows.append(Difference(f"metric {name}, a mean over shards", difference, BOUND, "one device"))
+    return [row for row in rows if not row.passes]
 
 
 def compare_states(got: tuple, expected: tuple) -> list[Difference]:

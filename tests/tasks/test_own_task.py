@@ -37,6 +37,12 @@ def test_program_on_a_mesh_is_that_of_one_device(keys):
     meshes.assert_exact(verify_exact.verify_exactly(settings(**keys)))
 
 
+def test_metric_that_is_no_mean_over_rows_is_named():
+    task = Changed(measure=lambda batch, logits: {"norm": jnp.sqrt(jnp.square(logits).mean()), "size": logits.mean()})
+    failed = [row.name for row in verify_exact.verify_exactly(settings(task)) if not row.passes]
+    assert failed == ["metrics of 3 steps", "metric norm, a mean over shards"]
+
+
 def test_sums_are_those_of_one_device():
     sums = [meshes.measure_sums(settings(mesh=mesh, accum=accum))[0] for mesh, accum in (("1x1", 1), ("2x2", 2))]
     np.testing.assert_allclose(*sums, rtol=1e-12)
