@@ -29,7 +29,6 @@ from shardformer.training.checkpoint_progress import Best, read_progress, select
 
 T = TypeVar("T")
 FOLDERS = ("references", "tensorboard", "profile")  # that a run writes besides its checkpoints
-DOCUMENTS = ("config.json", "vocabulary.json", "tokenizer.json", "special_tokens.json", "chat_template.json")
 
 
 class Starter(Protocol):
@@ -119,19 +118,18 @@ class Run:
         if self.out.exists() and not self.out.is_dir():
             raise UsageError(f"out={self.out} is a file; name a folder")
         check_links(self.out)
-        has_run = (self.out / "config.json").exists() or checkpoint.newest_step_folder(self.out)
-        if has_run and not failed_before_first_step(self.out):
-            raise UsageError(
-                f"{self.out} already holds a run; go on with `train --resume {self.resume_arguments}`, "
-                "or give the new one another out="
-            )
+        if (self.out / "config.json").exists() or checkpoint.newest_step_folder(self.out):
+            from shardformer.training import failed_start  # not imported for a new folder
+
+            failed_start.check(self.out, self.resume_arguments)
 
     def claim_folder(self) -> None:
         """Deletes the documents of a start that failed before its first step; raises UsageError for any other run."""
         self.refuse_to_overwrite()
-        if failed_before_first_step(self.out):
-            for name in DOCUMENTS:  # this run may have fewer of them
-                (self.records / name).unlink(missing_ok=True)
+        if (self.out / "config.json").exists():
+            from shardformer.training import failed_start  # not imported for a new folder
+
+            failed_start.remove_from(self.out)
 
     def write_documents(self) -> None:
         """Writes the configuration and the vocabulary, by the first process; raises if another does not see them."""
@@ -370,19 +368,6 @@ class Run:
     def _documents(self) -> dict[str, str]:
         vocabulary = self.vocabulary.documents(source=self.config.data.source, fingerprint=self.fingerprint)
         return {"config.json": self.config.to_json()} | vocabulary | self.special_tokens.documents()
-
-
-def failed_before_first_step(out: Path | BucketPath) -> bool:
-    """Returns whether a folder has only a start without a step: metrics.csv without a row, and no checkpoint.
-
-    Always False for a bucket, and for a folder with references, which take time to compute.
-    """
-    if not isinstance(out, Path) or not all((out / name).is_file() for name in ("config.json", "metrics.csv")):
-        return False
-    if any(path.name.startswith("step_") or path.name == "references" for path in out.iterdir()):
-        return False
-    with (out / "metrics.csv").open(errors="replace") as file:
-        return bool(file.readline()) and not file.readline()
 
 
 def check_links(out: Path | BucketPath) -> None:
