@@ -49,11 +49,9 @@ def _configure_cpu_devices(count: int) -> None:
     except RuntimeError:  # a program of the user's has asked for the devices before
         devices = jax.devices()
         if devices[0].platform == "cpu" and len(devices) < count:
-            raise UsageError(
-                f"JAX has started with {format_count(len(devices), 'CPU device')}, and {count} are needed; restart "
-                "Python and make the session first, or start by "
-                f'jax.config.update("jax_num_cpu_devices", {count}), before jax.devices() or any array'
-            ) from None
+            message = f"JAX has started with {format_count(len(devices), 'CPU device')}, and {count} are needed; "
+            message += f'restart Python with jax.config.update("jax_num_cpu_devices", {count}), before jax.devices()'
+            raise UsageError(message) from None
 
 
 def start(

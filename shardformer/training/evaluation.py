@@ -95,8 +95,7 @@ class Evaluator:
         tokens, nats, correct, size, *further = np.ravel(total).tolist() if total.ndim else [0.0] * len(Sums._fields)
         if not tokens:  # a few batches of long prompts, with mask_prompt
             return Evaluation(math.nan, math.nan, 0)
-        names = self.trainer.model.details if further else ()
-        metrics = {name: value / tokens for name, value in zip(names, further, strict=True)}
+        metrics = {self.trainer.model.details[at]: value / tokens for at, value in enumerate(further)}
         return Evaluation(nats / tokens, correct / tokens, int(tokens), int(size), metrics)
 
     def count_batches(self, split: str, limit: int = 0) -> int:

@@ -119,9 +119,9 @@ class Run:
             raise UsageError(f"out={self.out} is a file; name a folder")
         check_links(self.out)
         if (self.out / "config.json").exists() or checkpoint.newest_step_folder(self.out):
-            from shardformer.training import failed_start  # not imported for a new folder
+            from shardformer.training.failed_start import check  # not imported for a new folder
 
-            failed_start.check(self.out, self.resume_arguments)
+            check(self.out, self.resume_arguments)
 
     def claim_folder(self) -> None:
         """Deletes the documents of a start that failed before its first step; raises UsageError for any other run."""
