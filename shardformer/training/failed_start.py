@@ -10,7 +10,7 @@ DOCUMENTS = ("config.json", "vocabulary.json", "tokenizer.json", "special_tokens
 
 def check(out: Path | BucketPath, resume_arguments: str) -> None:
     """Raises UsageError unless the run in a folder failed before its first step."""
-    if not _is_in(out):
+    if not _never_trained(out):
         raise UsageError(
             f"{out} already holds a run; go on with `train --resume {resume_arguments}`, or give the new one another "
             "out="
@@ -19,12 +19,12 @@ def check(out: Path | BucketPath, resume_arguments: str) -> None:
 
 def remove_from(out: Path | BucketPath) -> None:
     """Deletes the documents of such a start: the next run may have fewer of them."""
-    if _is_in(out):
+    if _never_trained(out):
         for name in DOCUMENTS:
             Path(str(out), name).unlink(missing_ok=True)
 
 
-def _is_in(out: Path | BucketPath) -> bool:
+def _never_trained(out: Path | BucketPath) -> bool:
     """Returns whether a folder has only a start without a step: metrics.csv without a row, and no checkpoint.
 
     Always False for a bucket, and for a folder with references, which take time to compute.
