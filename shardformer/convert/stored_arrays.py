@@ -13,6 +13,7 @@ from shardformer.checkpoint.manifest import read_manifest
 from shardformer.checkpoint.store import Location
 from shardformer.convert import shard_files, weight_files
 from shardformer.errors import RunError, UsageError
+from shardformer.messages import silence
 
 _BLOCK = 2**20  # values that are converted to float64 at a time
 
@@ -41,7 +42,10 @@ def find_source(path: Location) -> Location:
     if not path.exists():
         raise UsageError(f"{path} does not exist")
     result = (checkpoint.newest_step_folder(path) if path.is_dir() else None) or path
-    return result if (result / "manifest.json").is_file() else storage.local_path(result)
+    if (result / "manifest.json").is_file():
+        return result
+    with silence():  # standard output is for the arrays
+        return storage.local_path(result)
 
 
 @contextlib.contextmanager

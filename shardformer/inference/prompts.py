@@ -7,6 +7,7 @@ import sys
 from shardformer import storage
 from shardformer.config import parsing
 from shardformer.errors import UsageError
+from shardformer.messages import silence
 
 MAX_TEXT = 256 << 20  # characters
 
@@ -52,7 +53,8 @@ def _read_text(source: str, name: str) -> str:
 
 
 def _open(source: str):
-    return open(storage.local_path(source), encoding="utf-8", newline="")  # line ends are the text's own
+    with silence():  # standard output is for the records
+        return open(storage.local_path(source), encoding="utf-8", newline="")  # line ends are the text's own
 
 
 def _parse_prompt(line: str, name: str, number: int, chat: bool) -> str:

@@ -5,12 +5,13 @@ import dataclasses
 import functools
 import traceback
 from pathlib import Path
+from unittest import mock
 
 import jax
 import pytest
 
 import shardformer
-from shardformer.config import FIELDS, Config, preset
+from shardformer.config import FIELDS, Config, preset, registries
 from shardformer.config.key_rules import check_zero
 from shardformer.config.model_keys import ModelKeys
 from shardformer.errors import UsageError
@@ -117,7 +118,9 @@ def rules_with_rows() -> set[tuple[str, int]]:
     made += [functools.partial(Config.of, **changes) for changes, _ in rejections(rows.test_invalid_window_is_rejected)]
     for changes, _ in rejections(rows.test_split_context_that_cannot_run_is_rejected):
         made.append(functools.partial(Config.of, **context | changes))
-    return {find_rule(make) for make in made}
+    registered = registries.read_parameters(FIELDS["positions"].metadata["registry"])
+    with mock.patch.dict(registered, misspelt=("config", "distances_TS")):  # a function that a user registers
+        return {find_rule(make) for make in [*made, lambda: Config.of(positions="misspelt")]}
 
 
 def rules_in(path: Path, source: str) -> list[tuple[str, int, int]]:

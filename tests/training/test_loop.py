@@ -192,7 +192,11 @@ def test_steps_in_flight_count_as_training_time():
     trainer = mock.Mock(config=SimpleNamespace(run=SimpleNamespace(log_every=1)))
     throughput = Throughput(100, 0, clock=lambda: clock[0])
     throughput.begin(1)
-    evaluator, outputs, statistics = mock.Mock(trainer=trainer), mock.Mock(throughput=throughput), Statistics()
+    evaluator, outputs, statistics = (
+        mock.Mock(trainer=trainer),
+        mock.Mock(throughput=throughput),
+        Statistics(shared.tiny()),
+    )
     statistics._trainer = trainer
     training = loop.TrainingLoop(evaluator, iter([{}]), outputs, StopSignal(), 0, (statistics,))
     training._dispatch(State(), 2)
