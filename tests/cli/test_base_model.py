@@ -243,3 +243,23 @@ def test_balance_rate_of_a_base_is_kept_with_adapters(tmp_path):
         assert not settings.moves_router_bias
     with pytest.raises(UsageError, match=r"balance_rate=0.0 contradicts base=.*, which has balance_rate=0.001"):
         base_model.parse_base([f"base={tmp_path}", "mesh=1x1", "lora_rank=2", "balance_rate=0"])
+
+
+def convert_into(target, monkeypatch) -> None:
+    monkeypatch.setattr(base_model, "convert_in_process", lambda *_: "converted")
+    base_model.convert_once("teacher", str(target.parent / "source"), target)
+
+
+def test_conversion_beside_a_run_writes_through_no_link(tmp_path, monkeypatch):
+    """A stranger's folder may have links where the teacher's origin and lock are written."""
+    target, outside = tmp_path / "run.teacher", tmp_path / "outside"
+    outside.write_text("mine")
+    (tmp_path / ".run.teacher.source").symlink_to(outside)
+    convert_into(target, monkeypatch)
+    assert outside.read_text() == "mine"
+    assert not (tmp_path / ".run.teacher.source").is_symlink()
+    (tmp_path / ".run.teacher.lock").unlink(missing_ok=True)
+    (tmp_path / ".run.teacher.lock").symlink_to(tmp_path / "new")
+    with pytest.raises(OSError, match="symbolic link"):
+        convert_into(target, monkeypatch)
+    assert not (tmp_path / "new").exists()

@@ -276,3 +276,10 @@ def test_signal_ends_the_server_as_a_success(number):
     child.send_signal(number)
     assert child.communicate(timeout=60)[0] == "ended\n"
     assert child.returncode == 0
+
+
+def test_host_that_is_no_address_is_named():
+    with pytest.raises(
+        UsageError, match=r"host=no\.such\.host\.invalid .* \(no address has this name\); give an address"
+    ):
+        serve_command._listen(ServeOptions(host="no.such.host.invalid", api_key="key"))

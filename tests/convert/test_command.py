@@ -234,6 +234,7 @@ def test_wrong_options(refused, recorded, message, words):
         ("shards must be at least 1", ["shards=0"]),
         ("has no checkpoint of step 99", ["step=99"]),
         ("unknown key 'layers'", ["layers=3"]),
+        ("weights=nf4 writes another run, and format=hf is not one", ["format=hf", "weights=nf4"]),
     ],
 )
 def test_wrong_options_for_a_run(refused, trained, message, words):

@@ -98,3 +98,9 @@ def test_conversations_of_a_table_are_those_of_a_file(tmp_path):
                       "{% endgeneration %}")  # fmt: skip
     found = [[piece.text for piece in read_conversations(path, format)] for path in (lines, table)]
     assert found[0] == found[1]
+
+
+def test_column_of_lists_is_no_text(tmp_path):
+    path = write(tmp_path / "x.parquet", [{"text": ["a", "b"]}])
+    with pytest.raises(UsageError, match=r"x.parquet, row 1, has a text of list; expected text"):
+        read_texts(path)
