@@ -1,4 +1,4 @@
-"""What the package tells its user while it works, by Python's logging.
+"""Messages to the user of a running program, by Python's logging.
 
 `log.info` goes to standard output, of the first process only; `log.warning` to standard error. A notebook silences both
 by `logging.getLogger("shardformer").setLevel("ERROR")`, before or after the import, or puts a handler of its own in

@@ -1,4 +1,4 @@
-"""What the package tells its user: where it is printed, and how a program silences or takes it."""
+"""Messages to the user: where they are printed, and how a program silences or takes them."""
 
 import logging
 import runpy
@@ -10,7 +10,7 @@ from shardformer import messages
 from shardformer.messages import log
 
 
-def test_information_goes_to_the_output_and_warnings_to_the_errors(capsys):
+def test_information_and_warnings_have_separate_streams(capsys):
     log.info("a step")
     log.warning("a cache that is damaged")
     assert capsys.readouterr() == ("a step\n", "a cache that is damaged\n")

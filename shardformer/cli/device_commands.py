@@ -49,7 +49,7 @@ def run_memory(arguments: list[str]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class VerifyOptions:
-    """How to compare (besides every key of a run)."""
+    """Options of a comparison (besides every key of a run)."""
 
     exact: bool = key(False, "in float64, on any mesh, without devices; also one device, and complete steps")
     memory: float = key(8.0, "GB that arrays may take with exact=true", least=0.1)

@@ -79,7 +79,7 @@ class Config:
 
     @functools.cached_property
     def objective(self) -> Objective:
-        """What the run trains: the answers to all questions about its objective."""
+        """The objective, which answers all questions about what the run trains."""
         return OBJECTIVES[self.preferences.objective](self)
 
     @property

@@ -1,4 +1,4 @@
-"""What a run reads, and how windows become batches.
+"""The data of a run as batches, which are made of windows.
 
 A batch is a function of (seed, step), and each process gathers only its local rows.
 """

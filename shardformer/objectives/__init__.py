@@ -1,1 +1,1 @@
-"""What a run trains: an objective around the language model, or a task of the user. README.md follows a batch."""
+"""The objectives of a run: around the language model, or a task of the user. README.md follows a batch."""

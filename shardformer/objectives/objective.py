@@ -1,4 +1,4 @@
-"""What a run trains: `config.objective` answers what the rest of the program asks about it.
+"""The objectives of a run: `config.objective` answers what the rest of the program asks about it.
 
 The class `Objective` is the language model that learns every token; the others override the answers that differ.
 Nothing here imports JAX: `task` and `host_feature` name classes that are imported on use, so that a plain run has

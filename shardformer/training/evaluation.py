@@ -128,18 +128,14 @@ def format_losses(losses: dict[str, Evaluation], settings: Config) -> str:
     """Formats a table of the evaluations of splits, with the titles of the objective."""
     objective = settings.objective
     of_loss, of_accuracy, unit = objective.evaluation_titles
-    columns: dict[str, Callable[[Evaluation], str]] = {
-        of_loss: lambda it: f"{objective.show_loss(it.loss):.4f}",
-        of_accuracy: lambda it: f"{it.accuracy:.1%}",
-        unit: lambda it: f"{it.tokens:,}",
-    }
     evaluations = list(losses.values())
-    if evaluations and all(math.isnan(it.accuracy) for it in evaluations):
-        del columns[of_accuracy]
+    columns = {"split": list(losses), of_loss: [f"{objective.show_loss(it.loss):.4f}" for it in evaluations]}
+    if not evaluations or not all(math.isnan(it.accuracy) for it in evaluations):
+        columns[of_accuracy] = [f"{it.accuracy:.1%}" for it in evaluations]
+    columns[unit] = [f"{it.tokens:,}" for it in evaluations]
     if evaluations and all(it.bytes for it in evaluations):
-        columns["nats/byte"] = lambda it: f"{it.nats_per_byte:.4f}"
-        columns["bits/byte"] = lambda it: f"{it.bits_per_byte:.4f}"
+        columns["nats/byte"] = [f"{it.nats_per_byte:.4f}" for it in evaluations]
+        columns["bits/byte"] = [f"{it.bits_per_byte:.4f}" for it in evaluations]
     for name in evaluations[0].metrics if evaluations else ():
-        columns[name] = lambda it, name=name: f"{it.metrics[name]:.4g}"  # type: ignore[misc]
-    rows = [[split, *(show(it) for show in columns.values())] for split, it in losses.items()]
-    return format_table(rows, ["split", *columns])
+        columns[name] = [f"{it.metrics[name]:.4g}" for it in evaluations]
+    return format_table(list(zip(*columns.values(), strict=True)), list(columns))

@@ -1,4 +1,4 @@
-"""What a feature of a run does on the host, between its steps. `features_on_host.py` chooses those that are on."""
+"""The work of a feature on the host, between the steps of a run. `features_on_host.py` chooses the features."""
 
 import math
 from collections.abc import Callable

@@ -77,6 +77,16 @@ def test_other_files_of_a_folder_are_counted(tmp_path, said):
     assert "1 no suffix" in line
 
 
+def test_check_of_sources_prints_nothing_that_reading_repeats(tmp_path, said):
+    for name in ("a.txt", "c.png"):
+        write(tmp_path / "texts" / name)
+    config = Config.of(data=str(tmp_path / "texts"), seq=4, batch=2)
+    corpus.check_sources(config)
+    assert not said
+    data.load_corpus(config)
+    assert [line for line in said if "left out: 1 .png" in line]
+
+
 def test_a_data_set_of_feather_files_is_rejected(tmp_path):
     write(tmp_path / "hub" / "README.md")
     write(tmp_path / "hub" / "data" / "train-0.feather", b"FEA1")
