@@ -34,8 +34,9 @@ COMMANDS = {
             "train --resume RUN [key=value ...]",
         ),
         (RUN_KEYS, "cli.base_model:BaseOptions"),
-        "PRESET is one of tiny, shakespeare_cpu, shakespeare_char, gpt1, gptj_6b, gptj_6b_finetune, and sets many of "
-        "the keys below; `show PRESET` prints them. RUN is the folder of a run; runs and data may be in a bucket "
+        "PRESET is one of tiny, shakespeare_cpu, shakespeare_char, smollm2_135m, gpt2, gpt2_medium, gpt2_large, "
+        "gpt2_xl, qwen3_0_6b, llama3_8b, gpt1, gptj_6b, gptj_6b_finetune, and sets many of the keys below; "
+        "`show PRESET` prints them. RUN is the folder of a run; runs and data may be in a bucket "
         "(gs://, s3://). Ctrl-C or SIGTERM saves a checkpoint and stops.",
     ),
     "eval": Command(

@@ -67,6 +67,63 @@ def gptj_6b_finetune() -> Config:
     )  # fmt: skip
 
 
+def gpt2() -> Config:
+    """Returns GPT-2 of 124M parameters as nanoGPT trains it: 10 billion tokens in batches of half a million."""
+    return Config.of(
+        layers=12, d_model=768, heads=12, seq=1024, batch=512, vocab=50257, steps=19_073,
+        block="sequential", positions="learned", bias="all", head_bias=False, tied=True,
+        vocab_multiple=128,  # a TPU multiplies tiles of 128 columns
+        dtype="bfloat16", lr=6e-4, lr_min=6e-5, warmup=700, beta2=0.95,
+    )  # fmt: skip
+
+
+def gpt2_medium() -> Config:
+    """Returns GPT-2 of 355M parameters; a larger model takes a lower rate (table 2.1 of GPT-3's paper)."""
+    return gpt2().replace(layers=24, d_model=1024, heads=16, lr=3e-4, lr_min=3e-5)
+
+
+def gpt2_large() -> Config:
+    """Returns GPT-2 of 774M parameters."""
+    return gpt2().replace(layers=36, d_model=1280, heads=20, lr=2.5e-4, lr_min=2.5e-5)
+
+
+def gpt2_xl() -> Config:
+    """Returns GPT-2 of 1.56B parameters."""
+    return gpt2().replace(layers=48, d_model=1600, heads=25, lr=2e-4, lr_min=2e-5)
+
+
+def _llama() -> Config:
+    return Config.of(
+        block="sequential", norm="rmsnorm", bias="none", activation="swiglu", dtype="bfloat16", beta2=0.95, warmup=2000,
+        eval_every=500, eval_batches=50, save_every=500,
+    )  # fmt: skip
+
+
+def llama3_8b() -> Config:
+    """Returns Llama 3 8B with 20 tokens a parameter in batches of 4 million; its authors took 1,900 a parameter."""
+    return _llama().replace(
+        layers=32, d_model=4096, heads=32, kv_heads=8, d_ff=14_336, seq=8192, batch=512, vocab=128_256, steps=40_000,
+        rotary_theta=500_000.0, lr=3e-4, lr_min=3e-5, zero=3, remat="full",
+    )  # fmt: skip
+
+
+def qwen3_0_6b() -> Config:
+    """Returns Qwen3 0.6B with rows of its first stage, 4,096 tokens; it was stretched to 40,960 later."""
+    return _llama().replace(
+        layers=28, d_model=1024, heads=16, kv_heads=8, head_dim=128, d_ff=3072, seq=4096, batch=256, vocab=151_936,
+        steps=12_000, qk_norm="head", norm_eps=1e-6, rotary_theta=1e6, tied=True, lr=6e-4, lr_min=6e-5, remat="dots",
+    )  # fmt: skip
+
+
+def smollm2_135m() -> Config:
+    """Returns SmolLM2 135M with its authors' rate and initial values; 2.7 billion tokens in place of 2 trillion."""
+    return _llama().replace(
+        layers=30, d_model=576, heads=9, kv_heads=3, d_ff=1536, seq=2048, batch=256, vocab=49_152, steps=5000,
+        warmup=500, rotary_theta=100_000.0, tied=True, lr=3e-3, lr_min=0.0,
+        init_std=None,  # 1 / sqrt(fan in): theirs is 0.0417, which is 1 / sqrt(576)
+    )  # fmt: skip
+
+
 def finetune() -> Config:
     """Returns the settings of `train base=FOLDER`, which reads the model's keys from the folder.
 
@@ -77,8 +134,12 @@ def finetune() -> Config:
 
 
 PRESETS = {
-    preset.__name__: preset for preset in (tiny, shakespeare_cpu, shakespeare_char, gpt1, gptj_6b, gptj_6b_finetune)
-}
+    preset.__name__: preset
+    for preset in (
+        tiny, shakespeare_cpu, shakespeare_char, smollm2_135m, gpt2, gpt2_medium, gpt2_large, gpt2_xl, qwen3_0_6b,
+        llama3_8b, gpt1, gptj_6b, gptj_6b_finetune,
+    )
+}  # fmt: skip
 
 
 def preset(name: str, **given) -> Config:

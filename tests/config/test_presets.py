@@ -2,6 +2,7 @@
 
 import pytest
 
+from shardformer.cli.commands import COMMANDS
 from shardformer.config.presets import PRESETS, preset
 from shardformer.errors import UsageError
 
@@ -20,3 +21,8 @@ def test_presets_that_say_so_fit_every_mesh_of_eight(name, mesh):
 def test_unknown_preset():
     with pytest.raises(UsageError, match=r"unknown preset 'tyny'; did you mean 'tiny'\?; there are tiny, "):
         preset("tyny")
+
+
+def test_help_names_every_preset():
+    named = COMMANDS["train"].notes.partition("PRESET is one of ")[2].partition(", and sets")[0]
+    assert named.split(", ") == list(PRESETS)

@@ -3,10 +3,12 @@
 Each entry of goldens/published_configs.json names the model and the public text that it was copied from.
 """
 
+import dataclasses
 import json
 
 import pytest
 
+from shardformer.config.presets import preset
 from shardformer.convert import hf_settings
 from shardformer.errors import UsageError
 from shardformer.model import Model
@@ -23,7 +25,7 @@ SIZES = {
     "meta-llama/Meta-Llama-3.1-8B-Instruct": 8030, "meta-llama/Llama-3.2-1B": 1236,
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1100, "HuggingFaceTB/SmolLM2-135M": 134.5, "01-ai/Yi-34B": 34_389,
     "mistralai/Mistral-7B-v0.1": 7242, "mistralai/Mistral-Nemo-Base-2407": 12_248, "google/gemma-2-9b-it": 9242,
-    "google/gemma-3-270m": 268, "Qwen/Qwen3-1.7B": 1721, "Qwen/Qwen3-8B": 8191,
+    "google/gemma-3-270m": 268, "Qwen/Qwen3-0.6B": 596, "Qwen/Qwen3-1.7B": 1721, "Qwen/Qwen3-8B": 8191,
     "Qwen/Qwen2.5-7B-Instruct": 7616, "Qwen/Qwen2.5-1.5B-Instruct": 1544, "microsoft/Phi-3-mini-4k-instruct": 3821,
     "OLMo 2 7B, instruct": 7299, "facebook/opt-125m": 125, "stabilityai/stablelm-3b-4e1t": 2795,
     "bigscience/bloom-560m": 559.2, "google/gemma-2b": 2506, "google/gemma-7b": 8538, "microsoft/phi-1_5": 1418,
@@ -120,7 +122,41 @@ def test_published_layers_without_rotary(tmp_path):
 def test_most_published_configs_are_accepted():
     """Entries with the defaults of a class of transformers are no published files."""
     published = [model for model in PUBLISHED if not PUBLISHED[model]["source"].startswith("defaults of")]
-    assert (len(set(ACCEPTED) & set(published)), len(published)) == (75, 86)
+    assert (len(set(ACCEPTED) & set(published)), len(published)) == (76, 87)
+
+
+SHAPES = {
+    "gpt2": "openai-community/gpt2", "gpt2_medium": "openai-community/gpt2-medium",
+    "gpt2_xl": "openai-community/gpt2-xl", "llama3_8b": "meta-llama/Meta-Llama-3-8B", "qwen3_0_6b": "Qwen/Qwen3-0.6B",
+    "smollm2_135m": "HuggingFaceTB/SmolLM2-135M",
+}  # fmt: skip
+OF_TRAINING = ("seq", "vocab", "vocab_multiple", "init_std")  # a row may be shorter, a table be padded
+
+
+def shape(model_keys) -> dict:
+    return {name: value for name, value in dataclasses.asdict(model_keys).items() if name not in OF_TRAINING}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_preset_has_the_shape_that_was_published(name, tmp_path):
+    ours, published = preset(name).model, read(SHAPES[name], tmp_path).config.model
+    assert shape(ours) == shape(published)
+    assert ours.seq <= published.seq
+    assert ours.vocab == published.vocab
+
+
+def test_another_shape_is_seen(tmp_path):
+    published = read(SHAPES["gpt2"], tmp_path).config.model
+    assert shape(preset("gpt2").replace(bias="none").model) != shape(published)
+    assert shape(preset("gpt2_medium").model) != shape(published)
+
+
+@pytest.mark.parametrize(("name", "millions"), [("gpt2_large", 774), ("qwen3_0_6b", 596), ("smollm2_135m", 134.5)])
+def test_preset_has_the_parameters_of_its_name(name, millions):
+    shapes = Model.abstract_parameters(preset(name))
+    assert sum(leaf.size for named in shapes.values() for leaf in named.values()) / 1e6 == pytest.approx(
+        millions, rel=1e-3
+    )
 
 
 @pytest.mark.slow
