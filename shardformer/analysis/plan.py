@@ -171,8 +171,9 @@ def propose(plan: Plan) -> Config | None:
         except UsageError:
             continue
         for candidate in shapes:
-            if candidate != config and _is_estimated_to_fit(candidate, plan.chips):
-                return candidate
+            trainable = candidate if candidate.parallel.replicas > 1 else candidate.replace(zero=0)
+            if trainable != config and _is_estimated_to_fit(trainable, plan.chips):
+                return trainable
     return None
 
 

@@ -9,6 +9,7 @@ import pytest
 from shardformer.__main__ import main
 from shardformer.analysis import compiling, live, memory, pictures, plan, temporaries, traced
 from shardformer.cli.arguments import parse_settings
+from shardformer.config import check_zero
 from shardformer.config.presets import preset
 from shardformer.devices import chips
 from shardformer.errors import UsageError
@@ -44,6 +45,16 @@ def test_verdict_names_the_excess_and_a_fitting_setting(gptj, monkeypatch):
     assert re.fullmatch(r"does not fit: [\d.]+ GB too much on each device; this is estimated to fit: (.*)", words)
     assert plan.estimate(nearest, V5E).fits
     assert words.endswith(plan.format_changes(gptj.config, nearest))
+
+
+def test_one_chip_is_never_advised_to_split_over_dp():
+    """ZeRO on dp=1 is rejected by `train`; such a plan gave it all the same."""
+    one = chips.Slice("h100", chips.CHIPS["h100"]._replace(memory=1_400_000), (1,))  # bytes: too few for remat=none
+    found = plan.estimate(shared.tiny(mesh="1x1"), one)
+    nearest = plan.propose(found)
+    assert not found.fits
+    assert (nearest.parallel.zero, nearest.parallel.remat) == (0, "full")
+    check_zero(nearest)
 
 
 @pytest.mark.parametrize("name", ["v4 dp", "v4 mp", "v5e dp", "v5e mp", "v5e zero=1", "v5p mp"])
