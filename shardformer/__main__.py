@@ -100,13 +100,14 @@ def _run(arguments: list[str]) -> int:
 
         print(help.format_command(arguments[0]))
         return 0
+    is_script = arguments[0] == "legacy"  # which gets its arguments unchanged
+    rest = arguments[1:] if is_script else [_expand_home(word) for word in arguments[1:]]
+    if check := COMMANDS[arguments[0]].check:
+        load(check)(rest)
     restart_with_huge_pages(arguments)
     jax_releases.check()
     _check_address_space()
-    rest = (
-        arguments[1:] if arguments[0] == "legacy" else map(_expand_home, arguments[1:])
-    )  # scripts get their arguments unchanged
-    return _load(arguments[0])(list(rest)) or 0
+    return _load(arguments[0])(rest) or 0
 
 
 def _check_command(name: str) -> None:

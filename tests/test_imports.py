@@ -246,10 +246,13 @@ def expensive_imports(code: str) -> set[str]:
     [
         "import shardformer",
         "try: runpy.run_module('shardformer', run_name='__main__')\nexcept SystemExit: pass",
+        "from shardformer.__main__ import main\nmain(['train', '--help'])",
+        "from shardformer.__main__ import main\nassert main(['train', 'tiny', 'lrr=3']) == 2",
+        "from shardformer.__main__ import main\nassert main(['train', 'tiny', 'mesh=3x2']) == 2",
     ],
-    ids=["import", "help"],
+    ids=["import", "help", "help of train", "wrong key", "wrong mesh"],
 )
-def test_import_and_help_are_cheap(code):
+def test_what_is_answered_at_once_imports_no_jax(code):
     assert expensive_imports(code) == set()
 
 

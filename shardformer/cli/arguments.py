@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from shardformer import storage
-from shardformer.checkpoint import read_config
 from shardformer.config import Config, override_on_resume, parsing, presets
 from shardformer.errors import UsageError
 from shardformer.files import expand_home
@@ -39,6 +38,12 @@ def parse_preset(arguments: list[str]) -> Config:
     return settings.override(overrides | {"out": overrides.get("out") or settings.run.out})
 
 
+def check_preset(arguments: list[str]) -> None:
+    """Rejects wrong words of 'PRESET key=value ...'; whatever else `train` takes, it checks itself."""
+    if not any(word.startswith(("--resume", "base=", "task=", "teacher=")) for word in arguments):
+        parse_preset(arguments)
+
+
 def parse_keys(arguments: list[str]) -> dict:
     """Returns the given keys of a run; expands a ~ after =, as not every shell does."""
     overrides = parsing.parse_overrides(arguments, Config)
@@ -47,7 +52,8 @@ def parse_keys(arguments: list[str]) -> dict:
 
 def parse_settings(arguments: list[str]) -> Config:
     """Returns the config of 'PRESET|RUN|HF_FOLDER key=value ...'; without vocab=, that of tiny_shakespeare."""
-    from shardformer.convert import hf_settings  # not imported by `train`
+    from shardformer.checkpoint import read_config  # imports JAX, as the next one
+    from shardformer.convert import hf_settings
 
     folder = storage.location(arguments[0]) if arguments else None
     if folder and hf_settings.is_hf_folder(folder):

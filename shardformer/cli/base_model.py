@@ -3,7 +3,6 @@
 With `base=RUN/step_N`, the new run continues another run's checkpoint.
 """
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from shardformer.config import (
     presets,
 )
 from shardformer.convert import hf_settings
-from shardformer.convert.hf import FromHf
+from shardformer.convert.hf_options import FromHf
 from shardformer.data import TokenIds
 from shardformer.data.corpus import check_sources
 from shardformer.errors import RunError, UsageError
@@ -35,11 +34,6 @@ from shardformer.training.run_folder import Run, reads_shorter_rows
 OUT = "checkpoints/finetune"
 
 
-@dataclasses.dataclass(frozen=True)
-class BaseOptions(FromHf):
-    """A Hugging Face folder as base="""
-
-
 def parse_base(arguments: list[str]) -> Config:
     """Returns the config of '[PRESET] base=FOLDER key=value ...'.
 
@@ -47,7 +41,7 @@ def parse_base(arguments: list[str]) -> Config:
     converted to a run first, next to `out`.
     """
     preset = presets.preset(arguments[0]) if arguments[0] in presets.PRESETS else presets.finetune().replace(out=OUT)
-    options, rest = parsing.parse_known_options(arguments[arguments[0] in presets.PRESETS :], BaseOptions)
+    options, rest = parsing.parse_known_options(arguments[arguments[0] in presets.PRESETS :], FromHf)
     overrides = parse_keys(rest)
     preset = preset.replace(base=overrides["base"], out=overrides.get("out") or preset.run.out)
     if not storage.location(preset.training.base).exists():
@@ -70,7 +64,7 @@ def parse_base(arguments: list[str]) -> Config:
     return _choose_settings(read_config(storage.location(preset.training.base)), preset, overrides)
 
 
-def _check_before_converting(preset: Config, target: Path, overrides: dict, options: BaseOptions) -> None:
+def _check_before_converting(preset: Config, target: Path, overrides: dict, options: FromHf) -> None:
     """Rejects what training would reject afterwards, before gigabytes are copied and written."""
     if (target / "config.json").is_file():
         model = read_config(target)

@@ -14,6 +14,7 @@ class Command:
     usage: tuple[str, ...]
     options: tuple[str, ...] = ()  # "module:dataclass", one for each group of keys
     notes: str = ""
+    check: str = ""  # "module:function" without JAX: rejects wrong arguments before JAX is imported, which takes 2 s
 
 
 def load(path: str) -> Any:
@@ -33,11 +34,12 @@ COMMANDS = {
             "train base=RUN|HF_FOLDER data=... [key=value ...]",
             "train --resume RUN [key=value ...]",
         ),
-        (RUN_KEYS, "cli.base_model:BaseOptions"),
+        (RUN_KEYS, "convert.hf_options:FromHf"),
         "PRESET is one of tiny, shakespeare_cpu, shakespeare_char, smollm2_135m, gpt2, gpt2_medium, gpt2_large, "
         "gpt2_xl, qwen3_0_6b, llama3_8b, gpt1, gptj_6b, gptj_6b_finetune, and sets many of the keys below; "
         "`show PRESET` prints them. RUN is the folder of a run; runs and data may be in a bucket "
         "(gs://, s3://). Ctrl-C or SIGTERM saves a checkpoint and stops.",
+        check="cli.arguments:check_preset",
     ),
     "eval": Command(
         "cli.eval_command:evaluate",
@@ -183,7 +185,7 @@ COMMANDS = {
         (
             "convert.command:FromGptj",
             "convert.command:ToGptj",
-            "convert.hf:FromHf",
+            "convert.hf_options:FromHf",
             "convert.hf:ToHf",
             "convert.merge:Merging",
             "convert.stored_weights:Storing",

@@ -8,6 +8,7 @@ from shardformer.checkpoint import read_config
 from shardformer.config import ARCHITECTURE, Config, parsing
 from shardformer.config.keys import key
 from shardformer.convert import hf_settings, hf_special_tokens, hf_state, runs
+from shardformer.convert.hf_options import FromHf
 from shardformer.convert.hf_special_tokens import find_end_of_turn
 from shardformer.convert.leaves import State
 from shardformer.convert.new_folder import (
@@ -48,17 +49,6 @@ class ToHf:
         hf_state.float_kind(self.dtype)
         if not 0 < self.shard_gb < 1e6:
             raise UsageError(f"shard_gb must be above 0 and below 1,000,000, got {self.shard_gb}")
-
-
-@dataclasses.dataclass(frozen=True)
-class FromHf:
-    """A Hugging Face folder to a run (every key of a run is taken as well)."""
-
-    ignore_config: str = key("", "keys of config.json, separated by commas, that are to be ignored")
-
-    @property
-    def ignored(self) -> list[str]:
-        return [name for name in self.ignore_config.split(",") if name]
 
 
 def hf_to_run(source: Path, target: Path, arguments: list[str]) -> str:
