@@ -21,8 +21,8 @@ RESERVED = GiB // 4  # of a TPU's memory: its compiler for v5e reports 15.75 GiB
 GPU_SHARE = 0.75  # of a GPU's memory: JAX's limit unless XLA_PYTHON_CLIENT_MEM_FRACTION is set
 GPUS_OF_A_NODE = 8
 # Bytes per second each way between a chip and its host's memory: of a v4 ("16GB / second each way" by
-# jax-ml.github.io/scaling-book/tpus, assumed of every TPU), and of 16 lanes of PCIe 4 or 5 by the GPUs' data sheets.
-TPU_HOST_LINK, PCIE_4, PCIE_5 = 16e9, 32e9, 64e9
+# jax-ml.github.io/scaling-book/tpus, assumed of every TPU), and of 16 lanes of PCIe 3, 4 or 5 by the GPUs' data sheets.
+TPU_HOST_LINK, PCIE_3, PCIE_4, PCIE_5 = 16e9, 16e9, 32e9, 64e9
 GPU_NETWORK = 400e9 / 8  # between nodes, bytes per second for each GPU; an assumption, which `source` states
 
 
@@ -79,6 +79,11 @@ def _gpu(
 SYSTOLIC = 2 * 128 * 128  # FLOPs of a cycle of a matrix unit; a v6e's has four times as many
 # Fast memory (VMEM, and CMEM of a v4) by jax.experimental.pallas.tpu.get_tpu_info; the rest by the source of each line.
 CHIPS = {
+    "v3": Chip(123e12 / 2, 16 * GiB - RESERVED, 900e9 / 2, 4 * 82e9 / 2, 2, 16 * MiB,
+               "cloud.google.com/tpu/docs/v3, half of a chip, as JAX sees it (v3-8 is v3:2x2); four links of 656 "
+               "Gbit/s by Norrie et al. 2021; unconfirmed: the reserved memory is assumed, and today's libtpu may not "
+               "run it",
+               clock=123e12 / 2 / (2 * SYSTOLIC), devices=2, host_link=TPU_HOST_LINK / 2),
     "v4": Chip(275e12, 32 * GiB - RESERVED, 1228e9, 300e9, 3, 134e6 + 32 * MiB,
                "cloud.google.com/tpu/docs/v4: ICI 2400 Gbps", clock=275e12 / (8 * SYSTOLIC)),
     "v5e": Chip(197e12, 16 * GiB - RESERVED, 819e9, 200e9, 2, 128 * MiB,
@@ -97,8 +102,14 @@ CHIPS = {
     "h200": _gpu(989e12, 141e9, 4800e9, 450e9, 9.0, "NVIDIA H200 SXM data sheet: NVLink 900 GB/s both ways"),
     "rtx4090": _gpu(165e12, 24e9, 1008e9, 32e9, 8.9, "NVIDIA Ada whitepaper, RTX 4090: PCIe 64 GB/s both ways",
                     PCIE_4),
+    "t4": _gpu(65e12, 16e9, 320e9, 16e9, 7.5, "NVIDIA T4 data sheet: float16, as it multiplies no bfloat16; PCIe 3 "
+               "32 GB/s both ways", PCIE_3),
+    "a10g": _gpu(70e12, 24e9, 600e9, 32e9, 8.6, "NVIDIA A10G data sheet (AWS g5): PCIe 64 GB/s both ways", PCIE_4),
+    "l4": _gpu(121e12, 24e9, 300e9, 32e9, 8.9, "NVIDIA L4 data sheet: PCIe 64 GB/s both ways", PCIE_4),
     "l40s": _gpu(362e12, 48e9, 864e9, 32e9, 8.9, "NVIDIA L40S data sheet: PCIe 64 GB/s both ways", PCIE_4),
     "b200": _gpu(2250e12, 180e9, 8000e9, 900e9, 10.0, "NVIDIA HGX B200 data sheet: NVLink 1.8 TB/s both ways"),
+    "mi300x": _gpu(1307e12, 192e9, 5300e9, 448e9, 0.0, "AMD Instinct MI300X data sheet: seven links of 128 GB/s both "
+                   "ways; its capability is AMD's, which no choice of kernels knows"),
 }  # fmt: skip
 LARGEST = {
     "v4": 4096,
@@ -111,8 +122,9 @@ MOST_GPUS = 2**14  # of a plan
 DEVICE_TYPES: dict[str, str | None] = {
     "H100 PCIe": None, "H100 NVL": None, "H200 NVL": None, "GH200": None, "GB200": None,
     "RTX 4090 Laptop": None, "RTX 4090 D": None, "RTX 4090": "rtx4090", "L40S": "l40s",
-    "B200": "b200", "H100": "h100", "H200": "h200", "A100": "a100",
-    "TPU7x": "tpu7x", "v6": "v6e", "v5 lite": "v5e", "v5e": "v5e", "v5": "v5p", "v4": "v4",
+    "B200": "b200", "H100": "h100", "H200": "h200", "A100": "a100", "MI300X": "mi300x",
+    "A10G": "a10g", "Tesla T4": "t4", "NVIDIA L40": None, "NVIDIA L4": "l4",
+    "TPU v3": "v3", "TPU7x": "tpu7x", "v6": "v6e", "v5 lite": "v5e", "v5e": "v5e", "v5": "v5p", "v4": "v4",
 }  # fmt: skip
 
 
@@ -180,6 +192,8 @@ def larger_slices(chips: Slice) -> Iterator[Slice]:
 @functools.cache
 def _shapes(name: str) -> list[tuple[int, ...]]:
     """Returns the shapes of a TPU's slices, smallest first."""
+    if name == "v3":
+        return [(2, 2), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32), (32, 32)]
     if CHIPS[name].dimensions == 2:
         return [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)]
     sides = range(4, 25, 4)  # above 64 chips, of cubes of 4 x 4 x 4
