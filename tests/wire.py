@@ -210,7 +210,7 @@ def expected_expert_bytes(c: Config) -> dict[tuple[str, str], float]:
     keys, D, L, dp, mp = c.experts, c.model.d_model, c.model.layers, c.parallel.dp, c.parallel.mp
     tokens, choices = c.training.batch // dp * c.model.seq, keys.experts_per_token
     is_over_dp = keys.expert_axes == "dp"
-    experts = L * 3 * keys.experts * D * c.expert_size // mp
+    experts = L * 3 * keys.experts * D * c.mixture.expert_size // mp
     shared = 3 * D * keys.shared_width // mp
     others = L * (4 * D * D // mp + D * keys.experts + shared + D) + 2 * c.model.padded_vocab * D // mp + D
     found = {

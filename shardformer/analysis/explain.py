@@ -127,5 +127,5 @@ def follow_tokens(model: Model, parameters: dict, batch: dict) -> Routes:
         tuple(device for device, ((first, end), *_) in enumerate(splits) if first <= expert < end)
         for expert in range(config.experts.experts)
     ]
-    layers = tuple(layer for layer, sparse in enumerate(config.sparse_layers) if sparse)
+    layers = tuple(layer for layer, sparse in enumerate(config.mixture.sparse_layers) if sparse)
     return Routes(layers, np.asarray(counts), tuple(devices))

@@ -4,7 +4,7 @@ import dataclasses
 
 from shardformer.analysis import liveness, traced
 from shardformer.analysis.memory import list_offloaded, predict_bytes, shard_bytes
-from shardformer.config.names import EXPERT_MATRICES, MATRICES, SHARED_MATRICES, is_stacked
+from shardformer.config.names import ALL_MATRICES, is_stacked
 from shardformer.layout import Layout, resolve
 from shardformer.training.trainer import Trainer
 
@@ -54,5 +54,5 @@ def _cast_bytes(trainer: Trainer) -> int:
     if config.optimizer.param_dtype == config.parallel.dtype or config.parallel.zero == 1:
         return 0  # zero=1 gathers all layers before the loop, in the matmul dtype
     layers = trainer.abstract.params["transformer/layers"]
-    names = [name for name in (*MATRICES, *EXPERT_MATRICES, *SHARED_MATRICES) if name in layers]
+    names = [name for name in ALL_MATRICES if name in layers]
     return sum(shard_bytes(layers[name], layers[name].sharding) // 2 for name in names)

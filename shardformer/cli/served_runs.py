@@ -12,10 +12,10 @@ from shardformer import checkpoint, storage
 from shardformer.cli.arguments import run_folder, say
 from shardformer.cli.base_model import convert_in_process
 from shardformer.config import key_names
-from shardformer.config.expert_keys import ExpertKeys
 from shardformer.config.model_keys import ModelKeys
 from shardformer.convert import hf_settings, peft
 from shardformer.errors import RunError, UsageError
+from shardformer.experts.expert_keys import ExpertKeys
 from shardformer.inference.serve.engine_thread import EngineThread
 from shardformer.inference.serve.jobs import Weights
 from shardformer.inference.serve.service import Served

@@ -7,15 +7,12 @@ their flat names. Nothing here imports JAX, so a wrong command is rejected befor
 import dataclasses
 import functools
 import json
-from collections.abc import Sequence
 
 from shardformer.config import key_rules
 from shardformer.config.adapter_keys import AdapterKeys
 from shardformer.config.data_keys import DataKeys
-from shardformer.config.expert_keys import ExpertKeys
 from shardformer.config.keys import KeyGroup, compute_derived, format_value, keys_of
 from shardformer.config.model_keys import ModelKeys
-from shardformer.config.names import OF_DENSE_LAYERS, OF_EXPERT_LAYERS
 from shardformer.config.optimizer_keys import OptimizerKeys
 from shardformer.config.parallel_keys import ParallelKeys
 from shardformer.config.parsing import MeshSizes, parse_mesh
@@ -24,6 +21,7 @@ from shardformer.config.run_keys import LaunchKeys, ProcessKeys, RunKeys
 from shardformer.config.training_keys import BadStepKeys, TrainingKeys
 from shardformer.config.weight_keys import WeightKeys
 from shardformer.errors import RunError, UsageError
+from shardformer.experts.expert_keys import ExpertKeys, Mixture
 from shardformer.objectives.objective import OBJECTIVES, Objective
 from shardformer.objectives.objective_keys import ObjectiveKeys
 
@@ -82,6 +80,11 @@ class Config:
         """The objective, which answers all questions about what the run trains."""
         return OBJECTIVES[self.preferences.objective](self)
 
+    @functools.cached_property
+    def mixture(self) -> Mixture:
+        """The mixture of experts, which answers all questions about the layers that have them."""
+        return Mixture(self)
+
     @property
     def model_rows(self) -> int:
         """Rows of a global batch that the model computes; a row of pairs has two sides."""
@@ -91,11 +94,6 @@ class Config:
     def tokens_per_step(self) -> int:
         """Positions in the rows of a global batch."""
         return self.model_rows * self.objective.row_tokens
-
-    @property
-    def moves_router_bias(self) -> bool:
-        """True if a step updates the routers' biases; with adapters, those of the base are frozen."""
-        return bool(self.experts.balance_rate) and not self.lora.lora_rank
 
     @property
     def data_rows(self) -> int:
@@ -117,42 +115,6 @@ class Config:
     def shares_kv_heads(self) -> bool:
         """True if there are fewer key/value heads than shards of the model; mp / kv_heads shards then share each."""
         return self.model.key_value_heads < self.parallel.mp
-
-    @functools.cached_property
-    def expert_size(self) -> int:
-        """Feed-forward width of one expert."""
-        return self.experts.expert_width or self.model.ff_size
-
-    @functools.cached_property
-    def splits_experts(self) -> bool:
-        """True if each shard of the model has some of the experts; else it has a part of each expert's width."""
-        return self.experts.experts % self.parallel.mp == 0
-
-    @functools.cached_property
-    def sparse_layers(self) -> tuple[bool, ...]:
-        """True for each layer that has experts instead of a dense feed-forward."""
-        return self.experts.list_sparse(self.model.layers)
-
-    @functools.cached_property
-    def mixes_layers(self) -> bool:
-        """True if some layers have experts and others a dense feed-forward."""
-        return bool(self.experts.experts) and not all(self.sparse_layers)
-
-    @property
-    def has_dense_layers(self) -> bool:
-        """True if some layers have a dense feed-forward."""
-        return not self.experts.experts or self.mixes_layers
-
-    def layers_of(self, name: str) -> Sequence[int]:
-        """Returns the numbers of the layers that have a parameter of this name, such as `expert_up`.
-
-        Their arrays are stacked on its leading axis.
-        """
-        layers, first_word = range(self.model.layers), name.rpartition("/")[2].partition("_")[0]
-        if not self.mixes_layers or first_word not in (*OF_DENSE_LAYERS, *OF_EXPERT_LAYERS):
-            return layers
-        has_experts = first_word in OF_EXPERT_LAYERS
-        return [i for i in layers if self.sparse_layers[i] == has_experts]
 
     @property
     def architecture(self) -> "Config":

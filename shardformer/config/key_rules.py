@@ -4,10 +4,9 @@ import math
 from typing import TYPE_CHECKING
 
 from shardformer.config.keys import keys_of, largest_divisor, next_multiple, require
-from shardformer.config.names import EXPERT_MATRICES, MATRICES, SHARED_MATRICES
+from shardformer.config.names import EXPERT_MATRICES
 from shardformer.config.parsing import MeshSizes, parse_mesh, parse_steps_range, shorten
 from shardformer.errors import UsageError
-from shardformer.tables import format_count
 
 if TYPE_CHECKING:
     from shardformer.config.config import Config
@@ -32,8 +31,7 @@ def check_rules(c: "Config") -> None:
     _check_kernel(c)
     _check_gradients(c)
     _check_adapters(c)
-    if c.experts.experts:
-        _check_experts(c)
+    c.mixture.check()
     _check_lbfgs(c)
     _check_bad_steps(c)
     require(
@@ -59,8 +57,7 @@ def check_rules(c: "Config") -> None:
 
 def check_given(c: "Config", given: dict[str, object]) -> None:
     """Raises UsageError if a key that a user gave has no effect in this configuration."""
-    if given.get("balance_rate") and c.lora.lora_rank and not c.training.base:
-        raise UsageError("balance_rate does nothing with lora_rank, which freezes the biases; give balance_rate=0")
+    c.mixture.check_given(given)
     for name, value in given.items():
         keys, field = c.group(name), keys_of(type(c))[name]
         needed, used_if = field.metadata["needs"], field.metadata["used_if"]
@@ -123,7 +120,7 @@ def _check_gradients(c: "Config") -> None:
 def _check_adapters(c: "Config") -> None:
     if not c.lora.lora_rank:
         return
-    matrices = _list_adaptable(c)
+    matrices = [*"qkvo", *c.mixture.list_matrices()]
     unknown = [name for name in c.lora.lora_names if name not in matrices]
     require(
         not unknown,
@@ -138,35 +135,6 @@ def _check_adapters(c: "Config") -> None:
     require(
         c.optimizer.name != "muon",
         "optimizer=muon updates full matrices, but lora_rank trains adapters; give optimizer=adamw",
-    )
-
-
-def _list_adaptable(c: "Config") -> list[str]:
-    """Returns the matrices of a layer that may have adapters."""
-    feed_forward = list(MATRICES[MATRICES.index("up") :]) if c.has_dense_layers else []
-    if c.experts.experts:
-        feed_forward += [*EXPERT_MATRICES, *(SHARED_MATRICES if c.experts.shared_width else ())]
-    return [*"qkvo", *(name for name in feed_forward if c.model.gated or not name.endswith("gate"))]
-
-
-def _check_experts(c: "Config") -> None:
-    require(
-        any(c.sparse_layers),
-        f"dense_first={c.experts.dense_first} and expert_pattern={c.experts.expert_pattern:.40} leave none of "
-        f"layers={c.model.layers} with experts; give experts=0, or a smaller dense_first",
-    )
-    require(
-        "up" not in c.model.biased,
-        f"experts have no biases, and bias={c.model.bias} has them in the feed-forward; give bias=none or bias=norm",
-    )
-    require(
-        not c.optimizer.searches_rate,
-        "optimizer=lbfgs searches along a smooth loss, and experts make it jump where routes change; give another one",
-    )
-    require(
-        not c.training.grad_metrics,
-        "grad_metrics=true needs each example's gradient by itself, and that of an expert mixes the tokens of all dp "
-        "and the balance of the batch; give grad_metrics=false",
     )
 
 
@@ -242,19 +210,8 @@ def _check_context(c: "Config") -> None:
 
 
 def _check_split_sizes(c: "Config", mp: int) -> None:
-    sizes = {"heads": c.model.heads}
-    if c.has_dense_layers:
-        sizes["feed-forward width"] = c.model.ff_size
-    over_dp = c.parallel.dp * c.parallel.mp if c.experts.expert_axes == "dp" and c.parallel.dp > 1 else 1
-    require(
-        c.experts.experts % over_dp == 0,
-        f"expert_axes=dp splits experts={c.experts.experts} over dp * mp = {over_dp} (mesh={c.parallel.mesh}), which "
-        "does not divide them; give expert_axes=mp",
-    )
-    if c.experts.experts and not c.splits_experts:
-        sizes["the width of an expert"] = c.expert_size
-    if c.experts.shared_width:
-        sizes["shared_width"] = c.experts.shared_width
+    c.mixture.check_axes()
+    sizes = {"heads": c.model.heads} | c.mixture.list_widths()
     if mp % c.model.key_value_heads:  # otherwise mp / kv_heads shards share each of them
         sizes["kv_heads"] = c.model.key_value_heads
     if c.model.embeds_positions:
@@ -277,12 +234,7 @@ def _check_split_sizes(c: "Config", mp: int) -> None:
 def _check_pairs(c: "Config", mp: int) -> None:
     """Rejects 4-bit codes of matrices with an odd number of inputs on a device: a byte has two."""
     local = {"d_model": c.model.d_model, "heads x head size": c.model.attention_size // mp}
-    if c.experts.experts:
-        local["expert_width"] = c.expert_size // (mp if c.experts.experts % mp else 1)
-    if c.has_dense_layers:
-        local["d_ff"] = c.model.ff_size // mp
-    if c.experts.shared_width:
-        local["shared_width"] = c.experts.shared_width // mp
+    local |= c.mixture.local_widths(mp)
     odd = [f"{name} {size}" for name, size in local.items() if size % 2]
     require(
         not odd,
@@ -310,13 +262,7 @@ def _check_stages(c: "Config") -> None:
         f"layers={c.model.layers} do not divide over pp={pp} stages (mesh={c.parallel.mesh}) in "
         f"pipeline_rounds={c.parallel.pipeline_rounds}; try pipeline_rounds={rounds}",
     )
-    size = c.model.layers // pp // rounds
-    require(
-        not c.mixes_layers or c.sparse_layers == c.sparse_layers[:size] * (pp * rounds),
-        f"all stages run one program, and stages of {format_count(size, 'layer')} (mesh={c.parallel.mesh}) have "
-        f"experts in different layers with dense_first={c.experts.dense_first} "
-        f"expert_pattern={c.experts.expert_pattern:.40}; give mesh={without}, or a pattern that repeats in every stage",
-    )
+    c.mixture.check_stages(c.model.layers // pp // rounds, without)
     require(
         not c.optimizer.searches_rate and not c.training.grad_metrics and c.training.accum_mode == "scan",
         f"pipeline stages (mesh={c.parallel.mesh}) find the mean gradient of all microbatches in one program: give "

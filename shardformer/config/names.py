@@ -11,8 +11,8 @@ LAYERS = f"{PREFIX}layers"  # the stacked parameters of all layers
 MATRICES = ("q", "k", "v", "o", "up", "gate", "down")  # of a layer
 EXPERT_MATRICES = ("expert_up", "expert_gate", "expert_down")  # [experts, inputs, outputs] in each layer
 SHARED_MATRICES = ("shared_up", "shared_gate", "shared_down")  # of the expert that every token uses
+ALL_MATRICES = (*MATRICES, *EXPERT_MATRICES, *SHARED_MATRICES)  # of layers of any kind
 ROUTER_BIAS = "router_bias"  # by which a router ranks experts if balance_rate balances their load
-OF_DENSE_LAYERS, OF_EXPERT_LAYERS = ("up", "gate", "down"), ("expert", "shared", "router")  # first words of names
 LORA_IN, LORA_OUT = "_lora_in", "_lora_out"  # the two factors of a matrix's adapter
 CODES, SCALES = "_codes", "_scales"  # the parameters of a quantised matrix
 BLOCKS = "_blocks"  # the third of them, with weights=nf4: the scales of its scales
@@ -38,7 +38,7 @@ def is_of_experts(name: str) -> bool:
 
 def is_factor_of_product(name: str) -> bool:
     """Returns whether a parameter only multiplies activations: a matrix, an adapter's factor, an untied head."""
-    return name.removesuffix(LORA_IN).removesuffix(LORA_OUT) in (*MATRICES, *EXPERT_MATRICES, *SHARED_MATRICES, "w")
+    return name.removesuffix(LORA_IN).removesuffix(LORA_OUT) in (*ALL_MATRICES, "w")
 
 
 def has_key_value_heads(name: str) -> bool:

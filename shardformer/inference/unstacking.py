@@ -55,7 +55,7 @@ class Unstacking:
         return programs_of_leaves, _map_modules(unstack, params)
 
     def _count_layers(self, name: str) -> int:
-        return len(self._model.config.layers_of(name))
+        return len(self._model.config.mixture.layers_of(name))
 
     def _find_spec(self, module: str, name: str) -> P:
         return P(*self._model.specs[module][name][1:])

@@ -68,7 +68,9 @@ def resolve(config: Config, hardware: Hardware = CPU, torus: tuple[int, ...] = (
     if config.stored.quantized:
         layout = _quantize(layout)
     if config.experts.experts:
-        layout = _add_experts(layout)
+        from shardformer.experts import expert_layout  # not imported without experts
+
+        layout = expert_layout.add_experts(layout)
     return layout.for_rows(Rows.of_training(config))
 
 
@@ -80,13 +82,3 @@ def _quantize(layout: Layout) -> Layout:
     weights = choose_weights(layout.config)
     replicas = make_replicas(layout.replicas, weights)
     return dataclasses.replace(layout, weights=weights, replicas=replicas, reasons=reasons)
-
-
-def _add_experts(layout: Layout) -> Layout:
-    from shardformer.layout.choose_experts import choose_grouped_product  # not imported without experts
-    from shardformer.layout.expert_axes import choose_expert_axes
-
-    product, why = choose_grouped_product(layout.config, layout.hardware)
-    axes = choose_expert_axes(layout.config)
-    reasons = layout.reasons | {"experts": why, "expert_axes": axes.reason}
-    return dataclasses.replace(layout, experts=product, expert_axes=axes.axes, reasons=reasons)

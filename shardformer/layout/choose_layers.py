@@ -35,8 +35,8 @@ def choose_loop(config: Config, attention: Attention) -> tuple[Loop, str]:
     if attention.uses_kernel and config.model.window_period > 1:
         loop = Loop(config.parallel.scan, config.model.window_period)
         reason = "a kernel takes constant windows: one for each layer type"
-    if config.mixes_layers:
-        from shardformer.layout.choose_experts import choose_groups  # not imported without experts
+    if config.mixture.mixes_layers:
+        from shardformer.experts.expert_layout import choose_groups  # not imported without experts
 
         first, period, groups = choose_groups(config, loop.types)
         return loop._replace(first=first, period=period), groups if loop.scan else reason

@@ -26,7 +26,7 @@ def choose_replicas(config: Config, hardware: Hardware, torus: tuple[int, ...]) 
     outside_axes = layer_axes if config.parallel.pp == 1 else (*layer_axes, PP)
     shared: tuple[str, ...] = ()
     if config.experts.experts:
-        from shardformer.layout.expert_axes import choose_expert_axes  # not imported without experts
+        from shardformer.experts.expert_layout import choose_expert_axes  # not imported without experts
 
         shared = EXPERT_MATRICES if choose_expert_axes(config).over_dp else ()
     axes = layer_axes, outside_axes, config.parallel.replicas * config.parallel.pp, shared

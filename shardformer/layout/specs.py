@@ -13,9 +13,10 @@ from shardformer.config.names import (
     BLOCKS,
     CODES,
     EXPERT_MATRICES,
+    LORA_IN,
+    LORA_OUT,
     SCALES,
     has_key_value_heads,
-    is_of_experts,
     is_stacked,
 )
 from shardformer.config.weight_keys import group_size
@@ -31,15 +32,6 @@ RULES = (
     ("*/layers/gate", P(None, None, "mp")),
     ("*/layers/up_bias", P(None, "mp")),
     ("*/layers/down", P(None, "mp", None)),
-    ("*/layers/router", P()),
-    ("*/layers/router_bias", P()),
-    ("*/layers/expert_up", P(None, "mp", None, None)),  # see SPLIT_WIDTHS for experts that mp does not divide
-    ("*/layers/expert_gate", P(None, "mp", None, None)),
-    ("*/layers/expert_down", P(None, "mp", None, None)),
-    ("*/layers/shared_up", P(None, None, "mp")),
-    ("*/layers/shared_gate", P(None, None, "mp")),
-    ("*/layers/shared_down", P(None, "mp", None)),
-    ("*/layers/shared_scale", P()),
     ("*/layers/o_bias", P()),  # biases of row-parallel products are added once, after the sum
     ("*/layers/down_bias", P()),
     ("*/embed/tokens", P("mp", None)),
@@ -48,37 +40,8 @@ RULES = (
     ("*/relative_bias/*", P(None, "mp")),  # of any position encoding: [rows, heads]
     ("*/head/w", P(None, "mp")),
     ("*/head/bias", P("mp")),
-    ("*/layers/[qkv]_lora_in", P()),  # for a column-parallel matrix, the adapter's first factor is replicated
-    ("*/layers/[qkv]_lora_out", P(None, None, "mp")),
-    ("*/layers/up_lora_in", P()),
-    ("*/layers/up_lora_out", P(None, None, "mp")),
-    ("*/layers/gate_lora_in", P()),
-    ("*/layers/gate_lora_out", P(None, None, "mp")),
-    ("*/layers/o_lora_in", P(None, "mp", None)),  # for a row-parallel matrix, the second
-    ("*/layers/o_lora_out", P()),
-    ("*/layers/down_lora_in", P(None, "mp", None)),
-    ("*/layers/down_lora_out", P()),
-    ("*/layers/expert_*_lora_*", P(None, "mp", None, None)),
-    ("*/layers/shared_up_lora_in", P()),
-    ("*/layers/shared_up_lora_out", P(None, None, "mp")),
-    ("*/layers/shared_gate_lora_in", P()),
-    ("*/layers/shared_gate_lora_out", P(None, None, "mp")),
-    ("*/layers/shared_down_lora_in", P(None, "mp", None)),
-    ("*/layers/shared_down_lora_out", P()),
     ("*norm/*", P()),
 )
-# Experts that do not divide over mp are split as dense matrices, by their width.
-SPLIT_WIDTHS = {
-    "expert_up": P(None, None, None, "mp"),
-    "expert_gate": P(None, None, None, "mp"),
-    "expert_down": P(None, None, "mp", None),
-    "expert_up_lora_in": P(),
-    "expert_up_lora_out": P(None, None, None, "mp"),
-    "expert_gate_lora_in": P(),
-    "expert_gate_lora_out": P(None, None, None, "mp"),
-    "expert_down_lora_in": P(None, None, "mp", None),
-    "expert_down_lora_out": P(),
-}
 
 
 def parameter_spec(name: str, config: Config) -> P:
@@ -90,24 +53,36 @@ def parameter_spec(name: str, config: Config) -> P:
     if name.endswith(BLOCKS):  # a few scales of scales, which every shard reads
         outer = tuple(parameter_spec(name.removesuffix(BLOCKS), config))[:-2]
         return P(*outer)
-    for pattern, spec in RULES:
+    for suffix in (LORA_IN, LORA_OUT):
+        if name.endswith(suffix):
+            return _spec_of_factor(suffix, parameter_spec(name.removesuffix(suffix), config))
+    for pattern, spec in list_rules(config):
         if fnmatch.fnmatchcase(name, pattern):
             if config.shares_kv_heads and has_key_value_heads(name):
                 spec = P()
-            if config.experts.experts and is_of_experts(name.rpartition("/")[2]):
-                spec = _spec_of_experts(name, spec, config)
+            if config.experts.experts:
+                spec = _layout_of_experts().split_experts(name.rpartition("/")[2], spec, config)
             return P("pp", *spec[1:]) if config.parallel.pp > 1 and is_stacked(name) else spec
     raise KeyError(f"no rule in specs.py covers the parameter {name!r}; add one by name")
 
 
-def _spec_of_experts(name: str, spec: P, config: Config) -> P:
-    """Returns the spec of a matrix of experts, or of a factor of its adapters."""
-    if not config.splits_experts:
-        return SPLIT_WIDTHS.get(name.rpartition("/")[2], spec)
-    from shardformer.layout.expert_axes import choose_expert_axes  # not imported without experts
+def list_rules(config: Config) -> tuple[tuple[str, P], ...]:
+    """Returns the pairs of a pattern and the spec of a configuration's parameters."""
+    return (*RULES, *_layout_of_experts().RULES) if config.experts.experts else RULES
 
-    axes = choose_expert_axes(config).axes
-    return P(None, axes if len(axes) > 1 else axes[0], None, None)
+
+def _layout_of_experts():
+    from shardformer.experts import expert_layout  # not imported without experts
+
+    return expert_layout
+
+
+def _spec_of_factor(factor: str, matrix: P) -> P:
+    """Returns the spec of an adapter's first or second factor: replicated if it lacks the dimension that is split."""
+    if len(matrix) < 3:
+        return matrix
+    axes = (*matrix[:-1], None) if factor == LORA_IN else (*matrix[:-2], None, matrix[-1])
+    return P(*axes) if any(axes[1:]) else P(*filter(None, axes[:1]))
 
 
 def _spec_of_scales(matrix: str, config: Config) -> P:
@@ -122,9 +97,7 @@ def _spec_of_scales(matrix: str, config: Config) -> P:
 
 def inputs_of(matrix: str, config: Config) -> int:
     """Returns the inputs of a layer's matrix whose rows mp may split; 0 for other matrices."""
-    sizes = {"o": config.model.attention_size, "down": config.model.ff_size}
-    sizes |= {"shared_down": config.experts.shared_width, "expert_down": config.expert_size}
-    return sizes.get(matrix, 0)
+    return ({"o": config.model.attention_size} | config.mixture.split_inputs).get(matrix, 0)
 
 
 def splits_groups(matrix: str, config: Config) -> bool:

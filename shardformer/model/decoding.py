@@ -25,16 +25,16 @@ class Decoder:
         self.cache_spec = P("dp", "mp", "cp" if config.parallel.cp > 1 else None, None)
         # Shards share a head if there are few.
         self.cached_heads = max(config.model.key_value_heads, config.parallel.mp)
-        self.unstacked_specs = map_stacked(lambda name, spec: [P(*spec[1:])] * len(config.layers_of(name)), model.specs)
+        self.unstacked_specs = map_stacked(
+            lambda name, spec: [P(*spec[1:])] * len(config.mixture.layers_of(name)), model.specs
+        )
         any_length = config.without_gradients().replace(sequence_parallel=False)
         layout = dataclasses.replace(resolve(any_length), replicas=model.replicas.for_forward_pass())
         self._shard = self._token_shard = CausalTransformerShard(layout)
         if config.experts.experts:
-            from shardformer.layout import choose_experts  # not imported without experts
+            from shardformer.experts import expert_layout  # not imported without experts
 
-            product = model.layout.experts
-            choices = choose_experts.choose_for_rows(product), choose_experts.choose_for_tokens(product)
-            layouts = [dataclasses.replace(layout, experts=choice) for choice in choices]
+            layouts = expert_layout.layouts_of_generation(layout, model.layout.experts)
             self._shard, self._token_shard = map(CausalTransformerShard, layouts)
 
     def logits(self, params, tokens):

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from shardformer.config import Config
-from shardformer.config.names import EXPERT_MATRICES, LAYERS, MATRICES, SHARED_MATRICES, is_part
+from shardformer.config.names import ALL_MATRICES, LAYERS, is_part
 from shardformer.model import lora
 
-ROUNDED = {*MATRICES, *EXPERT_MATRICES, *SHARED_MATRICES}  # of a layer
+ROUNDED = {*ALL_MATRICES}  # of a layer
 
 
 def stored_types(parameters: dict, config: Config) -> dict:

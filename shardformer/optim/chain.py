@@ -10,13 +10,13 @@ from jax.sharding import PartitionSpec as P
 from optax.transforms import chain  # while shardformer.legacy is installed, optax.chain is replaced
 
 from shardformer.config import Config
-from shardformer.config.names import EXPERT_MATRICES, MATRICES, PREFIX, SHARED_MATRICES
+from shardformer.config.names import ALL_MATRICES, PREFIX
 from shardformer.config.registries import call_with
 from shardformer.optim.optimizers import OPTIMIZERS
 from shardformer.optim.schedule import learning_rate
 
 # By name, because a stacked bias has the shape of a matrix.
-DECAYED = {"tokens", *MATRICES, *EXPERT_MATRICES, *SHARED_MATRICES, "router", "w"}
+DECAYED = {"tokens", *ALL_MATRICES, "router", "w"}
 
 
 def make_optimizer(config: Config, map_matrices: Callable = jax.tree.map) -> optax.GradientTransformationExtraArgs:
@@ -28,8 +28,8 @@ def make_optimizer(config: Config, map_matrices: Callable = jax.tree.map) -> opt
     optimizer = _choose_optimizer(config, list_inputs(config, map_matrices))
     if config.optimizer.clip:
         optimizer = _clip_by_norm(optimizer, config.optimizer.clip)
-    if config.moves_router_bias:
-        from shardformer.optim.router_bias import add_bias_update  # not imported without experts
+    if config.mixture.moves_router_bias:
+        from shardformer.experts.router_bias import add_bias_update  # not imported without experts
 
         optimizer = add_bias_update(optimizer, config)
     if config.optimizer.lr_rules:

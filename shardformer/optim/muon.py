@@ -9,11 +9,11 @@ from jax import tree_util
 from optax import contrib
 from optax.transforms import chain  # see chain.py
 
-from shardformer.config.names import EXPERT_MATRICES, MATRICES, PREFIX, SHARED_MATRICES
+from shardformer.config.names import ALL_MATRICES, PREFIX
 
 # Layers and experts are stacked on leading axes: the last two are the matrix.
 MATRIX = contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
-OF_LAYERS = {*MATRICES, *EXPERT_MATRICES, *SHARED_MATRICES}
+OF_LAYERS = {*ALL_MATRICES}
 RMS_OF_ADAM = 0.2  # of a typical adam update (arXiv:2502.16982), so that lr and weight_decay mean the same for both
 
 

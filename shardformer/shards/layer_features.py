@@ -50,14 +50,14 @@ def choose_records(layout: Layout) -> Records:
     """Returns the records of a layout's layers; plain layers give none."""
     if not layout.config.experts.experts:
         return Records()
-    from shardformer.shards.experts import RoutesOfLayers  # not imported without experts
+    from shardformer.experts.expert_layer import RoutesOfLayers  # not imported without experts
 
     return RoutesOfLayers(layout)
 
 
 def choose_mixed_layers(config: Config) -> Any:
     """Returns the functions of layers with different parameters; None if all layers have the same."""
-    if not config.mixes_layers:
+    if not config.mixture.mixes_layers:
         return None
     from shardformer.shards.mixed_layers import MixedLayers  # not imported without experts
 

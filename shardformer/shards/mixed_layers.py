@@ -31,13 +31,13 @@ class MixedLayers:
         @functools.cache  # one trace for all parameters of the same layers
         def draw_layers(layers: tuple[int, ...]) -> dict:
             """Draws the parameters of layers of one kind; the compiler removes those that are not used."""
-            function = sparse if self._config.sparse_layers[layers[0]] else dense
+            function = sparse if self._config.mixture.sparse_layers[layers[0]] else dense
             return jax.vmap(function)(keys[jnp.array(layers)])
 
         def draw(name: str) -> Array:
             """Draws one parameter in all layers that have it."""
             module, _, leaf = name.rpartition("/")
-            return draw_layers(tuple(self._config.layers_of(name)))[module][leaf]
+            return draw_layers(tuple(self._config.mixture.layers_of(name)))[module][leaf]
 
         shapes = [jax.eval_shape(function, keys[0]) for function in (sparse, dense)]
         names = {module: {**shapes[0][module], **shapes[1][module]} for module in shapes[0]}
@@ -90,7 +90,7 @@ class MixedLayers:
 
     def _rows_before(self, name: str, layer: int) -> int:
         """Returns the number of layers before this one that have a parameter."""
-        return bisect.bisect_left(self._config.layers_of(name), layer)
+        return bisect.bisect_left(self._config.mixture.layers_of(name), layer)
 
     def _select(self, stored: dict, first: int, layer: int) -> dict:
         """Returns the parameters of a layer; `stored` has those of the layers `first`, `first + 1`..."""
@@ -99,7 +99,7 @@ class MixedLayers:
             selected[module] = {
                 name: leaf[self._rows_before(name, layer) - self._rows_before(name, first)]
                 for name, leaf in leaves.items()
-                if layer in self._config.layers_of(name)
+                if layer in self._config.mixture.layers_of(name)
             }
         return selected
 

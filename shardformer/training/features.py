@@ -23,7 +23,7 @@ def choose_parts(config: Config, model: TaskOnMesh) -> tuple[Part, ...]:
     parts: list[Part] = []
     if config.training.accum_mode == "multisteps":  # with accum=1 too, because accum may change on resume
         parts.append(AccumulatedGradient())
-    if config.moves_router_bias:
+    if config.mixture.moves_router_bias:
         parts.append(RouterBiases())
     if config.optimizer.lr_rules:
         parts.append(FrozenParameters(config, model))
@@ -46,7 +46,7 @@ class RouterBiases(Part):
     """The routers' biases: their gradient is a count, which is no part of the gradient's norm."""
 
     def select_gradient(self, state: TrainState, grads):
-        from shardformer.optim.router_bias import zero_biases  # not imported without experts
+        from shardformer.experts.router_bias import zero_biases  # not imported without experts
 
         return zero_biases(grads)
 

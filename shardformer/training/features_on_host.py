@@ -18,11 +18,11 @@ def open_features(config: Config) -> tuple[HostFeature, ...]:
     skips = config.bad_steps.skip_steps
     return open_evaluation_features(config) + _open(
         config,
-        ("monitor:Monitor", config.start.eval_tasks or config.start.eval_prompts),
-        ("example_gradients:ExampleGradients", config.training.grad_metrics),
-        ("expert_load:ExpertLoad", config.experts.experts),
-        ("rollback:SkippedSteps", skips),
-        ("host_feature:EndAtNonFinite", not skips),
+        ("training.monitor:Monitor", config.start.eval_tasks or config.start.eval_prompts),
+        ("training.example_gradients:ExampleGradients", config.training.grad_metrics),
+        ("experts.expert_load:ExpertLoad", config.experts.experts),
+        ("training.rollback:SkippedSteps", skips),
+        ("training.host_feature:EndAtNonFinite", not skips),
     )
 
 
@@ -34,4 +34,4 @@ def open_evaluation_features(config: Config) -> tuple[HostFeature, ...]:
 
 def _open(config: Config, *features: tuple[str, object]) -> tuple[HostFeature, ...]:
     """Returns the features of this package that are on, in their order, from pairs of (FILE:CLASS, is on)."""
-    return tuple(import_class(f"shardformer.training.{path}")(config) for path, is_on in features if is_on)
+    return tuple(import_class(f"shardformer.{path}")(config) for path, is_on in features if is_on)

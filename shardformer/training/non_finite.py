@@ -56,7 +56,7 @@ def find_output(model: Model, params, batch) -> str:
 def find_gradient(model: Model, params, batch, dropout_key) -> str:
     """Names the parameters whose gradients become non-finite first in the backward pass."""
     flags = _compile_flags(model)(params, batch, dropout_key)
-    numbers = {name: model.config.layers_of(name) if is_stacked(name) else [0] for name in flags}
+    numbers = {name: model.config.mixture.layers_of(name) if is_stacked(name) else [0] for name in flags}
     broken = {name: np.array(numbers[name])[~np.atleast_1d(finite)] for name, finite in flags.items()}
     broken = {name: layers for name, layers in broken.items() if layers.size}
     after = [name for name in broken if not name.startswith((LAYERS, EMBEDDING))]
@@ -79,7 +79,7 @@ def _compile_sums(model: Model):
 
     def sum_nats(params, batch, count):
         def keep_first(name, p):
-            number = jnp.array(model.config.layers_of(name)).reshape(-1, *[1] * (p.ndim - 1))
+            number = jnp.array(model.config.mixture.layers_of(name)).reshape(-1, *[1] * (p.ndim - 1))
             return jnp.where(number < count, p, jnp.zeros_like(p))
 
         return model.sums(map_stacked(keep_first, params), batch).nats

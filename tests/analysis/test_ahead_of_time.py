@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer.analysis import compiling, memory
 from shardformer.devices import chips
-from shardformer.kernels import fused_attention, grouped_kernel
+from shardformer.experts import grouped_product
+from shardformer.kernels import fused_attention
 from shardformer.kernels.blockwise_attention import Mask, Sizes
 from shardformer.layout import torus
 from shardformer.model import Decoder, Model
@@ -253,7 +254,7 @@ def test_no_program_has_a_dense_copy_for_experts():
 
 def test_dense_copy_of_ragged_dot_is_noticed(broken):
     """Libtpu makes a dense product of it on a v5e."""
-    broken(grouped_kernel, "multiply_by_kernel", lambda x, w, sizes, *_: jax.lax.ragged_dot(x, w, sizes))
+    broken(grouped_product, "multiply_by_kernel", lambda x, w, sizes, *_: jax.lax.ragged_dot(x, w, sizes))
     assert find_dense_copies(lower_step().compile().as_text())
 
 

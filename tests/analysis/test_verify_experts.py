@@ -7,13 +7,13 @@ import pytest
 
 from shardformer.analysis import verify
 from shardformer.config.names import LAYERS
-from shardformer.kernels import grouped_product
-from shardformer.kernels.grouped_product import Blocks
+from shardformer.experts import grouped_product
+from shardformer.experts.expert_layer import ExpertFeedForward
+from shardformer.experts.grouped_product import Blocks
 from shardformer.layout import mesh
 from shardformer.model import Model
 from shardformer.model import model as model_module
 from shardformer.parallel.replicas import Replicated
-from shardformer.shards.experts import ExpertFeedForward
 from tests import shared
 
 CONFIG = shared.tiny(

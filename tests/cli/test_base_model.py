@@ -240,7 +240,7 @@ def test_balance_rate_of_a_base_is_kept_with_adapters(tmp_path):
     for words in ([], ["balance_rate=0.001"]):
         settings = base_model.parse_base([f"base={tmp_path}", "mesh=1x1", "lora_rank=2", *words])
         assert settings.experts.balance_rate == 0.001
-        assert not settings.moves_router_bias
+        assert not settings.mixture.moves_router_bias
     with pytest.raises(UsageError, match=r"balance_rate=0.0 contradicts base=.*, which has balance_rate=0.001"):
         base_model.parse_base([f"base={tmp_path}", "mesh=1x1", "lora_rank=2", "balance_rate=0"])
 

@@ -302,4 +302,4 @@ def test_layers_with_experts_are_those_of_transformers(step, dense, sparse, tmp_
     """Every `decoder_sparse_step`-th layer, the first not among them, except those of `mlp_only_layers`."""
     theirs = {"model_type": "qwen2_moe", "num_hidden_layers": 4, "decoder_sparse_step": step, "mlp_only_layers": dense}
     _, config = hf_settings.read_config(write(tmp_path / "src", theirs))
-    assert [i for i, has_experts in enumerate(config.sparse_layers) if has_experts] == sparse
+    assert [i for i, has_experts in enumerate(config.mixture.sparse_layers) if has_experts] == sparse

@@ -59,7 +59,7 @@ def merged_factors(config, factors) -> dict[str, np.ndarray]:
 
 
 def test_experts_of_peft_are_read_and_written_bitwise(base, tmp_path):
-    width = Run.open(base).config.expert_size
+    width = Run.open(base).config.mixture.expert_size
     created = make_adapters(tmp_path / "peft", width)
     assert convert(tmp_path / "peft", tmp_path / "run", f"base={base}") == 0
     run = Run.open(tmp_path / "run")
@@ -93,6 +93,6 @@ def test_separate_adapters_of_gate_and_up_are_joined(base):
 
 
 def test_shape_of_another_model_is_rejected(base, tmp_path, capsys):
-    make_adapters(tmp_path / "peft", Run.open(base).config.expert_size + 1)
+    make_adapters(tmp_path / "peft", Run.open(base).config.mixture.expert_size + 1)
     assert convert(tmp_path / "peft", tmp_path / "run", f"base={base}") == USAGE
     assert "which no layer of the base has a place for" in capsys.readouterr().err

@@ -159,7 +159,7 @@ def test_rows_have_every_kind_of_model():
     for name in ("router", "router_norm", "block", "scan", "activation", "shared_gate"):
         assert len({keys[name] for keys in drawn}) > 1, name
     on_mp = [shared.tiny(**keys) for keys in drawn if not keys["mesh"].endswith("x1")]
-    splits = {config.splits_experts for config in on_mp}
+    splits = {config.mixture.splits_experts for config in on_mp}
     assert splits == {True, False}
 
 
@@ -178,6 +178,6 @@ def test_gradient_scaled_by_the_mesh_is_noticed():
 
 def test_some_rows_have_dense_layers():
     configs = [shared.tiny(**draw_options(row)) for row in range(len(ROWS))]
-    mixed = [config.parallel.mesh for config in configs if config.mixes_layers]
+    mixed = [config.parallel.mesh for config in configs if config.mixture.mixes_layers]
     assert len(mixed) > 1
-    assert any(config.parallel.pp > 1 for config in configs if config.mixes_layers)
+    assert any(config.parallel.pp > 1 for config in configs if config.mixture.mixes_layers)

@@ -9,11 +9,10 @@ import pytest
 
 from shardformer import exact
 from shardformer.analysis import traced, verify_exact
-from shardformer.kernels import grouped_product
+from shardformer.experts import expert_layer, grouped_product
 from shardformer.model import model as model_module
 from shardformer.model.measuring import measure_routes
 from shardformer.parallel.replicas import Replicated
-from shardformer.shards import experts
 from tests import asserts, meshes, shared
 
 KEYS = {
@@ -149,7 +148,7 @@ def test_dropped_token_is_noticed(broken):
 
 def test_bias_in_the_gate_is_noticed(broken):
     run_densely()
-    broken(experts.jnp, "take_along_axis", lambda score, choice, axis: _biased(score, choice))
+    broken(expert_layer.jnp, "take_along_axis", lambda score, choice, axis: _biased(score, choice))
     assert "expert_up" in find_wrong(run("1x1"))
 
 

@@ -9,9 +9,9 @@ from shardformer.config import Config
 from shardformer.config.keys import keys_of
 from shardformer.data.corpus import choose_row_layout
 from shardformer.errors import UsageError
+from shardformer.experts import expert_layer
 from shardformer.layout import mesh
 from shardformer.objectives.objective_keys import ObjectiveKeys
-from shardformer.shards import experts
 from shardformer.training.trainer import Trainer
 from tests import shared
 
@@ -93,6 +93,6 @@ def test_accepted_key_changes_the_gradient_or_the_rows(teacher, objective, name)
 
 
 def test_key_that_an_objective_forgets_is_noticed(teacher, broken):
-    broken(experts.RoutesOfLayers, "complete", lambda self, objective, records, constants: objective)
+    broken(expert_layer.RoutesOfLayers, "complete", lambda self, objective, records, constants: objective)
     config = make_config("distill", teacher, **EXPERTS, router="sigmoid")
     assert describe(config.override({"router_z_loss": 0.1})) == describe(config)

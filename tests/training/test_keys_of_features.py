@@ -6,12 +6,12 @@ import pytest
 
 from shardformer.config import Config
 from shardformer.config.adapter_keys import AdapterKeys
-from shardformer.config.expert_keys import ExpertKeys
 from shardformer.config.keys import keys_of
 from shardformer.config.optimizer_keys import OptimizerKeys
 from shardformer.config.parsing import choices, plain_type
 from shardformer.config.training_keys import BadStepKeys, TrainingKeys
 from shardformer.errors import UsageError
+from shardformer.experts.expert_keys import ExpertKeys
 from shardformer.layout import mesh
 from shardformer.training.trainer import Trainer
 from tests import shared

@@ -82,7 +82,8 @@ def list_stored(family: str, config: Config) -> list[Stored]:
     result = [stored._replace(parts=_prefixed("transformer/", stored.parts)) for stored in outside(config)]
     for i in range(config.model.layers):
         for stored in layer(config):
-            layers, parts = config.layers_of(stored.parts[0].ours), _prefixed("transformer/layers/", stored.parts)
+            layers = config.mixture.layers_of(stored.parts[0].ours)
+            parts = _prefixed("transformer/layers/", stored.parts)
             if i in layers:
                 row = layers.index(i)
                 result.append(stored._replace(name=stored.name.format(i), parts=parts, layer=i, row=row))

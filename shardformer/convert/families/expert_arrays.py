@@ -21,7 +21,7 @@ def _show(expert: int, ours: np.ndarray) -> np.ndarray:
 
 def list_experts(c: Config, at: str, names: dict[str, str]) -> list[Stored]:
     """Lists the router `at.gate` and the matrices of the experts; `names` has theirs by ours."""
-    D, F = c.model.d_model, c.expert_size
+    D, F = c.model.d_model, c.mixture.expert_size
     shapes = {"expert_gate": (F, D), "expert_up": (F, D), "expert_down": (D, F)}
     matrices = [
         Stored(f"{at}.experts.{expert}.{theirs}.weight", shapes[ours], (Part(ours, functools.partial(_show, expert)),))
@@ -48,7 +48,7 @@ def _show_as_row(ours: np.ndarray) -> np.ndarray:
 
 def replace_dense(c: Config, layer: list[Stored], experts: list[Stored]) -> list[Stored]:
     """Returns the arrays of a layer with experts instead of the dense feed-forward, or with both if layers differ."""
-    if c.mixes_layers:
+    if c.mixture.mixes_layers:
         return [*layer, *experts]
     return [*(stored for stored in layer if stored.parts[0].ours not in ("up", "gate", "down")), *experts]
 
@@ -82,7 +82,7 @@ def read_dense_layers(theirs: dict) -> dict[str, Any]:
 
 def write_dense_layers(c: Config) -> dict[str, Any]:
     """Returns their keys for the layers that have no experts."""
-    dense = [i for i, is_sparse in enumerate(c.sparse_layers) if not is_sparse]
+    dense = [i for i, is_sparse in enumerate(c.mixture.sparse_layers) if not is_sparse]
     for step in range(1, c.model.layers + 1):
         if dense == [i for i in range(c.model.layers) if (i + 1) % step]:
             return {"decoder_sparse_step": step, "mlp_only_layers": []}

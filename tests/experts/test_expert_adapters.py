@@ -9,8 +9,8 @@ import pytest
 from shardformer import exact
 from shardformer.analysis import verify_exact
 from shardformer.config.names import LAYERS
+from shardformer.experts import expert_layer
 from shardformer.model import lora
-from shardformer.shards import experts
 from tests import asserts, shared
 
 KEYS = {
@@ -72,8 +72,8 @@ def test_adapters_of_dense_and_expert_layers_are_stacked_apart():
 
 
 def test_adapter_of_another_expert_is_noticed(broken):
-    weight = experts.weight
-    broken(experts, "weight", lambda *args, **keys: jax.numpy.roll(weight(*args, **keys), 1, axis=0))
+    weight = expert_layer.weight
+    broken(expert_layer, "weight", lambda *args, **keys: jax.numpy.roll(weight(*args, **keys), 1, axis=0))
     got, want = compute(shared.trainer(mesh="1x1", **KEYS), **KEYS), expected(**KEYS)
     assert abs(got.loss / want.loss - 1) > 1e-4
     assert asserts.worst_relative(got.gradients, want.gradients) > 0.1

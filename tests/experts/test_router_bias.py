@@ -24,5 +24,5 @@ def test_excess_of_one_token_moves_the_bias(objective):
 def test_optimizer_of_adapters_has_no_biases():
     """The biases of a base are frozen, as all of its parameters."""
     config = shared.tiny(experts=3, bias="none", balance_rate=RATE, lora_rank=2, mesh="1x1")
-    assert not config.moves_router_bias
-    assert config.replace(lora_rank=0).moves_router_bias
+    assert not config.mixture.moves_router_bias
+    assert config.replace(lora_rank=0).mixture.moves_router_bias

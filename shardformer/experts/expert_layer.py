@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from shardformer import collectives
 from shardformer.collectives import vary_over_mp
 from shardformer.config.names import DP, EXPERT_MATRICES, LAYERS, LORA_IN, LORA_OUT, MP, ROUTER_BIAS
-from shardformer.kernels import grouped_product
+from shardformer.experts import grouped_product
 from shardformer.kernels.activations import ACTIVATIONS
 from shardformer.kernels.remat import PRODUCT
 from shardformer.layout import Layout
@@ -88,18 +88,18 @@ class ExpertFeedForward:
     def read_weights(self, layer: TransformerLayerShard, D: int) -> dict[str, Array]:
         """Returns this shard's matrices of its experts, by name."""
         c, e = self.config, self.local_experts
-        f = c.expert_size if c.splits_experts else collectives.local(c.expert_size)
+        f = c.mixture.expert_size if c.mixture.splits_experts else collectives.local(c.mixture.expert_size)
         init = c.model.init_std or D**-0.5
         weights = {"expert_up": weight("expert_up", [e, D, f], init)}
         if c.model.gated:
             weights["expert_gate"] = weight("expert_gate", [e, D, f], init)
-        return weights | {"expert_down": weight("expert_down", [e, f, D], layer.residual_stddev(c.expert_size))}
+        return weights | {"expert_down": weight("expert_down", [e, f, D], layer.residual_stddev(c.mixture.expert_size))}
 
     @property
     def local_experts(self) -> int:
         """The number of experts of which this shard has at least a part."""
         experts = self.config.experts.experts
-        experts = collectives.local(experts) if self.config.splits_experts else experts
+        experts = collectives.local(experts) if self.config.mixture.splits_experts else experts
         return experts // lax.axis_size(DP) if self.over_dp else experts
 
     def apply_experts(self, weights: dict[str, Array], h_ND: Array, choice_NC: Array, gate_NC: Array) -> Array:
@@ -108,7 +108,7 @@ class ExpertFeedForward:
             # The transposes scatter the sums of gradients, so that each expert has that of all tokens once.
             h_ND, choice_NC, gate_NC = (lax.all_gather(x, DP, axis=0, tiled=True) for x in (h_ND, choice_NC, gate_NC))
         e = self.local_experts
-        first = collectives.index((MP, DP) if self.over_dp else MP) * e if self.config.splits_experts else 0
+        first = collectives.index((MP, DP) if self.over_dp else MP) * e if self.config.mixture.splits_experts else 0
         groups = grouped_product.group_tokens(choice_NC, first, e, self.product.block, self.product.tile)
         x_MD = grouped_product.dispatch(h_ND, groups)
         u_Mf = self.multiply("expert_up", weights, x_MD, groups.size_E)
@@ -155,7 +155,7 @@ class AdaptedExperts(ExpertFeedForward):
             rank, (experts, inputs, outputs) = self.config.lora.adapters[name].rank, weights[name].shape
             a = weight(f"{name}{LORA_IN}", [experts, inputs, rank], stddev=1.0).astype(jnp.float32)
             b = weight(f"{name}{LORA_OUT}", [experts, rank, outputs], stddev=0.0).astype(jnp.float32)
-            if not self.config.splits_experts:
+            if not self.config.mixture.splits_experts:
                 # As in adapters.py: the factor next to the dimension that is not split is replicated over mp.
                 a, b = (a, collectives.fan_out(b)) if name == "expert_down" else (collectives.fan_out(a), b)
             weights |= {f"{name}{LORA_IN}": a, f"{name}{LORA_OUT}": b}
@@ -185,13 +185,13 @@ class RoutesOfLayers(Records):
         return ExpertFeedForward(self.layout)
 
     def start(self, x_BTD: Array) -> Routes:
-        L, E, B = sum(self.config.sparse_layers), self.config.experts.experts, x_BTD.shape[0]
+        L, E, B = sum(self.config.mixture.sparse_layers), self.config.experts.experts, x_BTD.shape[0]
         zeros_BLE, zeros_BL = jnp.zeros((B, L, E)), jnp.zeros((B, L))
         return collectives.vary_like(Routes(zeros_BLE, zeros_BLE, zeros_BL, zeros_BL), vary_over_mp(x_BTD))
 
     def add(self, records: Routes, of_layers: list[Routes | None], first: Array | int) -> Routes:
         stacked = self.stack(of_layers)
-        sparse_of_stage = sum(self.config.sparse_layers[: self.config.stage_layers])
+        sparse_of_stage = sum(self.config.mixture.sparse_layers[: self.config.stage_layers])
         first = first // self.config.stage_layers * sparse_of_stage
         return jax.tree.map(lambda all_, new: lax.dynamic_update_slice_in_dim(all_, new, first, 1), records, stacked)
 

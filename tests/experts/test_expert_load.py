@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shardformer.training.expert_load import describe_load
+from shardformer.experts.expert_load import describe_load
 
 
 def test_load_of_each_layer():

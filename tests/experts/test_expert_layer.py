@@ -10,9 +10,9 @@ import pytest
 
 from shardformer import exact
 from shardformer.config.names import MP
-from shardformer.kernels import grouped_product
+from shardformer.experts import grouped_product
+from shardformer.experts.expert_layer import Routes, RoutesOfLayers
 from shardformer.layout import resolve
-from shardformer.shards.experts import Routes, RoutesOfLayers
 from tests import asserts, sharded, shared
 
 LAYERS, ROWS, EXPERTS = 2, 3, 3

@@ -1,9 +1,9 @@
-"""Experts are split over dp if fewer bytes of tokens than of matrices are sent, and there is room for the rows."""
+"""The mesh axes of experts, by bytes and room; the groups of layers that a scan runs if only some have experts."""
 
 import pytest
 
+from shardformer.experts.expert_layout import choose_expert_axes, find_groups
 from shardformer.layout import resolve, specs
-from shardformer.layout.expert_axes import choose_expert_axes
 from tests import shared
 
 MANY = {"mesh": "4x2", "experts": 64, "experts_per_token": 2, "expert_width": 64, "bias": "none", "d_model": 64}
@@ -38,3 +38,27 @@ def test_layout_and_specs_follow_the_choice():
     assert resolve(config).expert_axes == ("mp", "dp")
     assert specs.parameter_spec("transformer/layers/expert_up", config)[1] == ("mp", "dp")
     assert specs.parameter_spec("transformer/layers/expert_up", config.replace(expert_axes="mp"))[1] == "mp"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "multiple", "groups"),
+    [
+        ("dededede", 1, (0, 2)),
+        ("deeeeeee", 1, (1, 1)),  # DeepSeek's
+        ("ddeeeee", 1, (2, 1)),
+        ("deeeeee", 2, (1, 2)),  # of two types of windows
+        ("deedeed", 1, (0, 3)),
+        ("dedeed", 1, (1, 3)),
+        ("d", 1, (0, 1)),
+    ],
+)
+def test_groups_repeat_after_the_first_layers(kinds, multiple, groups):
+    first, period = find_groups(tuple(kind == "e" for kind in kinds), multiple)
+    assert (first, period) == groups
+    assert all(kinds[i] == kinds[i + period] for i in range(first, len(kinds) - period))
+
+
+def test_loop_names_its_groups():
+    layout = resolve(shared.tiny(mesh="1x1", bias="none", experts=4, layers=6, dense_first=1, expert_pattern="ed"))
+    assert layout.reasons["loop"] == "experts in some layers: 0 layers unrolled, then a scan of 3 groups of 2 layers"
+    assert not resolve(shared.tiny(mesh="1x1", bias="none", experts=4)).loop.period

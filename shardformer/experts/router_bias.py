@@ -1,7 +1,7 @@
 """The update of the routers' biases, which balance the load of experts without a loss, as DeepSeek-V3 does.
 
 The gradient of a bias is the mean over rows of each expert's excess of pairs, E * count - tokens * choices; see
-`shards/experts.py`. The bias falls by `balance_rate` for an expert with more pairs than the mean, and rises for one
+`expert_layer.py`. The bias falls by `balance_rate` for an expert with more pairs than the mean, and rises for one
 with fewer. Neither the learning rate nor the limit of the gradient's norm applies.
 """
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from shardformer import exact
-from shardformer.kernels.grouped_kernel import Kernel
-from shardformer.kernels.grouped_product import Blocks, combine, dispatch, group_tokens, join_rows
+from shardformer.experts.grouped_product import Blocks, Kernel, combine, dispatch, group_tokens, join_rows
 from tests import asserts
 
 TOKENS, CHOICES, EXPERTS, D, F = 13, 2, 5, 6, 4

@@ -1,4 +1,4 @@
-"""The load of each layer's experts under the batch of a logged step. Global view."""
+"""The load of each layer's experts: `experts.csv`. Global view."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ class ExpertLoad(StepStatistics):
     file_name = EXPERTS_FILE
 
     def describe(self, measured: jax.Array) -> dict[str, float]:
-        layers = [i for i, sparse in enumerate(self.update.config.sparse_layers) if sparse]
+        layers = [i for i, sparse in enumerate(self.update.config.mixture.sparse_layers) if sparse]
         return describe_load(np.asarray(measured, np.float64), layers)
 
     def measure(self, state: TrainState, batch) -> jax.Array:

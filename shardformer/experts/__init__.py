@@ -1,0 +1,1 @@
+"""Mixtures of experts as the feed-forwards of layers: all that is only theirs. README.md follows a token."""
