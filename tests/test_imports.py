@@ -25,7 +25,7 @@ LAYERS = (
     ("model", "logs"),
     ("inference", "optim"),
     ("training",),
-    ("experts", "objectives"),
+    ("experts", "objectives", "quantized"),
     ("analysis", "convert", "legacy"),
     ("start_messages",),
     ("session",),
@@ -40,7 +40,9 @@ LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 ENDINGS = {
     "objectives": {"objective": "config", "keys": "config", "model": "model"},
     "experts": {"keys": "config", "product": "kernels", "layout": "layout", "layer": "shards", "bias": "optim"},
-}
+    "quantized": {"keys": "config", "matrix": "kernels", "products": "kernels", "weights": "layout",
+                  "reading": "model"},
+}  # fmt: skip
 
 
 def room(path: Path) -> str:
@@ -207,8 +209,9 @@ FEATURES = ("analysis.liveness", "checkpoint.bucket_store", "convert", "data.cha
             "exact", "experts.expert_l", "experts.grouped", "experts.router", "inference.serve",
             "kernels.fused_attention", "objectives.distillation", "objectives.policy", "objectives.preference",
             "objectives.rollouts", "objectives.teacher", "parallel.ring_attention", "parallel.pipeline",
-            "storage.bucket.", "training.example_gradients", "training.monitor", "training.non_finite",
-            "training.rollback", "training.rolling_guard", "training.step_statistics")  # fmt: skip
+            "quantized.code", "quantized.int8", "quantized.packed", "quantized.quantized", "storage.bucket.",
+            "training.example_gradients", "training.monitor", "training.non_finite", "training.rollback",
+            "training.rolling_guard", "training.step_statistics")  # fmt: skip
 PRINT_MODULES = """
 import sys
 from shardformer.__main__ import main

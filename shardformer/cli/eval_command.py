@@ -9,11 +9,11 @@ from shardformer.cli.arguments import parse_run_and_options, say
 from shardformer.cli.loading import load_corpus
 from shardformer.config import Config, parsing
 from shardformer.config.keys import key
-from shardformer.config.weight_keys import OF_A_RUN
 from shardformer.data import Corpus
 from shardformer.devices import processes, programs
 from shardformer.errors import UsageError
 from shardformer.layout import mesh
+from shardformer.quantized.weight_keys import OF_A_RUN
 from shardformer.training.evaluation import Evaluator, format_losses
 from shardformer.training.features_on_host import open_evaluation_features
 from shardformer.training.run_folder import Run

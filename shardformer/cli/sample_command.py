@@ -10,7 +10,6 @@ import jax
 from shardformer.cli.arguments import escape_for_terminal, parse_run_and_options, say_text
 from shardformer.cli.text_options import ChatOptions, TextOptions, open_chat_codec, open_codec
 from shardformer.config.keys import key
-from shardformer.config.weight_keys import OF_A_RUN
 from shardformer.devices import processes, programs
 from shardformer.errors import UsageError
 from shardformer.inference import Generator, Sampling, Stops
@@ -18,6 +17,7 @@ from shardformer.inference.generator import Watch, ignore
 from shardformer.inference.text_codec import TextCodec
 from shardformer.layout import mesh
 from shardformer.model import Model
+from shardformer.quantized.weight_keys import OF_A_RUN
 from shardformer.training.run_folder import Run
 
 BATCH = 16  # samples that are computed together

@@ -19,11 +19,11 @@ from shardformer.config.parsing import MeshSizes, parse_mesh
 from shardformer.config.registries import without_code
 from shardformer.config.run_keys import LaunchKeys, ProcessKeys, RunKeys
 from shardformer.config.training_keys import BadStepKeys, TrainingKeys
-from shardformer.config.weight_keys import WeightKeys
 from shardformer.errors import RunError, UsageError
 from shardformer.experts.expert_keys import ExpertKeys, Mixture
 from shardformer.objectives.objective import OBJECTIVES, Objective
 from shardformer.objectives.objective_keys import ObjectiveKeys
+from shardformer.quantized.weight_keys import WeightKeys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +115,10 @@ class Config:
     def shares_kv_heads(self) -> bool:
         """True if there are fewer key/value heads than shards of the model; mp / kv_heads shards then share each."""
         return self.model.key_value_heads < self.parallel.mp
+
+    def split_inputs(self, matrix: str) -> int:
+        """Returns the inputs of a layer's matrix whose rows mp may split; 0 for other matrices."""
+        return ({"o": self.model.attention_size} | self.mixture.split_inputs).get(matrix, 0)
 
     @property
     def architecture(self) -> "Config":

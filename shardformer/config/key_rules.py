@@ -51,8 +51,7 @@ def check_rules(c: "Config") -> None:
     )
     if c.parallel.mesh != "auto":
         _check_mesh(c)
-    if c.stored.has_groups:
-        _check_pairs(c, 1 if c.parallel.mesh == "auto" else c.parallel.mp)
+    c.stored.check_sizes(c)
 
 
 def check_given(c: "Config", given: dict[str, object]) -> None:
@@ -69,25 +68,9 @@ def check_given(c: "Config", given: dict[str, object]) -> None:
             raise UsageError(f"{name} does nothing {used_if.otherwise}; got {name}={shorten(value)}")
 
 
-def check_trainable(c: "Config") -> None:
-    """Rejects quantised weights without adapters, which have no gradient, and what training has only for float ones."""
-    if not c.stored.quantized:
-        return
-    require(
-        c.lora.lora_rank,
-        f"weights={c.stored.weights} has no gradient: give lora_rank to train adapters over these weights, or "
-        "weights=float",
-    )
-    require(
-        c.optimizer.param_dtype == "float32",
-        f"weights={c.stored.weights} stores matrices as codes, got param_dtype={c.optimizer.param_dtype}; give "
-        "param_dtype=float32",
-    )
-
-
 def check_zero(c: "Config") -> None:
     """Rejects ZeRO on one dp and quantised weights without adapters: a run may be evaluated with either."""
-    check_trainable(c)
+    c.stored.check_trainable(c)
     require(
         c.parallel.mesh == "auto" or not c.parallel.zero or c.parallel.replicas > 1,
         f"zero={c.parallel.zero} splits over dp, and mesh={c.parallel.mesh} has dp=1; give zero=0, or a mesh with "
@@ -228,18 +211,6 @@ def _check_split_sizes(c: "Config", mp: int) -> None:
         padded % mp == 0,
         f"the vocabulary padded to vocab_multiple={c.model.vocab_multiple} does not divide over mp={mp}; "
         f"set vocab_multiple={mp} (it is part of the model, so on every mesh)",
-    )
-
-
-def _check_pairs(c: "Config", mp: int) -> None:
-    """Rejects 4-bit codes of matrices with an odd number of inputs on a device: a byte has two."""
-    local = {"d_model": c.model.d_model, "heads x head size": c.model.attention_size // mp}
-    local |= c.mixture.local_widths(mp)
-    odd = [f"{name} {size}" for name, size in local.items() if size % 2]
-    require(
-        not odd,
-        f"weights={c.stored.weights} stores two inputs in a byte, and each device of mesh={c.parallel.mesh} has an odd "
-        f"number of {', '.join(odd)}; give weights=int8{' or less mp' if mp > 1 else ''}",
     )
 
 

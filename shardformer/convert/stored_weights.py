@@ -13,9 +13,9 @@ import numpy as np
 from shardformer.config import Config
 from shardformer.config.keys import key
 from shardformer.config.names import CODES, is_part, is_stacked
-from shardformer.config.weight_keys import MEANING
 from shardformer.convert.leaves import Array, Filled, Leaves, copy_into, each_row
 from shardformer.layout import resolve
+from shardformer.quantized.weight_keys import MEANING
 from shardformer.training.run_folder import Run
 
 

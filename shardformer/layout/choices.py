@@ -66,19 +66,11 @@ def resolve(config: Config, hardware: Hardware = CPU, torus: tuple[int, ...] = (
     reasons = {"loss_chunk": why_chunk, "pipeline": why_pipeline, "replicas": why_replicas}
     layout = Layout(config, hardware, torus, loss_chunk=chunk, pipeline=pipeline, replicas=replicas, reasons=reasons)
     if config.stored.quantized:
-        layout = _quantize(layout)
+        from shardformer.quantized import quantized_weights  # not imported for float weights
+
+        layout = quantized_weights.quantize_layout(layout)
     if config.experts.experts:
         from shardformer.experts import expert_layout  # not imported without experts
 
         layout = expert_layout.add_experts(layout)
     return layout.for_rows(Rows.of_training(config))
-
-
-def _quantize(layout: Layout) -> Layout:
-    """Returns the layout with matrices stored as codes and scales."""
-    from shardformer.layout.quantized_weights import choose_weights, make_replicas
-
-    reasons = layout.reasons | {"weights": f"weights={layout.config.stored.weights}"}
-    weights = choose_weights(layout.config)
-    replicas = make_replicas(layout.replicas, weights)
-    return dataclasses.replace(layout, weights=weights, replicas=replicas, reasons=reasons)

@@ -12,14 +12,12 @@ from shardformer.config import Config
 from shardformer.config.names import (
     BLOCKS,
     CODES,
-    EXPERT_MATRICES,
     LORA_IN,
     LORA_OUT,
     SCALES,
     has_key_value_heads,
     is_stacked,
 )
-from shardformer.config.weight_keys import group_size
 
 # Split columns (outputs) or rows (inputs) of a matrix, as Megatron does. pp splits the leading L of stacked layers.
 RULES = (
@@ -46,13 +44,10 @@ RULES = (
 
 def parameter_spec(name: str, config: Config) -> P:
     """Returns the spec of one parameter by its full name ('transformer/layers/q')."""
-    if name.endswith(CODES):
-        return parameter_spec(name.removesuffix(CODES), config)
-    if name.endswith(SCALES):
-        return _spec_of_scales(name.removesuffix(SCALES), config)
-    if name.endswith(BLOCKS):  # a few scales of scales, which every shard reads
-        outer = tuple(parameter_spec(name.removesuffix(BLOCKS), config))[:-2]
-        return P(*outer)
+    for suffix in (CODES, SCALES, BLOCKS):
+        if name.endswith(suffix):
+            matrix = name.removesuffix(suffix)
+            return P(*config.stored.split_part(matrix, suffix, tuple(parameter_spec(matrix, config)), config))
     for suffix in (LORA_IN, LORA_OUT):
         if name.endswith(suffix):
             return _spec_of_factor(suffix, parameter_spec(name.removesuffix(suffix), config))
@@ -83,27 +78,6 @@ def _spec_of_factor(factor: str, matrix: P) -> P:
         return matrix
     axes = (*matrix[:-1], None) if factor == LORA_IN else (*matrix[:-2], None, matrix[-1])
     return P(*axes) if any(axes[1:]) else P(*filter(None, axes[:1]))
-
-
-def _spec_of_scales(matrix: str, config: Config) -> P:
-    """Returns the spec of a quantised matrix's scales: of its columns or groups, or of the rows of the token table."""
-    axes = [*parameter_spec(matrix, config), None, None, None]
-    module, _, leaf = matrix.rpartition("/")
-    axes = axes[: 4 if leaf in EXPERT_MATRICES else 3 if is_stacked(module) else 2]
-    if not (config.stored.has_groups and is_stacked(module) and splits_groups(leaf, config)):
-        axes[-1 if matrix.endswith("/tokens") else -2] = None
-    return P(*axes)
-
-
-def inputs_of(matrix: str, config: Config) -> int:
-    """Returns the inputs of a layer's matrix whose rows mp may split; 0 for other matrices."""
-    return ({"o": config.model.attention_size} | config.mixture.split_inputs).get(matrix, 0)
-
-
-def splits_groups(matrix: str, config: Config) -> bool:
-    """Returns whether each shard of the model has full groups of a matrix's inputs; else it has all their scales."""
-    inputs = inputs_of(matrix, config)
-    return not inputs or inputs // config.parallel.mp % group_size(inputs) == 0
 
 
 def parameter_specs(parameters, config: Config):

@@ -12,7 +12,6 @@ from shardformer.config import Config
 from shardformer.config.names import LORA_IN, LORA_OUT, MATRICES, SHARED_MATRICES
 from shardformer.kernels.linear import linear
 from shardformer.kernels.remat import PRODUCT
-from shardformer.layout import specs
 from shardformer.shards.dropout import Dropout
 from shardformer.shards.layer import LayerFeature, LayerInputs, multiply
 from shardformer.shards.parameters import weight
@@ -54,7 +53,7 @@ class Adapters:
         if not self.dropout or not self.config.lora.lora_dropout:
             return x
         masks = self.dropout.at(FIRST_SITE + SITES.index(name))._replace(rate=self.config.lora.lora_dropout)
-        return masks.features(x, specs.inputs_of(name, self.config) or x.shape[-1])
+        return masks.features(x, self.config.split_inputs(name) or x.shape[-1])
 
 
 class AdaptedProducts(LayerFeature):

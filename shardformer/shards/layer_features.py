@@ -3,8 +3,10 @@
 from typing import Any
 
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from shardformer.config import Config
+from shardformer.kernels.remat import PRODUCT
 from shardformer.layout import Layout
 from shardformer.shards.dropout import DroppedBranches
 from shardformer.shards.layer import LayerFeature, LayerInputs, Records
@@ -22,6 +24,18 @@ class ScaledBranches(LayerFeature):
         return y_BTD * self.config.model.residual_scale
 
 
+class QuantizedProducts(LayerFeature):
+    """The products with a layer's matrices that are stored as codes and scales."""
+
+    def change(self, inputs: LayerInputs, layer: int | Array, masks: Any) -> LayerInputs:
+        """Returns the inputs with products that dequantise."""
+        return inputs._replace(multiply=self._multiply)
+
+    @staticmethod
+    def _multiply(name: str, x_BTI: Array, w_IO: Any) -> Array:
+        return checkpoint_name(w_IO.multiply(x_BTI), PRODUCT)
+
+
 def choose_features(config: Config) -> tuple[LayerFeature, ...]:
     """Returns the features of a configuration's layers, in their order; () for plain layers."""
     features: list[LayerFeature] = []
@@ -36,8 +50,6 @@ def choose_features(config: Config) -> tuple[LayerFeature, ...]:
     if config.training.dropout:
         features.append(DroppedBranches(config))
     if config.stored.quantized:
-        from shardformer.shards.quantized_products import QuantizedProducts
-
         features.append(QuantizedProducts(config))
     if config.lora.lora_rank:
         from shardformer.shards.adapters import AdaptedProducts

@@ -390,7 +390,7 @@ def _choose_reading(model: Any, is_changed: bool) -> Callable[[str, StoredLeaf],
     """Returns the function that reads a parameter in the form in which the model stores it."""
     if not is_changed or not model.config.stored.quantized:
         return checkpoint.keep_as_read
-    from shardformer.model.quantized_reading import read_leaf  # not imported for float weights
+    from shardformer.quantized.quantized_reading import read_leaf  # not imported for float weights
 
     return lambda name, leaf: read_leaf(model, name.removeprefix("params/"), leaf)
 

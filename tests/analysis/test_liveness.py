@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer.analysis import liveness
 from shardformer.exact import jaxprs
-from shardformer.kernels import tiles
+from shardformer.quantized import code_products
 
 N = 64
 MATRIX = jax.ShapeDtypeStruct((N, N), jnp.float32)
@@ -28,7 +28,7 @@ def test_products_take_memory_elementwise_results_do_not():
 def test_products_with_codes_are_products():
     """The operation hides how a device multiplies; a CPU's tiles would be read and written many times."""
     codes = jax.ShapeDtypeStruct((N, N), jnp.int8)
-    multiply = tiles.fold_batches(lambda x, w: x @ w.astype(x.dtype))
+    multiply = code_products.fold_batches(lambda x, w: x @ w.astype(x.dtype))
     jaxpr = jax.make_jaxpr(lambda x, w: multiply(jnp.sin(x @ x), w))(MATRIX, codes).jaxpr
     assert liveness.traffic_bytes(jaxpr) == 4 * BYTES + N * N  # the first reads and writes, then the second with codes
     assert liveness.peak_bytes(jaxpr) == 2 * BYTES

@@ -9,9 +9,9 @@ import pytest
 from shardformer.__main__ import main
 from shardformer.checkpoint import StoredLeaf, restoring
 from shardformer.config.names import LAYERS
-from shardformer.kernels import packed, quantized
 from shardformer.layout import mesh
-from shardformer.model import Model, quantized_reading
+from shardformer.model import Model
+from shardformer.quantized import int8_matrix, packed_matrix, quantized_reading
 from shardformer.training.run_folder import Run
 from tests import runs, tiers
 from tests.runs import USAGE
@@ -53,13 +53,13 @@ def test_loss_changes_by_at_most_half_a_percent(score, monkeypatch):
     assert 1 < exact < 3.5  # it has learned
     assert exact != small
     assert abs(small / exact - 1) < MOST - 1
-    quantize = quantized.quantize
+    quantize = int8_matrix.quantize
 
     def double_scales(w, axis):
         codes, scales = quantize(w, axis)
         return codes, 2 * scales
 
-    monkeypatch.setattr(quantized, "quantize", double_scales)
+    monkeypatch.setattr(int8_matrix, "quantize", double_scales)
     assert abs(score("weights=int8") / exact - 1) > MOST - 1  # this young model even gains from larger logits
 
 
@@ -69,12 +69,12 @@ def test_loss_changes_little_with_4_bits(score, form, monkeypatch):
     exact, small = score(), score(f"weights={form}")
     assert exact != small
     assert abs(small / exact - 1) < MOST_4_BITS
-    multiply = packed.multiply
+    multiply = packed_matrix.multiply
 
     def flip_signs(x, w):
         return -multiply(x, w)
 
-    monkeypatch.setattr(packed, "multiply", flip_signs)
+    monkeypatch.setattr(packed_matrix, "multiply", flip_signs)
     assert abs(score(f"weights={form}") / exact - 1) > MOST_4_BITS
 
 

@@ -4,14 +4,14 @@ import jax
 import numpy as np
 
 from shardformer import exact
-from shardformer.kernels import tiles
+from shardformer.quantized import code_products
 from tests import asserts
 
 
 def test_fold_batches_multiplies_all_examples_at_once():
     rows = []
 
-    @tiles.fold_batches
+    @code_products.fold_batches
     def multiply(x, w):
         rows.append(len(x))
         return x @ w

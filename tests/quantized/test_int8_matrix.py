@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from shardformer import exact
-from shardformer.kernels import digit_products, quantized, tiles
-from shardformer.kernels.quantized import Int8Matrix
+from shardformer.quantized import code_products, int8_matrix
+from shardformer.quantized.int8_matrix import Int8Matrix
 from tests import asserts
 
 INPUTS, OUTPUTS = 600, 1600  # two tiles or more of either orientation, and a remainder
-ROWS = digit_products.MOST_ROWS + 1  # fewer are multiplied by digits
+ROWS = code_products.MOST_ROWS_OF_DIGITS + 1  # fewer are multiplied by digits
 
 
 def quantize_by_hand(w, axis):
@@ -34,7 +34,7 @@ def test_codes_and_scales_equal_numpy(axis):
     w = matrix()
     w[:, 5] = 0
     w[7] = 0
-    codes, scales = map(np.asarray, quantized.quantize(jnp.asarray(w), axis))
+    codes, scales = map(np.asarray, int8_matrix.quantize(jnp.asarray(w), axis))
     expected_codes, expected_scales = quantize_by_hand(w, axis)
     np.testing.assert_array_equal(codes, expected_codes)
     np.testing.assert_array_equal(scales, expected_scales)
@@ -54,7 +54,7 @@ class QuantizedWeight8bit:
 
 
 def test_dequantised_rows_are_bitwise_those_of_grok():
-    codes, scales = quantized.quantize(jnp.asarray(matrix()), -1)
+    codes, scales = int8_matrix.quantize(jnp.asarray(matrix()), -1)
     expected = np.asarray(QuantizedWeight8bit(codes, scales).dequantize())
     np.testing.assert_array_equal(np.asarray(Int8Matrix(codes, scales)[jnp.arange(INPUTS)]), expected)
     assert (np.asarray(QuantizedWeight8bit(codes, scales[::-1]).dequantize()) != expected).any()
@@ -63,17 +63,17 @@ def test_dequantised_rows_are_bitwise_those_of_grok():
 @pytest.mark.parametrize("transposed", [False, True])
 def test_product_equals_the_dequantised_matrix(transposed):
     axis = -1 if transposed else -2
-    codes, scales = quantized.quantize(jnp.asarray(matrix(transposed)), axis)
+    codes, scales = int8_matrix.quantize(jnp.asarray(matrix(transposed)), axis)
     dense = np.asarray(codes, np.float64) * np.asarray(scales, np.float64)
     expected = activations().astype(np.float64) @ (dense.T if transposed else dense)
     w = Int8Matrix(codes, scales)
 
     def multiply(x, w):
-        return quantized.multiply_table(x, w, tied=transposed)
+        return int8_matrix.multiply_table(x, w, tied=transposed)
 
     assert asserts.relative(exact.run(multiply, activations(), w).outputs, expected) < 1e-14
     if not transposed:
-        assert asserts.relative(exact.run(quantized.multiply, activations(), w).outputs, expected) < 1e-14
+        assert asserts.relative(exact.run(int8_matrix.multiply, activations(), w).outputs, expected) < 1e-14
     wrong = exact.run(multiply, activations(), Int8Matrix(codes, jnp.flip(scales))).outputs
     assert np.abs(wrong - expected).max() > 0.1
     asserts.assert_compiled_is_exact(multiply, activations(), w)
@@ -94,7 +94,7 @@ def test_compiled_product_has_no_float_matrix(transposed):
     x = jax.ShapeDtypeStruct((1, ROWS, INPUTS), jnp.float32)
 
     def multiply(x, w):
-        return quantized.multiply_table(x, w, transposed)
+        return int8_matrix.multiply_table(x, w, transposed)
 
     def multiply_at_once(x, w):
         return x @ (w.codes.T if transposed else w.codes).astype(x.dtype)
@@ -127,5 +127,5 @@ def test_matrices_are_converted_one_tile_at_a_time():
         first = w.codes[:256].astype(x.dtype)
         return x[..., :256] @ first + x[..., 256:] @ w.codes[256:].astype(x.dtype)
 
-    assert temporary_bytes(quantized.multiply) < 4 * (2 * tiles.TILE_ELEMENTS + ROWS * OUTPUTS)
-    assert temporary_bytes(convert_first_rows_apart) > 4 * 4 * tiles.TILE_ELEMENTS
+    assert temporary_bytes(int8_matrix.multiply) < 4 * (2 * code_products.TILE_ELEMENTS + ROWS * OUTPUTS)
+    assert temporary_bytes(convert_first_rows_apart) > 4 * 4 * code_products.TILE_ELEMENTS

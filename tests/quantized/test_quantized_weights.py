@@ -6,11 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from shardformer.config import weight_keys
 from shardformer.config.names import BLOCKS, CODES, LAYERS, SCALES
-from shardformer.kernels import nf4, tiles
 from shardformer.layout import mesh
 from shardformer.model import Decoder, Model
+from shardformer.quantized import code_products, packed_matrix, weight_keys
 from tests import meshes, shared, tiers
 
 MODELS = {
@@ -29,15 +28,15 @@ FORMS = ("int8", "nf4")
 @pytest.fixture(autouse=True)
 def multiply_in_tiles(monkeypatch):
     """Small matrices are multiplied in tiles too, with a last one that is shorter."""
-    monkeypatch.setattr(tiles, "ROWS", 4)
-    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 12 * 16)
+    monkeypatch.setattr(code_products, "TILE_ROWS", 4)
+    monkeypatch.setattr(code_products, "TILE_ELEMENTS", 12 * 16)
 
 
 @pytest.fixture(autouse=True)
 def share_scales(monkeypatch):
     """Matrices have groups of 8 inputs: those of mp=4 are full, unless heads have other sizes."""
     monkeypatch.setattr(weight_keys, "GROUP", 8)
-    monkeypatch.setattr(nf4, "BLOCK", 6)
+    monkeypatch.setattr(packed_matrix, "BLOCK", 6)
 
 
 def settings(name, shape="1x1", zero=0, form="int8"):
@@ -105,11 +104,11 @@ def spread(scales, codes):
 
 
 def dequantize_nf4(codes, scales, blocks):
-    by_output = np.swapaxes(nf4.dynamic_levels()[scales], -1, -2)
+    by_output = np.swapaxes(packed_matrix.dynamic_levels()[scales], -1, -2)
     flat = by_output.reshape(*by_output.shape[:-2], -1)
     flat = flat * np.repeat(blocks[..., :-1], 6, axis=-1)[..., : flat.shape[-1]] + blocks[..., -1:]
     exact = np.swapaxes(flat.reshape(by_output.shape), -1, -2)
-    return spread(exact, codes) * np.array(nf4.LEVELS, np.float32)[unpack(codes)]
+    return spread(exact, codes) * np.array(packed_matrix.NF4_LEVELS, np.float32)[unpack(codes)]
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """Records the codes and scales of bitsandbytes on a CPU, of matrices drawn by NumPy.
 
-python -m tests.kernels.record_nf4   (needs bitsandbytes and torch; goldens/nf4.npz is of bitsandbytes 0.50.2)
+python -m tests.quantized.record_nf4   (needs bitsandbytes and torch; goldens/nf4.npz is of bitsandbytes 0.50.2)
 """
 
 from pathlib import Path

@@ -3,6 +3,7 @@
 The exact interpreter runs them with the rounding that they store; one product of each orientation is compiled.
 """
 
+import functools
 import platform
 
 import jax
@@ -11,8 +12,8 @@ import numpy as np
 import pytest
 
 from shardformer import exact
-from shardformer.kernels import digit_products, quantized
-from shardformer.kernels.quantized import Int8Matrix
+from shardformer.quantized import code_products, int8_matrix
+from shardformer.quantized.int8_matrix import Int8Matrix
 
 ROWS, INPUTS, OUTPUTS = 5, 96, 160
 
@@ -38,11 +39,12 @@ def draw_codes(transposed):
 
 
 def multiply(x, codes, transposed=False):
-    return exact.run(lambda x, codes: digit_products.multiply(x, codes, transposed), x, codes, floats="stored").outputs
+    product = functools.partial(code_products.multiply_digits, transposed=transposed)
+    return exact.run(product, x, codes, floats="stored").outputs
 
 
 def compile_product(x, codes, transposed=False):
-    return jax.jit(lambda x, codes: digit_products.multiply(x, codes, transposed))(x, codes)
+    return jax.jit(lambda x, codes: code_products.multiply_digits(x, codes, transposed))(x, codes)
 
 
 def largest_difference(x, codes, transposed, multiply=multiply):
@@ -58,7 +60,7 @@ def largest_difference(x, codes, transposed, multiply=multiply):
 def test_digits_have_the_precision_of_the_dtype(dtype, bound, transposed, monkeypatch):
     x, codes = draw_rows(dtype), draw_codes(transposed)
     assert largest_difference(x, codes, transposed) < bound
-    monkeypatch.setitem(digit_products.DIGITS, dtype, digit_products.DIGITS[dtype] - 1)
+    monkeypatch.setitem(code_products.DIGITS, dtype, code_products.DIGITS[dtype] - 1)
     assert largest_difference(x, codes, transposed) > 10 * bound
 
 
@@ -83,7 +85,7 @@ def test_zero_rows_have_zero_products():
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="not known of other processors")
 def test_int8_products_are_available():
-    assert digit_products.is_available()
+    assert code_products.has_int8_products()
 
 
 def test_no_converted_matrix_is_stored():
@@ -93,26 +95,26 @@ def test_no_converted_matrix_is_stored():
     def temporary_bytes(function):
         return jax.jit(function).lower(x, w).compile().memory_analysis().temp_size_in_bytes
 
-    assert temporary_bytes(quantized.multiply) < 2 * w.codes.size
+    assert temporary_bytes(int8_matrix.multiply) < 2 * w.codes.size
     assert temporary_bytes(lambda x, w: x @ w.codes.astype(x.dtype)) >= 4 * w.codes.size
 
 
 def test_few_rows_are_multiplied_by_digits(monkeypatch, new_programs):
     counted = []
-    multiply = digit_products.multiply
-    monkeypatch.setattr(digit_products, "multiply", lambda x, *args: counted.append(len(x)) or multiply(x, *args))
-    w = Int8Matrix(*quantized.quantize(jnp.asarray(draw_codes(False), jnp.float32), -2))
+    multiply = code_products.multiply_digits
+    monkeypatch.setattr(code_products, "multiply_digits", lambda x, *args: counted.append(len(x)) or multiply(x, *args))
+    w = Int8Matrix(*int8_matrix.quantize(jnp.asarray(draw_codes(False), jnp.float32), -2))
 
-    def count_rows(shape, function=quantized.multiply):
+    def count_rows(shape, function=int8_matrix.multiply):
         counted.clear()
         jax.eval_shape(function, jax.ShapeDtypeStruct((*shape, INPUTS), jnp.float32), w)
         return list(counted)
 
-    monkeypatch.setattr(digit_products, "is_available", lambda: True)
+    monkeypatch.setattr(code_products, "has_int8_products", lambda: True)
     assert count_rows((2, 3)) == [6]
     assert count_rows((1, 1)) == []
-    assert count_rows((1, digit_products.MOST_ROWS + 1)) == []
-    assert 4 in count_rows((4, 1, 1), jax.vmap(quantized.multiply, (0, None)))
-    monkeypatch.setattr(digit_products, "is_available", lambda: False)
+    assert count_rows((1, code_products.MOST_ROWS_OF_DIGITS + 1)) == []
+    assert 4 in count_rows((4, 1, 1), jax.vmap(int8_matrix.multiply, (0, None)))
+    monkeypatch.setattr(code_products, "has_int8_products", lambda: False)
     jax.clear_caches()
     assert count_rows((2, 3)) == []

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from shardformer.kernels import digit_products, row_products, tiles
+from shardformer.quantized import code_products
 
 LARGEST_CODE = 127
 UNIT = np.float32(1 / LARGEST_CODE)  # XLA would divide by a constant as it likes: by a product, or not
@@ -95,7 +95,7 @@ def _row(scales: Array, y: Array) -> Array:
 
 
 def _multiply_codes(x_BTI: Array, codes: Array, transposed: bool, preferred=None) -> Array:
-    return _multiply_on_device(x_BTI, codes, transposed, preferred, tiles.rows_of_tile(codes.shape[1]))
+    return _multiply_on_device(x_BTI, codes, transposed, preferred, code_products.rows_of_tile(codes.shape[1]))
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))  # layers of equal shapes are lowered once
@@ -106,21 +106,21 @@ def _multiply_on_device(x_BTI: Array, codes: Array, transposed: bool, preferred,
     """
     on_cpu = functools.partial(_multiply_on_cpu, transposed=transposed, preferred=preferred, most_rows=most_rows)
     elsewhere = functools.partial(_multiply_at_once, transposed=transposed, preferred=preferred)
-    multiply_rows = tiles.fold_batches(functools.partial(lax.platform_dependent, cpu=on_cpu, default=elsewhere))
+    multiply_rows = code_products.fold_batches(functools.partial(lax.platform_dependent, cpu=on_cpu, default=elsewhere))
     y_NO = multiply_rows(x_BTI.reshape(-1, x_BTI.shape[-1]), codes)
     return y_NO.reshape(*x_BTI.shape[:-1], y_NO.shape[-1])
 
 
 def _multiply_at_once(x_NI, codes, transposed, preferred):
-    return tiles.contract(x_NI, codes.astype(x_NI.dtype), transposed, preferred)
+    return code_products.contract(x_NI, codes.astype(x_NI.dtype), transposed, preferred)
 
 
 def _multiply_on_cpu(x_NI, codes, transposed, preferred, most_rows):
     rows = x_NI.shape[0]
-    if rows == 1 and not (transposed and not row_products.choose_lanes(codes.shape[1])):
-        y_NO = (row_products.multiply_by_rows if transposed else row_products.multiply)(x_NI, codes)
-    elif rows <= digit_products.MOST_ROWS and digit_products.is_available():
-        y_NO = digit_products.multiply(x_NI, codes, transposed)
+    if rows == 1 and not (transposed and not code_products.choose_lanes(codes.shape[1])):
+        y_NO = (code_products.multiply_row_by_table if transposed else code_products.multiply_row)(x_NI, codes)
+    elif rows <= code_products.MOST_ROWS_OF_DIGITS and code_products.has_int8_products():
+        y_NO = code_products.multiply_digits(x_NI, codes, transposed)
     else:
         return _multiply_tiles(x_NI, codes, transposed, preferred, most_rows)
     return y_NO.astype(preferred or x_NI.dtype)
@@ -130,4 +130,5 @@ def _multiply_tiles(x_NI, codes, transposed, preferred, most_rows):
     """Multiplies by some rows of the stored codes at a time, which are contiguous."""
     if codes.shape[0] < 2 * most_rows:
         return _multiply_at_once(x_NI, codes, transposed, preferred)
-    return (tiles.join_outputs if transposed else tiles.sum_over_inputs)(x_NI, codes, most_rows, preferred)
+    multiply_tiles = code_products.join_outputs if transposed else code_products.sum_over_inputs
+    return multiply_tiles(x_NI, codes, most_rows, preferred)

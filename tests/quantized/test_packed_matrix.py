@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from shardformer import exact
-from shardformer.config.weight_keys import group_size
-from shardformer.kernels import nf4, packed, tiles
-from shardformer.kernels.packed import PackedMatrix
+from shardformer.quantized import code_products, packed_matrix
+from shardformer.quantized.packed_matrix import PackedMatrix
+from shardformer.quantized.weight_keys import group_size
 from tests import asserts
 
 ROWS, INPUTS, OUTPUTS = 3, 640, 1600  # tiles of two groups
@@ -24,10 +24,11 @@ def activations(outputs=INPUTS):
 
 def quantize(form):
     if form == "int4":
-        codes, scales = jax.jit(packed.quantize_int4)(matrix())
-        return PackedMatrix(codes, scales.astype(jnp.float32), packed.INT4_LEVELS)
-    codes, scales, blocks = jax.jit(nf4.quantize)(matrix())
-    return PackedMatrix(codes, nf4.dequantize_scales(scales, blocks, (0, 0), INPUTS // 64), nf4.LEVELS)
+        codes, scales = jax.jit(packed_matrix.quantize_int4)(matrix())
+        return PackedMatrix(codes, scales.astype(jnp.float32), packed_matrix.INT4_LEVELS)
+    codes, scales, blocks = jax.jit(packed_matrix.quantize_nf4)(matrix())
+    floats = packed_matrix.dequantize_scales(scales, blocks, (0, 0), INPUTS // 64)
+    return PackedMatrix(codes, floats, packed_matrix.NF4_LEVELS)
 
 
 def dequantize(w: PackedMatrix, levels):
@@ -50,23 +51,24 @@ def test_int4_codes_equal_numpy():
     scales = (largest / -8).astype(jnp.bfloat16).astype(np.float32)
     steps = groups * (1 / np.where(scales == 0, np.float32(1), scales))
     expected = (np.clip(np.rint(steps), -8, 7) + 8).astype(np.uint8).reshape(128, 6)
-    codes, got = packed.quantize_int4(jnp.asarray(w))
-    np.testing.assert_array_equal(np.asarray(packed.unpack(codes)), expected)
+    codes, got = packed_matrix.quantize_int4(jnp.asarray(w))
+    np.testing.assert_array_equal(np.asarray(packed_matrix.unpack(codes)), expected)
     np.testing.assert_array_equal(np.asarray(got, np.float32), scales[:, 0])
     assert codes.nbytes * 2 == w.size
-    assert (np.asarray(packed.unpack(packed.quantize_int4(jnp.asarray(w + 0.3))[0])) != expected).any()
+    assert (np.asarray(packed_matrix.unpack(packed_matrix.quantize_int4(jnp.asarray(w + 0.3))[0])) != expected).any()
 
 
 def differentiate(x, d, w):
     """Returns the product, and the gradient in x of its sum weighted by d."""
-    return packed.multiply(x, w), jax.vjp(packed.multiply, x, w)[1](d)[0]
+    return packed_matrix.multiply(x, w), jax.vjp(packed_matrix.multiply, x, w)[1](d)[0]
 
 
 @pytest.mark.parametrize(
-    ("form", "levels", "few"), [("int4", range(-8, 8), 16), ("nf4", nf4.LEVELS, 16), ("nf4", nf4.LEVELS, 1)]
+    ("form", "levels", "few"),
+    [("int4", range(-8, 8), 16), ("nf4", packed_matrix.NF4_LEVELS, 16), ("nf4", packed_matrix.NF4_LEVELS, 1)],
 )
 def test_product_and_gradient_equal_the_dequantised_matrix(form, levels, few, monkeypatch):
-    monkeypatch.setattr(packed, "FEW_ROWS", few)
+    monkeypatch.setattr(packed_matrix, "FEW_ROWS", few)
     w, x, d = quantize(form), activations(), activations(OUTPUTS)
     dense = dequantize(w, levels)
     y, gradient = exact.run(differentiate, x, d, w).outputs
@@ -78,15 +80,15 @@ def test_product_and_gradient_equal_the_dequantised_matrix(form, levels, few, mo
 
 @pytest.mark.parametrize("few", [16, pytest.param(1, marks=pytest.mark.slow)])
 def test_compiled_product_and_gradient_are_the_exact_ones(few, monkeypatch):
-    monkeypatch.setattr(packed, "FEW_ROWS", few)
+    monkeypatch.setattr(packed_matrix, "FEW_ROWS", few)
     w, x, d = quantize("nf4"), activations(), activations(OUTPUTS)
     asserts.assert_compiled_is_exact(lambda *args: differentiate(*args), x, d, w)
 
 
 @pytest.mark.parametrize(("rows", "inputs"), [(1, 64), (40, 64), (40, 24)])
 def test_matrix_smaller_than_a_tile(rows, inputs):
-    codes, scales = packed.quantize_int4(jnp.asarray(matrix(inputs, 8)))
-    w = PackedMatrix(codes, scales.astype(jnp.float32), packed.INT4_LEVELS)
+    codes, scales = packed_matrix.quantize_int4(jnp.asarray(matrix(inputs, 8)))
+    w = PackedMatrix(codes, scales.astype(jnp.float32), packed_matrix.INT4_LEVELS)
     x, d, dense = np.ones((1, rows, inputs), np.float32), activations(8)[:, :1], np.float64(w.astype(jnp.float32))
     d = np.repeat(d, rows, 1)
     y, gradient = exact.run(differentiate, x, d, w).outputs
@@ -104,14 +106,14 @@ def large_floats(program: str) -> list[str]:
 
 @pytest.mark.parametrize("few", [1, 16])
 def test_compiled_product_and_gradient_have_no_float_matrix(few, monkeypatch):
-    monkeypatch.setattr(packed, "FEW_ROWS", few)
+    monkeypatch.setattr(packed_matrix, "FEW_ROWS", few)
     w = jax.eval_shape(lambda: quantize("nf4"))
     x = jax.ShapeDtypeStruct((1, ROWS, INPUTS), jnp.float32)
 
     def both(multiply):
         return lambda x, w: jax.value_and_grad(lambda x: multiply(x, w).sum())(x)
 
-    tiled = jax.jit(both(packed.multiply)).lower(x, w).compile()
+    tiled = jax.jit(both(packed_matrix.multiply)).lower(x, w).compile()
     assert not large_floats(tiled.as_text())
     assert tiled.memory_analysis().temp_size_in_bytes < 4 * INPUTS * OUTPUTS
     at_once = jax.jit(both(lambda x, w: x @ w.astype(x.dtype))).lower(x, w).compile()
@@ -119,19 +121,19 @@ def test_compiled_product_and_gradient_have_no_float_matrix(few, monkeypatch):
 
 
 def test_tile_has_full_groups(monkeypatch):
-    monkeypatch.setattr(tiles, "ROWS", 1)
-    assert packed._bytes_of_tile(quantize("int4")) == 64  # 163 inputs would be a megabyte
+    monkeypatch.setattr(code_products, "TILE_ROWS", 1)
+    assert packed_matrix._bytes_of_tile(quantize("int4")) == 64  # 163 inputs would be a megabyte
 
 
-@pytest.mark.parametrize(("form", "levels"), [("int4", range(-8, 8)), ("nf4", nf4.LEVELS)])
+@pytest.mark.parametrize(("form", "levels"), [("int4", range(-8, 8)), ("nf4", packed_matrix.NF4_LEVELS)])
 def test_products_of_accelerators_equal_the_dequantised_matrix(form, levels):
     """Their compilers convert inside of the product; here a CPU runs them."""
     w = quantize(form)
     dense = dequantize(w, levels)
     x, d = activations()[0], activations(OUTPUTS)[0]
     for multiply, factor, expected in (
-        (packed._multiply_at_once, x, x @ dense),
-        (packed._multiply_transposed, d, d @ dense.T),
+        (packed_matrix._multiply_at_once, x, x @ dense),
+        (packed_matrix._multiply_transposed, d, d @ dense.T),
     ):
         got = exact.run(multiply, factor, w).outputs
         assert asserts.relative(got, expected) < 1e-14

@@ -9,12 +9,11 @@ import pytest
 from shardformer import exact
 from shardformer.analysis import dense_reference as reference
 from shardformer.analysis import traced, verify_exact
-from shardformer.config import weight_keys
 from shardformer.config.names import CODES, LAYERS, LORA_OUT
-from shardformer.kernels import digit_products, nf4, tiles
 from shardformer.layout import mesh
 from shardformer.model import Model, lora
 from shardformer.objectives.preference_model import PreferenceModel
+from shardformer.quantized import code_products, packed_matrix, weight_keys
 from tests import meshes, shared
 from tests.model.test_quantized_weights import dequantize
 
@@ -28,11 +27,11 @@ EXPERTS = (
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """Small matrices are multiplied in tiles, and have groups of 8 inputs."""
-    monkeypatch.setattr(tiles, "ROWS", 4)
-    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 12 * 16)
-    monkeypatch.setattr(digit_products, "MOST_ROWS", 0)
+    monkeypatch.setattr(code_products, "TILE_ROWS", 4)
+    monkeypatch.setattr(code_products, "TILE_ELEMENTS", 12 * 16)
+    monkeypatch.setattr(code_products, "MOST_ROWS_OF_DIGITS", 0)
     monkeypatch.setattr(weight_keys, "GROUP", 8)
-    monkeypatch.setattr(nf4, "BLOCK", 6)
+    monkeypatch.setattr(packed_matrix, "BLOCK", 6)
 
 
 @functools.cache

@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from shardformer import exact
-from shardformer.kernels import nf4, packed, quantized, row_products
-from shardformer.kernels.packed import PackedMatrix
-from shardformer.kernels.quantized import Int8Matrix
+from shardformer.quantized import code_products, int8_matrix, packed_matrix
+from shardformer.quantized.int8_matrix import Int8Matrix
+from shardformer.quantized.packed_matrix import PackedMatrix
 from tests import asserts, sharded
 
 INPUTS, OUTPUTS = 600, 1600  # 150 terms of 4 rows of int8: 18 steps and a remainder
@@ -24,20 +24,20 @@ def draw(*shape) -> jax.Array:
 
 
 def make_int8():
-    return Int8Matrix(*quantized.quantize(draw(INPUTS, OUTPUTS), -2))
+    return Int8Matrix(*int8_matrix.quantize(draw(INPUTS, OUTPUTS), -2))
 
 
 def make_table():
-    return Int8Matrix(*quantized.quantize(draw(ENTRIES, WIDTH), -1))
+    return Int8Matrix(*int8_matrix.quantize(draw(ENTRIES, WIDTH), -1))
 
 
 def make_packed(levels):
-    codes, scales = packed.quantize_int4(draw(INPUTS, OUTPUTS))
+    codes, scales = packed_matrix.quantize_int4(draw(INPUTS, OUTPUTS))
     return PackedMatrix(codes, scales.astype(jnp.float32), levels)
 
 
 def multiply_table(x, table):
-    return quantized.multiply_table(x, table, True)
+    return int8_matrix.multiply_table(x, table, True)
 
 
 def multiply(x, w):
@@ -47,8 +47,8 @@ def multiply(x, w):
 CASES = {
     "int8": (make_int8, multiply),
     "table": (make_table, multiply_table),
-    "int4": (functools.partial(make_packed, packed.INT4_LEVELS), multiply),
-    "nf4": (functools.partial(make_packed, nf4.LEVELS), multiply),
+    "int4": (functools.partial(make_packed, packed_matrix.INT4_LEVELS), multiply),
+    "nf4": (functools.partial(make_packed, packed_matrix.NF4_LEVELS), multiply),
 }
 
 
@@ -100,7 +100,7 @@ def test_no_part_of_the_float_matrix_is_stored(case):
     make, function = CASES[case]
     w = make()
     x = row(case, w)
-    accumulators = ENTRIES * row_products.LANES if case == "table" else 4 * OUTPUTS  # of 4 adjacent rows
+    accumulators = ENTRIES * code_products.LANES if case == "table" else 4 * OUTPUTS  # of 4 adjacent rows
     assert largest_float(function, x, w) <= accumulators
 
     def convert_first(x, w):
@@ -128,5 +128,5 @@ def test_one_row_on_a_mesh():
 
 def test_terms_have_two_rows_or_more():
     """The tests' XLA flags hide the copy of codes that single rows would cost."""
-    assert [row_products.choose_run(96, columns) for columns in (768, 4096, 50_000)] == [16, 2, 2]
-    assert row_products.choose_run(97, 768) == 1
+    assert [code_products.choose_run(96, columns) for columns in (768, 4096, 50_000)] == [16, 2, 2]
+    assert code_products.choose_run(97, 768) == 1

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardformer.kernels import nf4, packed
-from tests.kernels.record_nf4 import GOLDEN, SHAPES, draw
+from shardformer.quantized import packed_matrix
+from tests.quantized.record_nf4 import GOLDEN, SHAPES, draw
 
-quantize = jax.jit(nf4.quantize)
+quantize = jax.jit(packed_matrix.quantize_nf4)
 later = [pytest.param(number, marks=pytest.mark.slow) for number in range(1, len(SHAPES))]
 
 
@@ -19,7 +19,7 @@ def golden():
 
 
 def test_dynamic_levels_are_bitwise_those_of_bitsandbytes(golden):
-    np.testing.assert_array_equal(nf4.dynamic_levels(), golden["dynamic_levels"])
+    np.testing.assert_array_equal(packed_matrix.dynamic_levels(), golden["dynamic_levels"])
 
 
 @pytest.mark.parametrize("number", range(len(SHAPES)))
@@ -40,24 +40,24 @@ def test_codes_and_scales_are_bitwise_those_of_bitsandbytes(golden, number):
 @pytest.mark.parametrize("number", [0, *later])
 def test_dequantised_matrix_is_that_of_bitsandbytes(golden, number):
     codes, scales, blocks = quantize(draw(number))
-    floats = nf4.dequantize_scales(scales, blocks, (0, 0), scales.shape[0])
-    dense = np.asarray(packed.dequantize(codes, floats, nf4.LEVELS))[:, :4]
+    floats = packed_matrix.dequantize_scales(scales, blocks, (0, 0), scales.shape[0])
+    dense = np.asarray(packed_matrix.dequantize(codes, floats, packed_matrix.NF4_LEVELS))[:, :4]
     expected = golden[f"dense{number}"].T
     np.testing.assert_allclose(dense, expected, atol=1e-6 * np.abs(expected).max())
-    moved = np.asarray(nf4.dequantize_scales(scales, blocks, (0, 256), scales.shape[0]))
+    moved = np.asarray(packed_matrix.dequantize_scales(scales, blocks, (0, 256), scales.shape[0]))
     assert number == 0 or (moved != np.asarray(floats)).any()
 
 
 def test_scales_of_a_part_of_the_outputs_and_inputs():
     _, codes, blocks = quantize(draw(1))
-    expected = np.asarray(nf4.dequantize_scales(codes, blocks, (0, 0), 3))
-    part = nf4.dequantize_scales(codes[1:, 90:], blocks, (1, 90), 3)
+    expected = np.asarray(packed_matrix.dequantize_scales(codes, blocks, (0, 0), 3))
+    part = packed_matrix.dequantize_scales(codes[1:, 90:], blocks, (1, 90), 3)
     np.testing.assert_array_equal(part, expected[1:, 90:])
-    assert (np.asarray(nf4.dequantize_scales(codes[1:, 90:], blocks, (0, 0), 3)) != expected[1:, 90:]).any()
+    assert (np.asarray(packed_matrix.dequantize_scales(codes[1:, 90:], blocks, (0, 0), 3)) != expected[1:, 90:]).any()
 
 
 @pytest.mark.parametrize("scale", [0, 1e-30, 1, 3e20])
 def test_mean_is_rounded_correctly(scale):
     x = (scale * np.random.RandomState(0).uniform(size=(2, 1000))).astype(np.float32)
     exact = x.astype(np.float64).mean(-1, keepdims=True)
-    np.testing.assert_allclose(nf4.mean_of_positives(jnp.asarray(x)), exact, rtol=1.2e-7)
+    np.testing.assert_allclose(packed_matrix.mean_of_positives(jnp.asarray(x)), exact, rtol=1.2e-7)

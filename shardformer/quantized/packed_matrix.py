@@ -3,6 +3,11 @@
 Byte [i, o] has the codes of inputs 2i (the high bits) and 2i + 1 of output o. So bitsandbytes packs the weight
 [outputs, inputs] of a torch.nn.Linear. A value is the level of its code times the scale of its group. The matrix is
 frozen: products have gradients in the activations only.
+
+int4 has equal steps. nf4 has the codes of QLoRA, and scales that are quantised too ("double quantisation"), as
+bitsandbytes computes them. The scale of a group is then its largest magnitude. All scales of a matrix, output by
+output, minus their mean, are quantised in blocks of 256 to the 256 levels of a dynamic data type. `blocks` has the
+largest magnitude of each such block, and the mean as its last element.
 """
 
 import functools
@@ -13,14 +18,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from shardformer.config.weight_keys import group_size
-from shardformer.kernels import row_products, tiles
+from shardformer.quantized import code_products
+from shardformer.quantized.weight_keys import group_size
 
 # Up to so many rows of activations, a tile is one group, whose product is scaled. 14M codes of int4 need 3 ms of a
 # core for one row then, and 50 ms if the tile is scaled; those of nf4 need 7 and 31 ms.
 FEW_ROWS = 16
-MOST_BYTES_OF_RUN, TERMS = 24_576, 4  # of a product of one row: `row_products`
+MOST_BYTES_OF_RUN, TERMS = 24_576, 4  # of a product of one row: `code_products`
 INT4_LEVELS = tuple(float(level) for level in range(-8, 8))
+# The quantiles of a normal distribution, so that each code is equally frequent (QLoRA, appendix E).
+NF4_LEVELS = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941),
+    *(0.7229568362236023, 1.0),
+)
+BLOCK = 256  # scales that share a second scale
+STEPS = 1 << 16  # bitsandbytes looks a normalised scale up in a table of so many steps
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("codes", "scales"), meta_fields=("levels",))
@@ -116,13 +130,13 @@ def _multiply(x_NI: Array, w_IO: PackedMatrix, size: int) -> Array:
     """Returns the float32 product; compilers of TPUs and GPUs convert inside it, or store one matrix at a time."""
     on_cpu = functools.partial(_multiply_on_cpu, size=size)
     multiply_rows = functools.partial(lax.platform_dependent, cpu=on_cpu, default=_multiply_at_once)
-    return tiles.fold_batches(multiply_rows)(x_NI, w_IO)
+    return code_products.fold_batches(multiply_rows)(x_NI, w_IO)
 
 
 def _multiply_at_once(x_NI: Array, w_IO: PackedMatrix) -> Array:
     x_NP2 = x_NI.reshape(x_NI.shape[0], -1, 2)  # a byte has the codes of two inputs
     high_PO, low_PO = _dequantize_halves(w_IO, 0, w_IO.codes.shape[0], x_NI.dtype)
-    return tiles.contract(x_NP2[..., 0], high_PO, False, jnp.float32) + tiles.contract(
+    return code_products.contract(x_NP2[..., 0], high_PO, False, jnp.float32) + code_products.contract(
         x_NP2[..., 1], low_PO, False, jnp.float32
     )
 
@@ -138,13 +152,13 @@ def _multiply_on_cpu(x_NI: Array, w_IO: PackedMatrix, size: int) -> Array:
 def _multiply_row(x_1I: Array, w_IO: PackedMatrix) -> Array:
     """Returns the float32 product of one row; a step has terms of one group."""
     half, outputs = _group(w_IO) // 2, w_IO.codes.shape[1]
-    run = row_products.choose_run(half, outputs, MOST_BYTES_OF_RUN)
+    run = code_products.choose_run(half, outputs, MOST_BYTES_OF_RUN)
     size = math.gcd(half // run, TERMS)
     codes_RrO = w_IO.codes.reshape(-1, run, outputs)
     x_Rr2 = x_1I.astype(jnp.float32).reshape(-1, run, 2)  # a byte has the codes of two inputs
 
     def term(number):
-        codes_rO, x_r2 = row_products.take(codes_RrO, number), row_products.take(x_Rr2, number)
+        codes_rO, x_r2 = code_products.take(codes_RrO, number), code_products.take(x_Rr2, number)
         high_rO, low_rO = _look_up(codes_rO >> 4, w_IO.levels), _look_up(codes_rO & 15, w_IO.levels)
         return x_r2[:, :1] * high_rO + x_r2[:, 1:] * low_rO
 
@@ -152,7 +166,7 @@ def _multiply_row(x_1I: Array, w_IO: PackedMatrix) -> Array:
         scales_1O = lax.dynamic_slice_in_dim(w_IO.scales, i * size * run // half, 1)
         return sum(term(i * size + j) for j in range(size)) * scales_1O
 
-    total_rO = row_products.add_steps(step, codes_RrO.shape[0] // size, (run, outputs), x_1I, w_IO.codes, w_IO.scales)
+    total_rO = code_products.add_steps(step, codes_RrO.shape[0] // size, (run, outputs), x_1I, w_IO.codes, w_IO.scales)
     return total_rO.sum(0, keepdims=True)
 
 
@@ -166,11 +180,11 @@ def _multiply_tiles(x_NI: Array, w_IO: PackedMatrix, few: bool, size: int) -> Ar
             high_pO, low_pO = (_scale(values, scales_GO) for values in (high_pO, low_pO))
         x_Np2 = lax.dynamic_slice_in_dim(x_NP2, start, size, 1)
         factors = (x_Np2[..., 0], high_pO), (x_Np2[..., 1], low_pO)
-        y_NO = sum(tiles.contract(x, values.astype(x.dtype), False, jnp.float32) for x, values in factors)
+        y_NO = sum(code_products.contract(x, values.astype(x.dtype), False, jnp.float32) for x, values in factors)
         return y_NO * scales_GO if few else y_NO  # the tile is one group
 
     shape = x_NI.shape[0], w_IO.codes.shape[1]
-    return row_products.add_steps(
+    return code_products.add_steps(
         lambda i: multiply_tile(i * size), w_IO.codes.shape[0] // size, shape, x_NI, w_IO.codes, w_IO.scales
     )
 
@@ -184,12 +198,12 @@ def _multiply_backward(w_IO, d_BTO):
     multiply_rows = functools.partial(
         lax.platform_dependent, cpu=_multiply_transposed_tiles, default=_multiply_transposed
     )
-    return tiles.fold_batches(multiply_rows)(d_NO, w_IO).reshape(*d_BTO.shape[:-1], -1), None
+    return code_products.fold_batches(multiply_rows)(d_NO, w_IO).reshape(*d_BTO.shape[:-1], -1), None
 
 
 def _multiply_transposed(d_NO: Array, w_IO: PackedMatrix) -> Array:
     halves = _dequantize_halves(w_IO, 0, w_IO.codes.shape[0], d_NO.dtype)
-    d_NP2 = jnp.stack([tiles.contract(d_NO, values_PO, True) for values_PO in halves], axis=-1)
+    d_NP2 = jnp.stack([code_products.contract(d_NO, values_PO, True) for values_PO in halves], axis=-1)
     return d_NP2.reshape(d_NO.shape[0], -1)
 
 
@@ -198,7 +212,7 @@ def _multiply_transposed_tiles(d_NO: Array, w_IO: PackedMatrix) -> Array:
 
     def multiply_tile(i):
         halves = _dequantize_halves(w_IO, i * size, size, d_NO.dtype)
-        return jnp.stack([tiles.contract(d_NO, values_pO, True) for values_pO in halves], axis=-1)
+        return jnp.stack([code_products.contract(d_NO, values_pO, True) for values_pO in halves], axis=-1)
 
     d_tNp2 = lax.map(multiply_tile, jnp.arange(w_IO.codes.shape[0] // size))
     return jnp.moveaxis(d_tNp2, 0, 1).reshape(d_NO.shape[0], -1)
@@ -214,7 +228,7 @@ def _group(w_IO: PackedMatrix) -> int:
 def _bytes_of_tile(w_IO: PackedMatrix) -> int:
     """Returns the rows of codes in a tile: full groups, as many as divide the matrix."""
     groups, size = w_IO.scales.shape[0], _group(w_IO)
-    least = -(-groups * size // max(tiles.rows_of_tile(w_IO.shape[1]), size))
+    least = -(-groups * size // max(code_products.rows_of_tile(w_IO.shape[1]), size))
     return groups // next(count for count in range(least, groups + 1) if groups % count == 0) * size // 2
 
 
@@ -235,3 +249,89 @@ def _dequantize_halves(w_IO: PackedMatrix, start: Array | int, size: int, dtype)
 def _scale(values_pO: Array, scales_GO: Array) -> Array:
     groups = split_groups(values_pO, values_pO.shape[0] // scales_GO.shape[0])
     return (groups * scales_GO[:, None]).reshape(values_pO.shape)
+
+
+def quantize_nf4(w: Array) -> tuple[Array, Array, Array]:
+    """Returns the packed codes of w [..., I, O], the codes [..., groups, O] of their scales, and `blocks`."""
+    groups = split_groups(w.astype(jnp.float32), group_size(w.shape[-2]))
+    scales = jnp.abs(groups).max(-2)
+    scaled = groups * (1 / jnp.where(scales > 0, scales, 1))[..., None, :]
+    codes = sum((scaled > middle).astype(jnp.uint8) for middle in _middles(np.array(NF4_LEVELS, np.float32)))
+    return pack(codes.reshape(w.shape)), *_quantize_scales(scales)
+
+
+def dequantize_scales(codes: Array, blocks: Array, first: tuple[Array | int, Array | int], groups: int) -> Array:
+    """Returns the float32 scales of their codes [..., G, O].
+
+    `first` is the position of codes[..., 0, 0] among the `groups` and the outputs of the complete matrix.
+    """
+    group_G, output_O = (start + jnp.arange(size) for start, size in zip(first, codes.shape[-2:], strict=True))
+    block_GO = (output_O[None] * groups + group_G[:, None]) // BLOCK
+    levels = jnp.asarray(dynamic_levels())
+    return levels[codes.astype(jnp.int32)] * blocks[..., block_GO] + blocks[..., -1:, None]
+
+
+def dynamic_levels() -> np.ndarray:
+    """Returns the 256 levels of bitsandbytes' dynamic data type: seven exponents, whose fractions have more bits."""
+    levels = [0.0, 1.0]
+    for exponent in range(7):
+        edges = _linspace(2**exponent + 1)
+        middles = ((edges[:-1] + edges[1:]) / np.float32(2)) * np.float32(10.0 ** (exponent - 6))
+        levels += [*middles, *-middles]
+    return np.sort(np.array(levels, np.float32))
+
+
+def _linspace(count: int) -> np.ndarray:
+    """Returns float32 steps from 0.1 to 1 as torch.linspace does: from the nearer end, each rounded once."""
+    first, index = np.float32(0.1), np.arange(count)
+    step = float((np.float32(1) - first) / np.float32(count - 1))
+    rising, falling = float(first) + step * index, 1 - step * index[::-1]
+    return np.where(index < count // 2, rising, falling).astype(np.float32)
+
+
+def _middles(levels: np.ndarray) -> np.ndarray:
+    return (levels[:-1] + levels[1:]) * np.float32(0.5)
+
+
+def _table_of_codes() -> np.ndarray:
+    """Returns the code of each step from -1 to 1."""
+    value = np.float32(-1) + np.float32(2) * np.arange(STEPS, dtype=np.float32) / np.float32(STEPS - 1)
+    return np.searchsorted(_middles(dynamic_levels()), value, side="left").astype(np.uint8)
+
+
+def _quantize_scales(scales: Array) -> tuple[Array, Array]:
+    """Returns the codes [..., G, O] of the scales, and `blocks`."""
+    *outer, groups, outputs = scales.shape
+    flat = jnp.swapaxes(scales, -1, -2).reshape(*outer, groups * outputs)
+    mean = mean_of_positives(flat)
+    count = -(-flat.shape[-1] // BLOCK)
+    padding = [(0, 0)] * len(outer) + [(0, count * BLOCK - flat.shape[-1])]
+    centred = jnp.pad(flat - mean, padding).reshape(*outer, count, BLOCK)
+    largest = jnp.abs(centred).max(-1)
+    normalised = jnp.clip(centred * (1 / jnp.where(largest > 0, largest, 1))[..., None], -1, 1)
+    step = ((normalised + 1) * 0.5 * (STEPS - 1) + 0.5).astype(jnp.int32)
+    codes = jnp.where(largest[..., None] > 0, jnp.asarray(_table_of_codes())[step], jnp.uint8(0))
+    codes = codes.reshape(*outer, -1)[..., : flat.shape[-1]].reshape(*outer, outputs, groups)
+    return jnp.swapaxes(codes, -1, -2), jnp.concatenate([largest, mean], axis=-1)
+
+
+def mean_of_positives(x: Array) -> Array:
+    """Returns the mean over the last axis, of size 1 then, of at most 2**22 values; the same on every mesh.
+
+    Adds up integers of 32 bits, whose sum does not depend on the order, and divides in steps of 8 bits.
+    """
+    exponent = lax.bitcast_convert_type(x.max(-1, keepdims=True), jnp.int32) >> 23
+    exponent = jnp.maximum(exponent, 23)
+    scaled = x * _power_of_two(277 - exponent)  # below 2**24
+    integers = jnp.floor(scaled)
+    fractions, integers = ((scaled - integers) * 256).astype(jnp.uint32), integers.astype(jnp.uint32)
+    count, quotient, rest = np.uint32(x.shape[-1]), jnp.uint32(0), jnp.uint32(0)
+    for digits in (integers >> 16, integers >> 8 & 255, integers & 255, fractions):
+        part = (rest << 8) + digits.sum(-1, keepdims=True)
+        quotient, rest = (quotient << 8) + part // count, part % count
+    return quotient.astype(jnp.float32) * np.float32(1 / 256) * _power_of_two(exponent - 23)
+
+
+def _power_of_two(exponent: Array) -> Array:
+    """Returns the float32 with these exponent bits."""
+    return lax.bitcast_convert_type(exponent << 23, jnp.float32)
