@@ -10,13 +10,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardformer import optim
+from shardformer.adapters.adapter_keys import select_trainable
 from shardformer.analysis.memory import summarize_bytes
 from shardformer.config import Config, parsing
 from shardformer.data import Data
 from shardformer.devices import programs
 from shardformer.devices.chips import find_chip
 from shardformer.layout import specs
-from shardformer.model import flops, lora
+from shardformer.model import flops
 from shardformer.model.task_on_mesh import TaskOnMesh, choose_task
 from shardformer.optim.schedule import decay_end, warmup_steps, wsd_decay_steps
 from shardformer.tables import format_count
@@ -31,7 +32,7 @@ def describe_start(run: Run, corpus: Data, model: TaskOnMesh) -> Iterator[str]:
     if run.config.optimizer.lr_rules:
         from shardformer.analysis import parameter_tables  # not imported without rules
 
-        yield parameter_tables.format_rules(lora.select_trainable(model.shapes, run.config), run.config)
+        yield parameter_tables.format_rules(select_trainable(model.shapes, run.config), run.config)
 
 
 def describe_position(run: Run, previous: Config | None, is_new: bool, step: int, model: TaskOnMesh) -> Iterator[str]:
@@ -58,7 +59,7 @@ def describe(run: Run) -> str:
     c = run.config
     task = choose_task(c)
     shapes = task.abstract_parameters(c)  # floats, also where the model stores codes
-    parameters = parameter_count(shapes, lora.select_trainable(shapes, c))
+    parameters = parameter_count(shapes, select_trainable(shapes, c))
     units = f", {len(run.vocabulary)} {run.vocabulary.units}" if c.objective.is_language_model else ""
     kind = jax.devices()[0].device_kind
     chip = find_chip(kind)

@@ -25,7 +25,7 @@ LAYERS = (
     ("model", "logs"),
     ("inference", "optim"),
     ("training",),
-    ("experts", "objectives", "quantized"),
+    ("adapters", "experts", "objectives", "quantized"),
     ("analysis", "convert", "legacy"),
     ("start_messages",),
     ("session",),
@@ -39,6 +39,7 @@ LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 # The folder of a feature has files of several layers: by the end of their names, in which package they would lie.
 ENDINGS = {
     "objectives": {"objective": "config", "keys": "config", "model": "model"},
+    "adapters": {"keys": "config", "layer": "shards", "lora": "model"},
     "experts": {"keys": "config", "product": "kernels", "layout": "layout", "layer": "shards", "bias": "optim"},
     "quantized": {"keys": "config", "matrix": "kernels", "products": "kernels", "weights": "layout",
                   "reading": "model"},
@@ -205,8 +206,9 @@ def test_circle_by_a_late_import_is_noticed():
 
 
 MOST_MODULES, MOST_LINES = 160, 19_400  # of this package; 286 and 35,688 before conversions and features were left out
-FEATURES = ("analysis.liveness", "checkpoint.bucket_store", "convert", "data.chat.c", "data.hf_tokenizer",
-            "exact", "experts.expert_l", "experts.grouped", "experts.router", "inference.serve",
+FEATURES = ("adapters.adapter_layer", "adapters.lora", "analysis.liveness", "checkpoint.bucket_store", "convert",
+            "data.chat.c", "data.hf_tokenizer", "exact", "experts.expert_l", "experts.grouped", "experts.router",
+            "inference.serve", "optim.average",
             "kernels.fused_attention", "objectives.distillation", "objectives.policy", "objectives.preference",
             "objectives.rollouts", "objectives.teacher", "parallel.ring_attention", "parallel.pipeline",
             "quantized.code", "quantized.int8", "quantized.packed", "quantized.quantized", "storage.bucket.",

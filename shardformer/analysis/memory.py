@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from shardformer.adapters.adapter_keys import select_trainable
 from shardformer.config import Config
 from shardformer.config.names import AXES, EXPERT_MATRICES, HOST, LAYERS, MATRICES
 from shardformer.layout import Layout
 from shardformer.layout.mesh import make_abstract
-from shardformer.model import lora
 from shardformer.tables import format_bytes, format_table
 from shardformer.training.trainer import Trainer
 
@@ -50,7 +50,7 @@ def predict_bytes(config: Config) -> DeviceBytes:
         return DeviceBytes(_sum(jax.tree.map(lambda p: shard_bytes(p, p.sharding), trainer.model.abstract)), 0, 0, 0)
     state, model = trainer.abstract, trainer.model
     grad_shardings = jax.tree.map(model.sharding, model.grad_specs)
-    gradients = jax.tree.map(shard_bytes, lora.select_trainable(model.shapes, config), grad_shardings)
+    gradients = jax.tree.map(shard_bytes, select_trainable(model.shapes, config), grad_shardings)
     stored = [jax.tree.map(lambda leaf: shard_bytes(leaf, leaf.sharding), tree) for tree in state]
     _, parameters, optimizer, average, masters, *_ = map(_sum, stored)
     host = sum(shard_bytes(leaf, leaf.sharding) for _, leaf in list_offloaded(state))

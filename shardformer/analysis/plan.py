@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from shardformer.adapters.adapter_keys import select_trainable
 from shardformer.analysis import compiling, memory, program_collectives, roofline, temporaries, traced, wire_time
 from shardformer.analysis.compiling import CompiledStep
 from shardformer.analysis.memory import DeviceBytes
@@ -18,7 +19,7 @@ from shardformer.devices import chips as chip_table
 from shardformer.devices.chips import Slice, describe_chip
 from shardformer.errors import UsageError
 from shardformer.layout import Layout, choices, mesh, specs, torus
-from shardformer.model import flops, lora
+from shardformer.model import flops
 from shardformer.model.task_on_mesh import choose_task
 from shardformer.tables import format_bytes, format_table
 
@@ -125,7 +126,7 @@ def resolve_on(config: Config, chips: Slice) -> Layout:
 
 def _updated_bytes(config: Config, stored: DeviceBytes) -> int:
     """Returns the bytes of the state that a step updates: all but the frozen weights under adapters."""
-    trainable = jax.tree.leaves(lora.select_trainable(traced.make_trainer(config).abstract.params, config))
+    trainable = jax.tree.leaves(select_trainable(traced.make_trainer(config).abstract.params, config))
     parameters = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in trainable)
     return stored.total + stored.host - stored.parameters + parameters  # the host's part passes through
 

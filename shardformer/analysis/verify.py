@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from shardformer import exact
+from shardformer.adapters.adapter_keys import replace_trainable, select_trainable
 from shardformer.analysis import dense_reference
 from shardformer.analysis.shard_runs import name_path
 from shardformer.config import Config
@@ -18,7 +19,7 @@ from shardformer.config.names import ROUTER_BIAS
 from shardformer.devices import processes
 from shardformer.errors import UsageError
 from shardformer.layout import mesh
-from shardformer.model import Loss, Model, lora
+from shardformer.model import Loss, Model
 from shardformer.model.model import draw_tokens
 from shardformer.optim import lbfgs
 from shardformer.tables import format_count, format_table
@@ -145,7 +146,7 @@ def reference_loss_and_gradients(config: Config, parameters, batch, dropout_key=
     key = NO_KEY if dropout_key is None else dropout_key
     compute = jax.jit(functools.partial(dense_reference.losses_and_gradients, config))
     (nats, _), gradients = compute(parameters, batch, key)
-    return np.asarray(nats), jax.tree.map(np.asarray, lora.select_trainable(gradients, config))
+    return np.asarray(nats), jax.tree.map(np.asarray, select_trainable(gradients, config))
 
 
 def train(trainer: Trainer, batch) -> list[np.ndarray]:
@@ -176,14 +177,14 @@ def _train_reference(trainer: Trainer, batch) -> list[np.ndarray]:
 
     def evaluate(params, key):
         (nats, squares), gradients = dense_reference.losses_and_gradients(config, params, batch, key)
-        return Loss(nats, squares, jnp.zeros_like(nats)), lora.select_trainable(gradients, config)
+        return Loss(nats, squares, jnp.zeros_like(nats)), select_trainable(gradients, config)
 
     def run(state: TrainState, step):
         key = trainer.dropout_key(state.step)
         losses, gradients = evaluate(state.params, key)
 
         def objective(trainable):
-            params = lora.replace_trainable(state.params, trainable)
+            params = replace_trainable(state.params, trainable)
             masks = dense_reference.make_masks(config, key, np.arange(config.training.batch))
             return dense_reference.loss(config, params, **batch, masks=masks)[1]
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from shardformer import exact
+from shardformer.adapters.adapter_keys import select_trainable
 from shardformer.analysis import dense_reference, traced
 from shardformer.analysis.shard_runs import name_path
 from shardformer.analysis.verify import Difference, measure_difference, on_one_device
@@ -21,7 +22,6 @@ from shardformer.config import Config
 from shardformer.config.names import ROUTER_BIAS
 from shardformer.errors import RunError
 from shardformer.layout import resolve
-from shardformer.model import lora
 from shardformer.model.task_on_mesh import choose_task
 from shardformer.training.trainer import Trainer
 
@@ -103,7 +103,7 @@ def compute_dense(config: Config, params, batch, key, **options) -> Result:
     compute = functools.partial(dense_reference.losses_and_gradients, config)
     run = exact.run(compute, params, batch, key, **options)
     (nats, _), gradients = run.outputs
-    return Result(nats, lora.select_trainable(gradients, config), run)
+    return Result(nats, select_trainable(gradients, config), run)
 
 
 def run_steps(trainer: Trainer, params, batches: Sequence[dict], **options) -> tuple[Any, list[np.ndarray]]:

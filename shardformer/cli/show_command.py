@@ -3,13 +3,14 @@
 from pathlib import Path
 
 from shardformer import storage
+from shardformer.adapters.adapter_keys import select_trainable
 from shardformer.analysis import parameter_tables
 from shardformer.analysis.memory import format_device_bytes, make_trainer
 from shardformer.cli.arguments import parse_preset, say
 from shardformer.config import Config, parsing
 from shardformer.devices.chips import CHIPS, CPU, describe_chip
 from shardformer.layout import Layout, mesh, resolve
-from shardformer.model import Model, flops, lora
+from shardformer.model import Model, flops
 from shardformer.start_messages import parameter_count
 from shardformer.tables import format_table
 from shardformer.training.run_folder import Run
@@ -42,7 +43,7 @@ def describe_language_model(settings: Config) -> str:
     stored = resolve(settings).weights.store(parameters)
     splits = parameter_tables.find_splits(stored, settings)
     tables = [settings.to_json().rstrip(), parameter_tables.format_splits(stored, splits, settings)]
-    trained = lora.select_trainable(parameters, settings)
+    trained = select_trainable(parameters, settings)
     if settings.optimizer.lr_rules:
         tables.append(parameter_tables.format_rules(trained, settings))
     tables += [format_device_bytes(settings), format_choices(settings)]

@@ -8,8 +8,8 @@ import dataclasses
 import functools
 import json
 
+from shardformer.adapters.adapter_keys import AdapterKeys
 from shardformer.config import key_rules
-from shardformer.config.adapter_keys import AdapterKeys
 from shardformer.config.data_keys import DataKeys
 from shardformer.config.keys import KeyGroup, compute_derived, format_value, keys_of
 from shardformer.config.model_keys import ModelKeys

@@ -4,7 +4,6 @@ import math
 from typing import TYPE_CHECKING
 
 from shardformer.config.keys import keys_of, largest_divisor, next_multiple, require
-from shardformer.config.names import EXPERT_MATRICES
 from shardformer.config.parsing import MeshSizes, parse_mesh, parse_steps_range, shorten
 from shardformer.errors import UsageError
 
@@ -30,7 +29,7 @@ def check_rules(c: "Config") -> None:
     )
     _check_kernel(c)
     _check_gradients(c)
-    _check_adapters(c)
+    c.lora.check_matrices(c)
     c.mixture.check()
     _check_lbfgs(c)
     _check_bad_steps(c)
@@ -97,27 +96,6 @@ def _check_gradients(c: "Config") -> None:
         c.optimizer.param_dtype == "float32" or c.parallel.dtype == "bfloat16",
         "param_dtype=bfloat16 stores matrices in the type that they multiply in: give dtype=bfloat16; "
         f"got dtype={c.parallel.dtype}",
-    )
-
-
-def _check_adapters(c: "Config") -> None:
-    if not c.lora.lora_rank:
-        return
-    matrices = [*"qkvo", *c.mixture.list_matrices()]
-    unknown = [name for name in c.lora.lora_names if name not in matrices]
-    require(
-        not unknown,
-        f"lora_targets takes some of {','.join(matrices)}, got {shorten(c.lora.lora_targets)}",
-    )
-    of_experts = [name for name in c.lora.lora_names if name in EXPERT_MATRICES]
-    require(
-        not (of_experts and c.lora.lora_dropout),
-        f"lora_dropout={c.lora.lora_dropout} drops inputs of a token, and {','.join(of_experts)} of lora_targets have "
-        "the inputs of each expert; give lora_dropout=0",
-    )
-    require(
-        c.optimizer.name != "muon",
-        "optimizer=muon updates full matrices, but lora_rank trains adapters; give optimizer=adamw",
     )
 
 

@@ -7,12 +7,13 @@ from typing import Literal
 
 import numpy as np
 
+from shardformer.adapters import lora
+from shardformer.adapters.adapter_keys import is_adapter
 from shardformer.config.keys import key
 from shardformer.config.names import MATRICES
 from shardformer.convert import runs, stored_weights
 from shardformer.convert.leaves import Array, Filled, Leaves, State, copy_into
 from shardformer.errors import RunError, UsageError
-from shardformer.model import lora
 from shardformer.training.run_folder import Run
 
 
@@ -98,7 +99,7 @@ def merge_adapters(run: Run, state: State) -> tuple[Run, State]:
     params: dict[str, Array] = {
         name: Filled(leaf.shape, np.dtype(np.float32), functools.partial(fill, name))
         for name, leaf in state.params.items()
-        if not lora.is_adapter(name)
+        if not is_adapter(name)
     }
     settings = run.config.replace(
         lora_rank=0, weights="float", base="", ema=0.0, lr_rules="", param_dtype="float32", moment_dtype="float32"

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from shardformer.adapters import lora
+from shardformer.adapters.adapter_keys import Adapter, format_targets, is_adapter, scale_of
 from shardformer.config import Config, parsing
-from shardformer.config.adapter_keys import Adapter, format_targets, scale_of
 from shardformer.config.keys import key
 from shardformer.config.names import EXPERT_MATRICES, MATRICES, SHARED_MATRICES, is_part
 from shardformer.convert import hf_settings, peft_experts, runs, safetensors_files, weight_files
@@ -28,7 +29,7 @@ from shardformer.convert.safetensors_files import CreatedTensor, Tensor
 from shardformer.data.stored_vocabulary import TOKENIZER_FOLDER
 from shardformer.errors import RunError, UsageError
 from shardformer.files import read_text
-from shardformer.model import Model, lora
+from shardformer.model import Model
 from shardformer.training.run_folder import Run
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -139,7 +140,7 @@ def run_to_peft(source: Path, target: Path, arguments: list[str]) -> str:
         )
     family = hf_settings.choose_family(run.config.replace(lora_rank=0))
     with runs.open_state(run, options.step, False, options.ema) as state, new_folder_on_disk(target) as temporary:
-        factors = {name: np.asarray(leaf) for name, leaf in state.params.items() if lora.is_adapter(name)}
+        factors = {name: np.asarray(leaf) for name, leaf in state.params.items() if is_adapter(name)}
         published = _read_unchanged(run, family, factors)
         if published:
             arrays, settings = published
@@ -337,7 +338,7 @@ def split_factors(source: Path, family: str, base: Config, settings: dict) -> tu
     }
     config = _choose_config(base, settings, by_matrix)
     shapes = flatten(Model.abstract_parameters(config))
-    factors = {name: np.zeros(leaf.shape, np.float32) for name, leaf in shapes.items() if lora.is_adapter(name)}
+    factors = {name: np.zeros(leaf.shape, np.float32) for name, leaf in shapes.items() if is_adapter(name)}
     for target, a, b in pairs:
         a_RI, b_OR = a.read().astype(np.float32), b.read().astype(np.float32)
         if not (np.isfinite(a_RI).all() and np.isfinite(b_OR).all()):

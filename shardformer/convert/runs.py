@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from shardformer import checkpoint, data
+from shardformer.adapters.adapter_keys import select_trainable
 from shardformer.checkpoint import array_files, manifest
 from shardformer.checkpoint.manifest import Leaf
 from shardformer.config import Config
@@ -21,7 +22,6 @@ from shardformer.data import Vocabulary
 from shardformer.errors import RunError, UsageError
 from shardformer.layout import mesh
 from shardformer.messages import log
-from shardformer.model import lora
 from shardformer.storage import BucketPath
 from shardformer.training.checkpoint_progress import Best
 from shardformer.training.run_folder import Run
@@ -127,7 +127,7 @@ def _nbytes(array: Filled) -> int:
 def _make_optimizer(trainer: Trainer, moments: Moments, config: Config):
     """Makes the optimizer's state with these moments."""
     # In the first state each leaf has a single value, which does not depend on the parameters or their sizes.
-    trainable = lora.select_trainable(trainer.model.shapes, trainer.config)
+    trainable = select_trainable(trainer.model.shapes, trainer.config)
     small = jax.tree.map(lambda leaf: jax.numpy.zeros((1,) * leaf.ndim), trainable)
     initial = jax.tree.map(
         lambda leaf, like: constant(like.shape, like.dtype, np.asarray(leaf).ravel()[0]),

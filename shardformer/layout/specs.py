@@ -8,16 +8,9 @@ import fnmatch
 import jax
 from jax.sharding import PartitionSpec as P
 
+from shardformer.adapters.adapter_keys import is_adapter, split_factor
 from shardformer.config import Config
-from shardformer.config.names import (
-    BLOCKS,
-    CODES,
-    LORA_IN,
-    LORA_OUT,
-    SCALES,
-    has_key_value_heads,
-    is_stacked,
-)
+from shardformer.config.names import BLOCKS, CODES, LORA_IN, LORA_OUT, SCALES, has_key_value_heads, is_stacked
 
 # Split columns (outputs) or rows (inputs) of a matrix, as Megatron does. pp splits the leading L of stacked layers.
 RULES = (
@@ -48,9 +41,9 @@ def parameter_spec(name: str, config: Config) -> P:
         if name.endswith(suffix):
             matrix = name.removesuffix(suffix)
             return P(*config.stored.split_part(matrix, suffix, tuple(parameter_spec(matrix, config)), config))
-    for suffix in (LORA_IN, LORA_OUT):
-        if name.endswith(suffix):
-            return _spec_of_factor(suffix, parameter_spec(name.removesuffix(suffix), config))
+    if is_adapter(name):
+        matrix = name.removesuffix(LORA_IN).removesuffix(LORA_OUT)
+        return P(*split_factor(name, tuple(parameter_spec(matrix, config))))
     for pattern, spec in list_rules(config):
         if fnmatch.fnmatchcase(name, pattern):
             if config.shares_kv_heads and has_key_value_heads(name):
@@ -70,14 +63,6 @@ def _layout_of_experts():
     from shardformer.experts import expert_layout  # not imported without experts
 
     return expert_layout
-
-
-def _spec_of_factor(factor: str, matrix: P) -> P:
-    """Returns the spec of an adapter's first or second factor: replicated if it lacks the dimension that is split."""
-    if len(matrix) < 3:
-        return matrix
-    axes = (*matrix[:-1], None) if factor == LORA_IN else (*matrix[:-2], None, matrix[-1])
-    return P(*axes) if any(axes[1:]) else P(*filter(None, axes[:1]))
 
 
 def parameter_specs(parameters, config: Config):

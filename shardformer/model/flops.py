@@ -1,10 +1,10 @@
 """The arithmetic of a train step, and how much of a chip's peak it takes (MFU)."""
 
+from shardformer.adapters.adapter_keys import select_trainable
 from shardformer.config import Config
 from shardformer.config.names import LAYERS, is_of_experts, is_stacked
 from shardformer.devices.chips import Chip
 from shardformer.layout import specs
-from shardformer.model import lora
 from shardformer.model.model import Model
 from shardformer.model.task_on_mesh import choose_task
 
@@ -21,7 +21,7 @@ def flops_per_token(config: Config) -> float:
     if (of_a_row := choose_task(config).count_flops(config)) is not None:
         return of_a_row
     shapes = Model.abstract_parameters(config)
-    trainable = _count_multiplying(lora.select_trainable(shapes, config), config)
+    trainable = _count_multiplying(select_trainable(shapes, config), config)
     return 4 * _count_multiplying(shapes, config) + 2 * trainable + 3 * attention_flops(config)
 
 
@@ -29,7 +29,7 @@ def layer_flops_per_token(config: Config) -> tuple[int, int]:
     """Returns the layers' FLOPs (in a train step, in its forward pass), without the head."""
     shapes = Model.abstract_parameters(config)
     layers = {module: leaves for module, leaves in shapes.items() if is_stacked(module)}
-    trainable = _count_active(lora.select_trainable(layers, config), config)
+    trainable = _count_active(select_trainable(layers, config), config)
     attention = attention_flops(config)
     forward = 2 * _count_active(layers, config) + attention
     return 2 * forward + 2 * trainable + attention, forward
@@ -40,7 +40,7 @@ def expert_flops_per_token(config: Config) -> tuple[int, int]:
     leaves = Model.abstract_parameters(config)[LAYERS]
     of_experts = {LAYERS: {name: leaf for name, leaf in leaves.items() if is_of_experts(name)}}
     active = _count_active(of_experts, config)
-    return 4 * active + 2 * _count_active(lora.select_trainable(of_experts, config), config), 2 * active
+    return 4 * active + 2 * _count_active(select_trainable(of_experts, config), config), 2 * active
 
 
 def attention_flops(config: Config) -> int:

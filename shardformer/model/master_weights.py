@@ -7,9 +7,9 @@ gathers half the bytes. Norms, biases, tables and adapters stay in float32 witho
 import jax
 import jax.numpy as jnp
 
+from shardformer.adapters.adapter_keys import replace_trainable, select_trainable
 from shardformer.config import Config
 from shardformer.config.names import ALL_MATRICES, LAYERS, is_part
-from shardformer.model import lora
 
 ROUNDED = {*ALL_MATRICES}  # of a layer
 
@@ -46,7 +46,7 @@ def select_masters(exact: dict, config: Config) -> dict:
 
 def trainable_parameters(parameters: dict, masters: dict, config: Config) -> dict:
     """Returns the trainable parameters in float32: the master of each parameter that is stored in bfloat16."""
-    return lora.select_trainable(lora.replace_trainable(parameters, masters), config)
+    return select_trainable(replace_trainable(parameters, masters), config)
 
 
 def make_exact(parameters: dict) -> dict:

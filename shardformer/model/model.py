@@ -5,6 +5,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,6 @@ from shardformer.errors import UsageError
 from shardformer.kernels.threefry import THREEFRY
 from shardformer.layout import Layout, resolve, specs
 from shardformer.layout.attention_limits import NoKernel
-from shardformer.model.lora import TrainableAdapters
 from shardformer.model.task_on_mesh import AllParameters, Loss, Sums, TaskOnMesh, count_nothing
 from shardformer.parallel.microbatch import AccumulationType
 from shardformer.parallel.replicas import map_named
@@ -27,9 +27,13 @@ from shardformer.shards import CausalTransformerShard, Dropout
 from shardformer.tables import format_count
 
 
-def choose_trainable(config: Config) -> AllParameters | TrainableAdapters:
+def choose_trainable(config: Config) -> Any:
     """Returns the trainable parameters' functions: only the adapters if there are any, else all parameters."""
-    return TrainableAdapters(config) if config.lora.lora_rank else AllParameters()
+    if not config.lora.lora_rank:
+        return AllParameters()
+    from shardformer.adapters.lora import TrainableAdapters  # not imported without adapters
+
+    return TrainableAdapters(config)
 
 
 class Model(TaskOnMesh):

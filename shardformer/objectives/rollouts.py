@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from shardformer.adapters.adapter_keys import remove_adapters
 from shardformer.config import Config
 from shardformer.config.registries import names_code
 from shardformer.data import Data
@@ -28,7 +29,7 @@ from shardformer.inference.generator import Continuation, place
 from shardformer.inference.text_codec import TextCodec
 from shardformer.logs import goodput
 from shardformer.messages import log
-from shardformer.model import Model, Sums, lora
+from shardformer.model import Model, Sums
 from shardformer.model.measuring import Measures
 from shardformer.objectives.weight_digests import check_weights, digest_weights
 from shardformer.tables import format_count
@@ -92,7 +93,7 @@ class Reference:
 
     def measure(self, params, tokens: jax.Array, targets: jax.Array) -> jax.Array:
         """Returns log-probabilities [B, T] of the targets; `params` are those of the step."""
-        return self._measure(lora.remove_adapters(params) if self._params is None else self._params, tokens, targets)
+        return self._measure(remove_adapters(params) if self._params is None else self._params, tokens, targets)
 
 
 class Rollouts:

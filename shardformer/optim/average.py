@@ -5,15 +5,15 @@ import math
 import jax
 import jax.numpy as jnp
 
+from shardformer.adapters.adapter_keys import replace_trainable, select_trainable
 from shardformer.config import Config
-from shardformer.model import lora
 
 
 def select_averaged(parameters: dict, config: Config) -> dict:
     """Returns the averaged parameters: the trainable ones that lr_rules does not freeze; none without ema."""
     if not config.training.ema:
         return {}
-    trainable = lora.select_trainable(parameters, config) if config.lora.lora_rank else parameters
+    trainable = select_trainable(parameters, config)
     if not config.optimizer.lr_rules:
         return trainable
     from shardformer.optim import rules  # not imported without lr_rules
@@ -38,4 +38,4 @@ def update_average(average: dict, parameters: dict, step, config: Config) -> dic
 
 def replace_by_average(average: dict, parameters: dict, steps: int) -> dict:
     """Replaces parameters by their averages; before the first step, returns them unchanged."""
-    return lora.replace_trainable(parameters, average) if steps else parameters
+    return replace_trainable(parameters, average) if steps else parameters

@@ -12,16 +12,7 @@ from jax import Array, lax
 
 from shardformer import collectives
 from shardformer.config import Config
-from shardformer.config.names import (
-    ALL_MATRICES,
-    BLOCKS,
-    CODES,
-    EXPERT_MATRICES,
-    MP,
-    SCALES,
-    is_part,
-    is_stacked,
-)
+from shardformer.config.names import ALL_MATRICES, BLOCKS, CODES, EXPERT_MATRICES, MP, SCALES, is_part, is_stacked
 from shardformer.kernels.vocabulary_loss import loss_in_recomputed_chunks
 from shardformer.layout import specs
 from shardformer.layout.float_weights import FloatWeights

@@ -52,7 +52,7 @@ def choose_features(config: Config) -> tuple[LayerFeature, ...]:
     if config.stored.quantized:
         features.append(QuantizedProducts(config))
     if config.lora.lora_rank:
-        from shardformer.shards.adapters import AdaptedProducts
+        from shardformer.adapters.adapter_layer import AdaptedProducts
 
         features.append(AdaptedProducts(config))
     return tuple(features)

@@ -2,7 +2,6 @@
 
 import jax.numpy as jnp
 
-from shardformer import optim
 from shardformer.config import Config
 from shardformer.model import Loss, TaskOnMesh, master_weights
 from shardformer.training.accumulation import AccumulatedGradient
@@ -89,16 +88,18 @@ class WeightAverage(Part):
     """The exponential moving average of the weights."""
 
     def __init__(self, config: Config):
-        self._config = config
+        from shardformer.optim import average  # not imported without ema
+
+        self._config, self._average = config, average
 
     def start(self, params) -> dict:
-        return {"average": optim.average.start_average(params, self._config)}
+        return {"average": self._average.start_average(params, self._config)}
 
     def specs(self, model: TaskOnMesh) -> dict:
-        return {"average": optim.average.select_averaged(model.specs, self._config)}
+        return {"average": self._average.select_averaged(model.specs, self._config)}
 
     def finish(self, before: TrainState, after: TrainState, trained) -> TrainState:
-        return after._replace(average=optim.average.update_average(before.average, trained, before.step, self._config))
+        return after._replace(average=self._average.update_average(before.average, trained, before.step, self._config))
 
 
 class LineSearch(Part):

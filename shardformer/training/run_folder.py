@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from shardformer import checkpoint, config, data, storage
+from shardformer.adapters.adapter_keys import remove_adapters, replace_trainable
 from shardformer.checkpoint import Lock, StoredLeaf, manifest
 from shardformer.config import ARCHITECTURE, FIXED_ON_RESUME, Config
 from shardformer.config.registries import names_code
@@ -22,8 +23,7 @@ from shardformer.devices import processes
 from shardformer.errors import RunError, UsageError
 from shardformer.files import check_no_link, make_folder, read_text, remove_temporary, replacing
 from shardformer.messages import log
-from shardformer.model import TaskOnMesh, lora, master_weights
-from shardformer.optim import average
+from shardformer.model import TaskOnMesh, master_weights
 from shardformer.storage import BucketPath
 from shardformer.training.checkpoint_progress import Best, read_progress, select_needed
 
@@ -268,8 +268,8 @@ class Run:
         _, params = base.restore_params(trainer.model, has_adapters=False)
         exact = master_weights.make_exact(params)
         if self.config.stored.quantized:
-            return trainer.start(lora.replace_trainable(exact, trainer.model.init_trainable(self.config.training.seed)))
-        return trainer.start(lora.replace_trainable(trainer.model.init(self.config.training.seed), exact))
+            return trainer.start(replace_trainable(exact, trainer.model.init_trainable(self.config.training.seed)))
+        return trainer.start(replace_trainable(trainer.model.init(self.config.training.seed), exact))
 
     def restore_params(self, model: TaskOnMesh, step: int = 0, averaged: bool = False, has_adapters: bool = True):
         """Returns (step, parameters) of one checkpoint: the best by validation unless `step` names another.
@@ -282,10 +282,12 @@ class Run:
         has_codes = self.config.stored.quantized
         read_leaf = _choose_reading(model, is_changed=not averaged and not has_codes)
         like = self._find_shapes(model)
-        like = like if has_adapters else lora.remove_adapters(like)
+        like = like if has_adapters else remove_adapters(like)
         wanted = {"params": master_weights.round_shapes(like, self.config)}
         unread = ["step", "optimizer", "masters", "guard", "rollout"]
         if averaged:
+            from shardformer.optim import average  # not imported without ema
+
             wanted["average"] = average.select_averaged(master_weights.exact_shapes(like), self.config)
         else:
             unread.append("average")

@@ -5,10 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from shardformer.config.adapter_keys import scale_of
+from shardformer.adapters import adapter_keys, lora
+from shardformer.adapters.adapter_keys import scale_of
 from shardformer.convert import hf_settings, peft, runs
 from shardformer.convert.leaves import flatten
-from shardformer.model import Model, lora
+from shardformer.model import Model
 from shardformer.training.run_folder import Run
 from tests.convert.hf_models import FOLDER
 from tests.convert.test_peft import arrays, convert, write
@@ -82,7 +83,7 @@ def test_separate_adapters_of_gate_and_up_are_joined(base):
     config = Run.open(base).config.replace(lora_rank=2, lora_targets="expert_gate:1:5,expert_up,expert_down:3")
     random, shapes = np.random.RandomState(0), flatten(Model.abstract_parameters(config))
     factors = {name: random.normal(size=leaf.shape).astype(np.float32) for name, leaf in shapes.items()
-               if lora.is_adapter(name)}  # fmt: skip
+               if adapter_keys.is_adapter(name)}  # fmt: skip
     joined, values = peft.join_factors(hf_settings.choose_family(config.replace(lora_rank=0)), config, factors)
     changes, adapter = merged_factors(config, factors), values["mlp.experts.gate_up_proj"]
     a, b = (joined[f"base_model.model.model.layers.1.{INNER}.lora_{factor}.weight"] for factor in "AB")

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from shardformer import exact
+from shardformer.adapters import adapter_keys, lora
 from shardformer.analysis import verify_exact
 from shardformer.config.names import LAYERS
 from shardformer.experts import expert_layer
-from shardformer.model import lora
 from tests import asserts, shared
 
 KEYS = {
@@ -85,7 +85,7 @@ def test_merged_adapters_give_the_same_loss():
 
     def evaluate_merged(params, batch):
         layers = lora.merge_adapters(params[LAYERS], config)
-        assert not any(map(lora.is_adapter, layers))
+        assert not any(map(adapter_keys.is_adapter, layers))
         return model.evaluate(params | {LAYERS: layers}, batch)
 
     loss, _ = exact.run(evaluate_merged, adapted, shared.batch()).outputs

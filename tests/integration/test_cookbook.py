@@ -9,11 +9,12 @@ import numpy as np
 import optax
 import pytest
 
+from shardformer.adapters import adapter_keys, lora
 from shardformer.analysis import traced, verify_exact
 from shardformer.config import check_zero
 from shardformer.errors import UsageError
 from shardformer.layout import mesh
-from shardformer.model import Decoder, Model, lora, task_on_mesh
+from shardformer.model import Decoder, Model, task_on_mesh
 from shardformer.optim import chain
 from shardformer.parallel.microbatch import AccumulationType, microbatch
 from shardformer.training.trainer import Trainer
@@ -195,7 +196,7 @@ def test_frozen_weights_beside_adapters_are_bitwise_unchanged():
     before, after = shared.on_host(start(**overrides).params), sharded(**overrides)[0]
     for module, leaves in before.items():
         for name, leaf in leaves.items():
-            assert np.array_equal(leaf, after[module][name]) != lora.is_adapter(name), name
+            assert np.array_equal(leaf, after[module][name]) != adapter_keys.is_adapter(name), name
 
 
 @pytest.mark.slow
@@ -210,7 +211,7 @@ def test_merged_adapters_give_the_same_logits():
         for model, p in ((adapted, params), (plain, merged))
     ]
     assert asserts.relative(*logits) < 1e-6
-    untouched = jax.jit(Decoder(plain).logits)(lora.remove_adapters(params), tokens)[..., : shared.VOCAB]
+    untouched = jax.jit(Decoder(plain).logits)(adapter_keys.remove_adapters(params), tokens)[..., : shared.VOCAB]
     assert asserts.relative(untouched, logits[0]) > 1e-3
 
 

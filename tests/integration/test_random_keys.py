@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import pytest
 
 from shardformer import exact
+from shardformer.adapters import adapter_keys
 from shardformer.analysis import traced, verify_exact
 from shardformer.analysis.verify_exact import Result
 from shardformer.config.key_rules import check_zero
 from shardformer.errors import UsageError
-from shardformer.model import lora
 from tests import meshes, shared
 from tests.integration import objective_reference
 from tests.integration.random_keys import OBJECTIVES, draw_keys
@@ -58,7 +58,7 @@ def compute_plainly(config, batch) -> Result:
 
     run = exact.run(jax.value_and_grad(compute), verify_exact.draw_parameters(config), batch)
     loss, gradients = run.outputs
-    return Result(loss, lora.select_trainable(gradients, config), run)
+    return Result(loss, adapter_keys.select_trainable(gradients, config), run)
 
 
 def read_teacher_of(config):

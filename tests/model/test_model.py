@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from shardformer.adapters import lora
 from shardformer.kernels.linear import linear
 from shardformer.kernels.remat import Remat
 from shardformer.layout import mesh
-from shardformer.model import Decoder, Model, lora
+from shardformer.model import Decoder, Model
 from shardformer.model.model import average_tokens
 from shardformer.shards.layer import TransformerLayerShard
 from shardformer.shards.parameters import weight

@@ -7,15 +7,16 @@ import numpy as np
 import pytest
 
 from shardformer import exact
+from shardformer.adapters import adapter_keys
 from shardformer.analysis import dense_reference as reference
 from shardformer.analysis import traced, verify_exact
 from shardformer.config.names import CODES, LAYERS, LORA_OUT
 from shardformer.layout import mesh
-from shardformer.model import Model, lora
+from shardformer.model import Model
 from shardformer.objectives.preference_model import PreferenceModel
 from shardformer.quantized import code_products, packed_matrix, weight_keys
 from tests import meshes, shared
-from tests.model.test_quantized_weights import dequantize
+from tests.quantized.test_quantized_weights import dequantize
 
 KEYS = {"lora_rank": 2, "lora_targets": "q,o,up,down", "batch": 8, "accum": 1}
 EXPERTS = (
@@ -62,9 +63,11 @@ def expected(form, options=()):
     dense = dequantize(params)
 
     def loss(adapters):
-        return reference.loss(model.config, lora.replace_trainable(dense, adapters), *shared.batch().values())[1]
+        return reference.loss(model.config, adapter_keys.replace_trainable(dense, adapters), *shared.batch().values())[
+            1
+        ]
 
-    return shared.on_host(jax.jit(jax.grad(loss))(lora.select_trainable(dense, model.config)))
+    return shared.on_host(jax.jit(jax.grad(loss))(adapter_keys.select_trainable(dense, model.config)))
 
 
 def gradients(model, params):
@@ -94,10 +97,10 @@ def compute_densely(params, options=()):
     config, dense = shared.tiny(mesh="1x1", **KEYS | dict(options)), dequantize(params)
 
     def loss(adapters, dense, batch):
-        full = lora.replace_trainable(dense, adapters)
+        full = adapter_keys.replace_trainable(dense, adapters)
         return reference.loss(config, full, batch["tokens"], batch["targets"])[1]
 
-    return exact.run(jax.grad(loss), lora.select_trainable(dense, config), dense, shared.batch()).outputs
+    return exact.run(jax.grad(loss), adapter_keys.select_trainable(dense, config), dense, shared.batch()).outputs
 
 
 @pytest.mark.parametrize(
@@ -218,6 +221,6 @@ def test_reference_is_the_model_without_adapters():
     got = [trained(params, batch)]
     params[LAYERS] |= {name: np.zeros_like(params[LAYERS][name]) for name in names}
     got.append(trained(params, batch))
-    expected = jax.jit(frozen.log_probabilities)(lora.remove_adapters(params), batch)
+    expected = jax.jit(frozen.log_probabilities)(adapter_keys.remove_adapters(params), batch)
     np.testing.assert_array_equal(got[1], expected)
     assert np.abs(got[0] - expected).max() > 1e-3

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 import pytest
 
+from shardformer.adapters.adapter_layer import Adapters
 from shardformer.config import FIELDS, parsing
 from shardformer.kernels.attention import AttentionOptions, Plain
 from shardformer.model import Model
-from shardformer.shards.adapters import Adapters
 from shardformer.shards.layer import TransformerLayerShard, multiply
 from shardformer.shards.positions import find_rotation
 from tests import asserts, sharded, shared

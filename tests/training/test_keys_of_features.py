@@ -4,8 +4,8 @@ import functools
 
 import pytest
 
+from shardformer.adapters.adapter_keys import AdapterKeys
 from shardformer.config import Config
-from shardformer.config.adapter_keys import AdapterKeys
 from shardformer.config.keys import keys_of
 from shardformer.config.optimizer_keys import OptimizerKeys
 from shardformer.config.parsing import choices, plain_type

@@ -1,6 +1,6 @@
 """Low-rank adapters: w + lora_in @ lora_out for some matrices of each layer; only the two factors are trained.
 
-`shards/adapters.py` multiplies by the factors; this module has the functions of the global parameter tree.
+`adapter_layer.py` multiplies by the factors; this module has the functions of the global parameter tree.
 """
 
 import math
@@ -8,15 +8,11 @@ import math
 import jax
 import jax.numpy as jnp
 
+from shardformer.adapters.adapter_keys import is_adapter, replace_trainable, select_trainable
 from shardformer.config import Config
 from shardformer.config.names import LAYERS
 from shardformer.config.names import LORA_IN as IN
 from shardformer.config.names import LORA_OUT as OUT
-
-
-def is_adapter(name: str) -> bool:
-    """Returns whether a leaf of this name is a factor of an adapter."""
-    return name.endswith((IN, OUT))
 
 
 class TrainableAdapters:
@@ -50,26 +46,6 @@ def add_adapters(parameters: dict, config: Config, key) -> dict:
         layers[f"{target}{IN}"] = normal / math.sqrt(inputs)
         layers[f"{target}{OUT}"] = jnp.zeros((*stacked, rank, outputs), jnp.float32)
     return parameters | {LAYERS: layers}
-
-
-def select_trainable(parameters: dict, config: Config) -> dict:
-    """Returns the trainable parameters: only the adapters if there are any, else all."""
-    if not config.lora.lora_rank:
-        return parameters
-    return {LAYERS: {name: leaf for name, leaf in parameters[LAYERS].items() if is_adapter(name)}}
-
-
-def remove_adapters(parameters: dict) -> dict:
-    """Returns the parameters without adapters."""
-    return {
-        module: {name: leaf for name, leaf in leaves.items() if not is_adapter(name)}
-        for module, leaves in parameters.items()
-    }
-
-
-def replace_trainable(parameters: dict, trainable: dict) -> dict:
-    """Returns all parameters, with new values for the trainable ones."""
-    return {module: leaves | trainable.get(module, {}) for module, leaves in parameters.items()}
 
 
 def merge_adapters(leaves: dict, config: Config) -> dict:

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from shardformer.__main__ import main
+from shardformer.adapters import lora
 from shardformer.analysis import verify, verify_exact
 from shardformer.convert import runs as whole
 from shardformer.layout import mesh
-from shardformer.model import Model, lora
+from shardformer.model import Model
 from shardformer.training.run_folder import Run
 from tests import meshes, runs, shared
 

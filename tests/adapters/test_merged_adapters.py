@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
+from shardformer.adapters import adapter_keys, lora
 from shardformer.config.names import LAYERS
-from shardformer.model import lora
 from tests import shared
 
 
@@ -27,7 +27,9 @@ def test_merged_matrix_has_the_scale_of_its_adapter(rslora, scales):
 
 def test_only_adapters_are_trained():
     params = {LAYERS: {"q": 0, "q_lora_in": 1, "q_lora_out": 2}, "transformer/embed": {"tokens": 3}}
-    assert lora.select_trainable(params, shared.tiny(lora_rank=2)) == {LAYERS: {"q_lora_in": 1, "q_lora_out": 2}}
+    assert adapter_keys.select_trainable(params, shared.tiny(lora_rank=2)) == {
+        LAYERS: {"q_lora_in": 1, "q_lora_out": 2}
+    }
 
 
 def test_new_adapters_leave_the_model_as_it_is():

@@ -1,13 +1,17 @@
-"""Keys of LoRA adapters, and the rank and the scale that they give each matrix."""
+"""Keys of LoRA adapters, the rank, scale and split that they give each factor, and which parameters are trained."""
 
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardformer.config.keys import KeyGroup, key, require
+from shardformer.config.names import EXPERT_MATRICES, LAYERS, LORA_IN, LORA_OUT
 from shardformer.config.parsing import shorten
 from shardformer.errors import UsageError
+
+if TYPE_CHECKING:
+    from shardformer.config.config import Config
 
 
 class Adapter(NamedTuple):
@@ -58,6 +62,60 @@ class AdapterKeys(KeyGroup):
             self.lora_alpha > 0 or not self.lora_rank,
             "lora_alpha=0 would switch the adapters off; try lora_alpha=16",
         )
+
+    def check_matrices(self, c: "Config") -> None:
+        """Raises UsageError for matrices that a model does not have, and what adapters cannot be combined with."""
+        if not self.lora_rank:
+            return
+        matrices = [*"qkvo", *c.mixture.list_matrices()]
+        unknown = [name for name in self.lora_names if name not in matrices]
+        require(not unknown, f"lora_targets takes some of {','.join(matrices)}, got {shorten(self.lora_targets)}")
+        of_experts = [name for name in self.lora_names if name in EXPERT_MATRICES]
+        require(
+            not (of_experts and self.lora_dropout),
+            f"lora_dropout={self.lora_dropout} drops inputs of a token, and {','.join(of_experts)} of lora_targets "
+            "have the inputs of each expert; give lora_dropout=0",
+        )
+        require(
+            c.optimizer.name != "muon",
+            "optimizer=muon updates full matrices, but lora_rank trains adapters; give optimizer=adamw",
+        )
+
+
+def is_adapter(name: str) -> bool:
+    """Returns whether a parameter of this name is a factor of an adapter."""
+    return name.endswith((LORA_IN, LORA_OUT))
+
+
+def split_factor(name: str, axes: tuple) -> tuple:
+    """Returns the mesh axes of a factor's dimensions, from those of its matrix [L, ..., inputs, outputs].
+
+    The factor without the dimension that is split is replicated.
+    """
+    if len(axes) < 3:
+        return axes  # of a matrix that is replicated
+    left = (*axes[:-1], None) if name.endswith(LORA_IN) else (*axes[:-2], None, axes[-1])
+    return left if any(left[1:]) else tuple(filter(None, left[:1]))
+
+
+def select_trainable(parameters: dict, config: "Config") -> dict:
+    """Returns the trainable parameters: only the adapters if there are any, else all."""
+    if not config.lora.lora_rank:
+        return parameters
+    return {LAYERS: {name: leaf for name, leaf in parameters[LAYERS].items() if is_adapter(name)}}
+
+
+def replace_trainable(parameters: dict, trainable: dict) -> dict:
+    """Returns all parameters, with new values for the trainable ones."""
+    return {module: leaves | trainable.get(module, {}) for module, leaves in parameters.items()}
+
+
+def remove_adapters(parameters: dict) -> dict:
+    """Returns the parameters without adapters."""
+    return {
+        module: {name: leaf for name, leaf in leaves.items() if not is_adapter(name)}
+        for module, leaves in parameters.items()
+    }
 
 
 def scale_of(rank: int, alpha: float, rslora: bool) -> float:
