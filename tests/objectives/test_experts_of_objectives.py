@@ -2,15 +2,15 @@
 
 import functools
 
-import jax
 import numpy as np
 import pytest
 
+from shardformer import exact
+from shardformer.analysis import traced, verify_exact
+from shardformer.analysis.verify_exact import Result
 from shardformer.config.names import LAYERS, ROUTER_BIAS
-from shardformer.layout import mesh
 from shardformer.model.measuring import measure_routes
-from shardformer.training.trainer import Trainer
-from tests import asserts, shared
+from tests import meshes, shared
 
 RATE = 0.01
 SIZES = {"batch": 8, "layers": 2, "d_model": 16, "heads": 4, "d_ff": 16, "seq": 16, "vocab": shared.VOCAB}
@@ -37,71 +37,40 @@ def teacher(tmp_path_factory) -> str:
     return str(folder)
 
 
-@functools.cache
-def make_trainer(objective: str, teacher: str, **changes) -> Trainer:
+def make_config(objective: str, teacher: str, **changes):
     keys = KEYS | OBJECTIVES[objective] | ({"teacher": teacher} if objective == "distill" else {})
-    config = shared.tiny(**keys | {"objective": objective, "mesh": "1x1", "z_loss": 0.1} | changes)
-    return Trainer(config, mesh.make(config))
+    return shared.tiny(**keys | {"objective": objective, "mesh": "1x1", "z_loss": 0.1} | changes)
 
 
-def make_batch(trainer: Trainer) -> dict:
-    """Returns random tokens, and masks of which each row has a different number of tokens."""
-    draw, batch = np.random.default_rng(0), {}
-    for name, leaf in trainer.model.batch_shapes().items():
-        if leaf.dtype == np.int32:
-            batch[name] = draw.integers(0, shared.VOCAB, leaf.shape).astype(np.int32)
-        elif name.endswith(("scored", "weights", "sft")):
-            share = np.linspace(0.2, 0.9, leaf.shape[0]).reshape(-1, *[1] * (len(leaf.shape) - 1))
-            batch[name] = (draw.random(leaf.shape) < share).astype(np.float32)
-        else:
-            batch[name] = np.ones(leaf.shape, np.float32)
-    return batch
+measure = functools.cache(meshes.compute_gradients)
 
 
-def place(trainer: Trainer) -> tuple:
-    """Returns the parameters and the batch on the trainer's devices, with a teacher of another seed."""
-    model = trainer.model
-    teacher = {name: model.teacher.init(1) for name in model.constant_shapes()}
-    return model.init(0), trainer.to_devices(make_batch(trainer)) | teacher
+def losses_of(result: Result):
+    return result.run.outputs[0]
 
 
-@functools.cache
-def measure(trainer: Trainer):
-    """Returns the losses and the gradient on the host."""
-    result = jax.jit(trainer.model.loss_and_grad)(*place(trainer), trainer.dropout_key(0))
-    return shared.on_host(result)
-
-
-def distance(got, expected) -> float:
-    """Returns the larger of the relative differences of a loss and of a gradient."""
-    losses = max(abs(a / b - 1) for a, b in zip(got[0], expected[0], strict=True) if abs(b) > 1e-3)
-    return max(losses, asserts.worst_relative(got[1], expected[1]))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("objective", "changes"), SPLIT, ids=str)
 def test_losses_and_gradients_are_those_of_one_device(teacher, objective, changes):
-    got = measure(make_trainer(objective, teacher, **changes))
-    assert distance(got, measure(make_trainer(objective, teacher))) < 1e-5
+    got, expected = measure(make_config(objective, teacher, **changes)), measure(make_config(objective, teacher))
+    meshes.assert_exact(verify_exact.compare(got, expected, "one device"))
+    np.testing.assert_allclose(losses_of(got), losses_of(expected), rtol=meshes.EXACT, atol=meshes.EXACT)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["kto", "dpo", "grpo"])
 def test_z_loss_is_added_with_its_weight(teacher, objective):
     """The loss of these is the minimised one."""
-    losses, without = (measure(make_trainer(objective, teacher, **keys))[0] for keys in ({}, {"z_loss": 0.0}))
+    losses, without = (losses_of(measure(make_config(objective, teacher, **keys))) for keys in ({}, {"z_loss": 0.0}))
     assert losses.z_loss == without.z_loss
-    assert losses.loss - without.loss == pytest.approx(0.1 * losses.z_loss, rel=1e-4)
+    assert losses.loss - without.loss == pytest.approx(np.float32(0.1) * losses.z_loss, rel=1e-10)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_biases_move_against_the_load(teacher, objective):
-    trainer = make_trainer(objective, teacher)
-    params, batch = place(trainer)
-    gradient = measure(trainer)[1][LAYERS][ROUTER_BIAS]
-    rows = {name: values for name, values in batch.items() if name != "teacher"}
-    count_LE = np.asarray(jax.jit(functools.partial(measure_routes, trainer.model))(params, rows))
+    trainer = traced.make_trainer(config := make_config(objective, teacher))
+    gradient = measure(config).gradients[LAYERS][ROUTER_BIAS]
+    rows = {name: values for name, values in verify_exact.draw_batch(trainer).items() if name != "teacher"}
+    count_routes = functools.partial(measure_routes, trainer.model)
+    count_LE = exact.run(count_routes, verify_exact.draw_parameters(config), rows).outputs
     excess_LE = count_LE * count_LE.shape[1] - count_LE.sum(1, keepdims=True)
-    np.testing.assert_allclose(gradient, excess_LE / trainer.config.model_rows, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(gradient, excess_LE / config.model_rows, rtol=1e-12, atol=1e-12)
     assert np.abs(excess_LE).max() > 0
