@@ -5,6 +5,7 @@ with one device. A configuration that cannot run must be rejected by a UsageErro
 """
 
 import collections
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +39,11 @@ def make_config(seed: int, teacher):
     """Returns the configuration of a seed; raises UsageError if it breaks a rule."""
     config = shared.tiny(**draw_keys(seed, str(teacher)))
     check_zero(config)
-    traced.make_trainer(config)
+    make_trainer(config)
     return config
+
+
+make_trainer = functools.lru_cache(maxsize=1)(verify_exact.make_trainer)  # for its rules, gradients and steps
 
 
 def has_formula(config) -> bool:
@@ -67,15 +71,15 @@ def read_teacher_of(config):
 
 def find_wrong(config) -> list[str]:
     """Returns the names of results that differ from those expected."""
-    objective = config.preferences.objective
+    objective, batch = config.preferences.objective, verify_exact.draw_batch(make_trainer(config))
     if in_bfloat16(config) or not (verify_exact.has_dense_reference(config) or has_formula(config)):
         rows, bound = compare_with_one_device(config), ONE_DEVICE
     elif objective == "lm":
-        dense = meshes.compute_dense(verify_exact.on_one_device(config))
-        rows, bound = verify_exact.compare(meshes.compute_gradients(config), dense, "dense"), FORMULA
+        params, key = verify_exact.draw_parameters(config), verify_exact.draw_key(config)
+        dense = verify_exact.compute_dense(verify_exact.on_one_device(config), params, batch, key)
+        rows, bound = verify_exact.compare(compute_gradients(config), dense, "dense"), FORMULA
     else:
-        batch = verify_exact.draw_batch(traced.make_trainer(config))
-        got, expected = meshes.compute_gradients(config), compute_plainly(config, batch)
+        got, expected = compute_gradients(config), compute_plainly(config, batch)
         if objective == "distill":  # whose loss is a part of the objective
             expected = expected._replace(loss=got.loss)
         rows, bound = verify_exact.compare(got, expected, "the formula"), FORMULA
@@ -89,13 +93,18 @@ def in_bfloat16(config) -> bool:
     return "bfloat16" in (config.parallel.dtype, config.optimizer.param_dtype, config.parallel.grad_dtype)
 
 
+def compute_gradients(config) -> Result:
+    return meshes.compute_gradients(config, trainer=make_trainer(config))
+
+
 def compare_with_one_device(config) -> list:
-    single = meshes.compute_gradients(verify_exact.on_one_device(config))
-    return verify_exact.compare(meshes.compute_gradients(config), single, "one device")
+    single = meshes.compute_on_one_device(meshes.simplify(config))
+    return verify_exact.compare(compute_gradients(config), single, "one device")
 
 
 def compare_steps(config) -> list[str]:
-    rows = verify_exact.compare_states(meshes.run_steps(config), meshes.run_steps(verify_exact.on_one_device(config)))
+    after = meshes.run_steps(config, make_trainer(config))
+    rows = verify_exact.compare_states(after, meshes.run_steps_on_one_device(meshes.simplify(config)))
     return [f"{row.name} differs by {row.relative:.1e}" for row in rows if not row.relative <= ONE_DEVICE]
 
 
