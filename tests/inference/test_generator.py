@@ -14,7 +14,7 @@ from shardformer.inference.generator import Generator
 from shardformer.inference.sampling import Sampling
 from shardformer.layout import mesh
 from shardformer.model import Decoder, Model
-from tests import meshes, sharded, shared
+from tests import meshes, sharded, shared, tiers
 from tests.surroundings import before_call, counting_compilations
 
 SEQ = 8
@@ -46,8 +46,6 @@ ROWS = {
 }
 
 
-# Each position, loop and kind of layer once: one device runs the code of a mesh, with collectives that do nothing.
-ON_ONE_DEVICE = ("rotary, parallel, scanned", "windows, unrolled", "t5 with windows", "experts")
 OVER_DP = {"experts over dp": (EXPERTS | {"experts": 4, "expert_axes": "dp"},)}
 
 
@@ -102,16 +100,17 @@ def plain(config, params, ids, tokens, stride, context=SEQ):
     return ids
 
 
-COMPILED = ("rotary, parallel, scanned", "longrope, longer than its short rows")  # test_decoding_exactly.py has all
+# test_decoding_exactly.py has all rows; test_logprobs_equal_those_of_a_full_pass compiles experts.
+COMPILED = ("rotary, parallel, scanned", "longrope, longer than its short rows", "t5 with windows")
 
 
-@pytest.mark.parametrize("row", [row if row in COMPILED else pytest.param(row, marks=pytest.mark.slow) for row in ROWS])
+@pytest.mark.parametrize("row", tiers.shorten(COMPILED, 2))
 def test_cached_decoding_equals_full_passes(row):
     overrides, length, stride = ROWS[row]
     tokens = 2 * SEQ
     params = shared.on_host(parameters(**overrides))
     expected = plain(model(**overrides).config, params, prompt(length), tokens, stride)
-    for name in ("1x1", "2x4") if row in ON_ONE_DEVICE else ("2x4",):
+    for name in ("1x1", "2x4") if row == COMPILED[0] else ("2x4",):
         sampling = dataclasses.replace(GREEDY, tokens=tokens, stride=stride)
         text = generator(name, **overrides).generate(parameters(name, **overrides), prompt(length), sampling)
         assert text.shape == (1, length + tokens)
@@ -137,10 +136,9 @@ def draw(name, **options):
 
 
 @pytest.mark.slow
-def test_a_seed_gives_one_text_on_every_mesh():
+def test_a_seed_gives_one_text_on_a_mesh():
     expected = draw("1x1")
-    for name in ("4x2", "2x4"):
-        np.testing.assert_array_equal(draw(name), expected)
+    np.testing.assert_array_equal(draw("2x4"), expected)
     assert (draw("1x1", seed=1) != expected).any()
     assert len({tuple(row) for row in expected.tolist()}) == 3  # samples differ
     assert (expected[:, :3] == prompt(3)).all()
@@ -212,9 +210,8 @@ def test_a_ragged_batch_equals_single_prompts(name):
 def test_zero_shards_give_the_same_text():
     sampling = Sampling(tokens=SEQ, samples=2, temperature=3.0)
     expected = generator().continue_prompts(parameters(), PROMPTS[:2], sampling)
-    for zero in (1, 3):
-        found = generator("4x2", zero=zero).continue_prompts(parameters("4x2", zero=zero), PROMPTS[:2], sampling)
-        assert [row.ids for row in found] == [row.ids for row in expected]
+    found = generator("4x2", zero=3).continue_prompts(parameters("4x2", zero=3), PROMPTS[:2], sampling)
+    assert [row.ids for row in found] == [row.ids for row in expected]
 
 
 @pytest.mark.parametrize(("row", "name"), [("", "1x1"), ("experts", "2x4"), ("experts over dp", "2x2")])
