@@ -55,12 +55,10 @@ def ratios(mesh: str, sampling: Sampling, batch: int) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mesh", "sampling"), [("4x2", DRAWINGS[0]), ("1x1", DRAWINGS[1])], ids=["temperature 0.7", "top_p"]
-)
-def test_generated_tokens_have_the_trained_probability(mesh, sampling):
+@pytest.mark.parametrize("sampling", DRAWINGS, ids=["temperature 0.7", "top_p"])
+def test_generated_tokens_have_the_trained_probability(sampling):
     for batch in (3, ROWS):
-        assert np.abs(ratios(mesh, sampling, batch) - 1).max() <= MOST
+        assert np.abs(ratios("4x2", sampling, batch) - 1).max() <= MOST
 
 
 @pytest.mark.slow
