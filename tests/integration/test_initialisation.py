@@ -21,7 +21,7 @@ EVERY_MESH_DRAWS = True  # see conftest.py
     ("overrides", "meshes"),
     [
         ({"zero": 3}, ("4x2",)),
-        ({}, shared.MESHES),
+        ({}, ("2x4",)),
         (GPT2, ("4x2", "1x8")),
         ({"positions": "t5"}, ("2x4",)),
         ({"lora_rank": 2, "accum": 2}, ("2x2x2",)),
