@@ -14,13 +14,10 @@ from jax.sharding import PartitionSpec as P
 from shardformer import collectives, jax_releases
 from shardformer.__main__ import main
 from shardformer.analysis import dense_reference, verify
-from shardformer.kernels.attention import Plain
 from shardformer.layout import mesh, specs
 from shardformer.model import Model
-from shardformer.model import model as model_module
 from shardformer.shards import layer
 from shardformer.shards import parameters as shard_parameters
-from shardformer.shards.dropout import Dropout
 from shardformer.shards.projection import ProjectionShard
 from tests import shared
 
@@ -156,7 +153,9 @@ def test_a_wrong_spec_of_our_model_is_named(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_model_of_the_package_passes():
-    rows = verify.verify_config(shared.tiny(mesh="2x2", zero=1, accum=2, accum_mode="manual", dropout=0.1))
+    """Its gradients are compared in float32: those of grad_dtype=bfloat16 differ from the dense ones by 4e-3."""
+    keys = {"zero": 3, "accum": 2, "accum_mode": "manual", "dropout": 0.1, "grad_dtype": "bfloat16"}
+    rows = verify.verify_config(shared.tiny(mesh="2x2", **keys))
     assert all(row.passes for row in rows)
     assert rows[-1].name == "losses of 10 steps"
     assert len(rows) == 2 + len(jax.tree.leaves(shared.trainer().model.shapes))
@@ -221,41 +220,6 @@ def test_verify_sees_a_mean_of_means(weighted, broken):
     assert_verify_passes(weighted, False)
 
 
-@pytest.mark.slow
-def test_verify_sees_masked_tokens_that_count(weighted, broken):
-    broken(model_module, "normalise_weights", lambda batch: batch | {"weights": jnp.ones_like(batch["weights"])})
-    assert_verify_passes(weighted, False)
-
-
-@pytest.mark.slow
-def test_verify_sees_masks_repeated_over_dp(weighted, broken):
-    """Every shard numbers its own rows from 0."""
-
-    def number_rows(self, batch):
-        rows = batch["tokens"].shape[0]
-        return batch | {"examples": lax.axis_index("dp") * 0 + jnp.arange(rows)}
-
-    broken(Model, "number_rows", number_rows)
-    assert_verify_passes(weighted, False)
-
-
-@pytest.mark.slow
-def test_verify_sees_the_wrong_dropout_scale(weighted, broken):
-    broken(Dropout, "_apply", lambda self, x, keep: jnp.where(keep, x, jnp.zeros_like(x)))
-    assert_verify_passes(weighted, False)
-
-
-@pytest.mark.slow
-def test_verify_sees_attention_between_documents(weighted, broken):
-    attend = Plain.attend
-
-    def without_documents(self, q, k, v, options):
-        return attend(self, q, k, v, options._replace(documents_BT=None))
-
-    broken(Plain, "attend", without_documents)
-    assert_verify_passes(weighted, False)
-
-
 def imports_of_the_package(source: str) -> list[str]:
     """Returns the modules of the package that a source imports; "." is a relative import."""
     names = []
@@ -288,10 +252,3 @@ def test_rounding_noise_of_zero_gradients_passes():
     expected = verify.reference_loss_and_gradients(config, parameters, batch)
     got = verify.loss_and_gradients(Model.on(config, mesh.make(config)), parameters, batch)[:2]
     assert all(row.passes for row in verify.compare_loss_and_gradients(expected, got))
-
-
-@pytest.mark.slow
-def test_verify_compares_float32_gradients_of_any_grad_dtype():
-    """Rounded gradients differ from the dense ones by 4e-3, in right code."""
-    rows = verify.verify_config(shared.tiny(mesh="2x1", grad_dtype="bfloat16", zero=3, batch=4))
-    assert [row for row in rows if not row.passes] == []
