@@ -15,9 +15,12 @@ from tests import shared
 EXACT = 1e-12  # relative; right programs differ by less than 1e-14
 
 
-def assert_equals_one_device(**keys) -> None:
-    """Fails unless losses, gradients and three steps of `tiny` with these keys are those of one device."""
-    assert_exact(find_differences(shared.tiny(**keys)))
+def assert_equals_one_device(with_steps: bool = True, **keys) -> None:
+    """Fails unless losses, gradients and three steps of `tiny` with these keys are those of one device.
+
+    with_steps: features of the model have no other update than the same mesh without them.
+    """
+    assert_exact(find_differences(shared.tiny(**keys), with_steps))
 
 
 def assert_exact(rows: list[Difference], bound: float = EXACT) -> None:

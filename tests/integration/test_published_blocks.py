@@ -50,7 +50,7 @@ ROWS = [
 
 @pytest.mark.parametrize(("name", "mesh", "options"), ROWS)
 def test_block_equals_one_device_and_the_plain_model(name, mesh, options):
-    meshes.assert_equals_one_device(mesh=mesh, **BLOCKS[name] | options)
+    meshes.assert_equals_one_device(with_steps=options is ADAPTERS, mesh=mesh, **BLOCKS[name] | options)
 
 
 @pytest.mark.slow

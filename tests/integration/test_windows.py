@@ -30,7 +30,7 @@ KEY = np.array([0, 7], np.uint32)  # of dropout
 @pytest.mark.parametrize(("mesh", "options"), CASES)
 def test_windows_equal_the_dense_model(mesh, options):
     """With dropout and masked documents."""
-    meshes.assert_equals_one_device(mesh=mesh, dropout=0.1, documents="masked", **WINDOWED | options)
+    meshes.assert_equals_one_device(with_steps=False, mesh=mesh, dropout=0.1, documents="masked", **WINDOWED | options)
 
 
 @pytest.mark.slow
