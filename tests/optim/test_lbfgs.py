@@ -6,7 +6,6 @@ import numpy as np
 import optax
 import pytest
 
-from shardformer.analysis import dense_reference as reference
 from shardformer.config import Config
 from shardformer.errors import UsageError
 from shardformer.model import Loss
@@ -47,10 +46,10 @@ def expected():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["8x1", "2x4"])  # tests/integration/test_cookbook.py takes its steps on all four
-def test_five_steps_equal_plain_lbfgs(mesh, expected):
+def test_five_steps_equal_plain_lbfgs(expected):
+    """On one mesh; tests/integration/test_cookbook.py takes the steps of a trainer exactly, on all four."""
     params, values = expected
-    settings = trees.config(mesh=mesh, **SETTINGS)
+    settings = trees.config(mesh="2x4", **SETTINGS)
     got, state = trees.ours(settings, objective)
     assert max(trees.errors(got, params).values()) < 1e-5
     assert values == sorted(values, reverse=True)
@@ -93,35 +92,15 @@ def test_frozen_parameters_stay_and_the_others_go_their_own_way():
 SMALL = {"layers": 1, "bias": "none", "positions": "none", "mesh": "2x4"} | SETTINGS
 
 
-@pytest.fixture(scope="module")
-def trained():
-    """The parameters after five steps of a trainer on one batch, and the loss before each."""
+@pytest.mark.slow
+def test_a_trainer_s_loss_falls_at_every_step():
     trainer = shared.trainer(**SMALL)
     state, losses = shared.initial_state(**SMALL), []
     for step in range(5):
         state, metrics = trainer.step(state, shared.batch(), step)
         losses.append(trainer.read_metrics(metrics).loss)
-    return shared.on_host(state.params), losses
-
-
-@pytest.mark.slow
-def test_a_trainer_s_loss_falls_at_every_step(trained):
-    _, losses = trained
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0] - 0.3
-
-
-@pytest.mark.slow
-def test_a_trainer_equals_plain_lbfgs_on_the_dense_model(trained):
-    settings, batch = shared.tiny(**SMALL), shared.batch()
-
-    def dense(params):
-        return reference.loss(settings, params, batch["tokens"], batch["targets"])[1]
-
-    params, losses = plain_lbfgs(shared.on_host(shared.initial_state(**SMALL).params), dense)
-    got, our_losses = trained
-    np.testing.assert_allclose(our_losses, losses, rtol=1e-5)
-    assert max(jax.tree.leaves(jax.tree.map(asserts.relative, got, params))) < 1e-5
 
 
 @pytest.mark.parametrize(
