@@ -230,8 +230,12 @@ def draw_steps_of_body(draw, group):
     return lambda h, w, v: after(nested(before(h, w, v), w, v), w, v)
 
 
-def run_programs(seeds, group, resources=True):
-    """Returns the arrays of each program; all of them are one xmapped function."""
+def call_now(function, *arguments):
+    return function(*arguments)
+
+
+def run_programs(seeds, group, resources=True, call=call_now):
+    """Returns the arrays of each program; all of them are one xmapped function, which `call` runs."""
     sizes, placed, shape = LAYOUTS[layout_of(group)]
     bodies = [draw_body(seed, group) for seed in seeds]
     random = np.random.RandomState(group)
@@ -246,7 +250,7 @@ def run_programs(seeds, group, resources=True):
         axis_resources=placed if resources else {},
     )
     with on(shape):
-        results = mapped(x, w, v)
+        results = call(mapped, x, w, v)
     return [[np.asarray(leaf) for leaf in jax.tree_util.tree_leaves(result)] for result in results]
 
 
