@@ -11,12 +11,13 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from shardformer import exact
 from shardformer.analysis import dense_reference as reference
 from shardformer.kernels.attention import AttentionOptions, Plain
 from shardformer.shards.embedding import EmbeddingShard
 from shardformer.shards.layer import TransformerLayerShard
 from shardformer.shards.projection import ProjectionShard
-from tests import asserts, sharded, shared
+from tests import asserts, meshes, sharded, shared
 
 MP = 4
 B, T, D, H, F, V = 2, 6, 8, 4, 32, 16
@@ -165,10 +166,10 @@ def model_gradients(mesh, **overrides):
 
 @functools.cache
 def reference_gradients(first=0, last=8):
-    params = shared.on_host(model_gradients("2x4")[0].params)
+    params = shared.drawn(shared.tiny(), 0)
     batch = {name: ids[first:last] for name, ids in shared.batch().items()}
-    gradient = jax.jit(jax.grad(lambda params, batch: reference.loss(shared.tiny(), params, **batch)[1]))
-    return shared.on_host(gradient(params, batch))
+    gradient = jax.grad(lambda params, batch: reference.loss(shared.tiny(), params, **batch)[1])
+    return exact.run(gradient, params, batch).outputs
 
 
 @pytest.mark.slow
@@ -265,20 +266,18 @@ def test_seed_adds_a_mean_z_loss_to_every_token():
 
 @pytest.mark.slow
 def test_loss_and_z_loss_are_means_and_reported_apart():
-    plain, with_z = (shared.trainer(mesh="2x4", z_loss=z).model for z in (0.0, 1e-2))
-    params, batch = model_gradients("2x4")[0].params, shared.batch()
+    params, batch = shared.drawn(shared.tiny(), 0), shared.batch()
 
-    def losses_of(model):
-        return jax.jit(model.loss_and_grad)(params, batch, np.zeros(2, np.uint32))[0]
+    def losses_of(z_loss):
+        return meshes.compute_gradients(shared.tiny(mesh="2x4", z_loss=z_loss), batch, params).run.outputs[0]
 
-    losses = losses_of(plain)
-    logits = jax.jit(functools.partial(reference.logits, shared.tiny()))(shared.on_host(params), batch["tokens"])
-    log_z = jax.nn.logsumexp(logits, axis=-1)
+    losses = losses_of(0.0)
+    logits = meshes.compute_logits(shared.tiny(), params, batch["tokens"])
+    log_z = np.log(np.exp(logits).sum(-1))
     nats = log_z - np.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
-    np.testing.assert_allclose(losses.loss, nats.mean(), rtol=1e-6)
-    np.testing.assert_allclose(losses.z_loss, (log_z**2).mean(), rtol=1e-6)
-    np.testing.assert_array_equal(losses.accuracy, (logits.argmax(-1) == batch["targets"]).mean(dtype=np.float32))
-    assert jax.tree.map(float, losses_of(with_z)) == jax.tree.map(float, losses)
+    expected = nats.mean(), (log_z**2).mean(), (logits.argmax(-1) == batch["targets"]).mean()
+    np.testing.assert_allclose(losses, expected, rtol=meshes.EXACT)
+    np.testing.assert_allclose(losses_of(1e-2), expected, rtol=meshes.EXACT)
 
 
 @pytest.mark.parametrize("tied", [(0, 1), (3, 4), (2, 15)])  # within a shard, and across shards
@@ -314,8 +313,9 @@ def test_accumulation_that_does_nothing():
 
     # Ours is the mean over examples: four shards of two examples give what the eight give together.
     mean = jax.tree.map(lambda *leaves: sum(leaves) / 4, *quarters)
-    assert asserts.worst_relative(mean, reference_gradients()) < 1e-5
-    assert asserts.worst_relative(model_gradients("4x2")[1], mean) < 1e-5
+    assert asserts.worst_relative(mean, reference_gradients()) < meshes.EXACT
+    ours = meshes.compute_gradients(shared.tiny(mesh="4x2"), shared.batch(), shared.drawn(shared.tiny(), 0)).gradients
+    assert asserts.worst_relative(ours, mean) < meshes.EXACT
 
 
 # 8. Initialisation.
