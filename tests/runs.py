@@ -60,6 +60,11 @@ def rows(out: Path) -> list[dict[str, str]]:
         return [{key: value for key, value in row.items() if key not in TIMINGS} for row in csv.DictReader(file)]
 
 
+def share_trainers(monkeypatch) -> None:
+    """Lets sessions of one configuration share their compiled functions, as runs of `train` do."""
+    monkeypatch.setattr(session, "Trainer", functools.partial(_SharedTrainer, 0, terminate))
+
+
 class _SharedTrainer:
     """A Trainer compiled once for all runs of a configuration, which calls a function at one step."""
 

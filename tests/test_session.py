@@ -26,6 +26,11 @@ def create(tmp_path, corpus, **keys) -> Session:
     return Session.create(preset("tiny", **KEYS | {"out": str(tmp_path / "run")} | keys), corpus)
 
 
+@pytest.fixture
+def shared_programs(monkeypatch):
+    runs.share_trainers(monkeypatch)
+
+
 class Sink:
     def __init__(self):
         self.rows, self.closed = [], False
@@ -52,6 +57,7 @@ def test_run_of_a_preset_takes_three_lines(tmp_path, text, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_programs")
 def test_own_batches_train_and_resume_bitwise(tmp_path):
     create(tmp_path / "one", own_batches(validation=[make_batch(99)])).train()
     create(tmp_path / "two", own_batches(validation=[make_batch(99)]), steps=2).train()
@@ -62,6 +68,7 @@ def test_own_batches_train_and_resume_bitwise(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_programs")
 def test_other_batches_change_the_losses(tmp_path):
     create(tmp_path / "one", own_batches(), steps=1).train()
     shifted = OwnBatches(lambda first: map(make_batch, itertools.count(first + 7)), VOCAB)
@@ -71,6 +78,7 @@ def test_other_batches_change_the_losses(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_programs")
 def test_sink_receives_the_logged_rows(tmp_path):
     sink = Sink()
     create(tmp_path, own_batches(), steps=3).train(sink=sink)
@@ -85,6 +93,7 @@ def test_resume_asks_for_own_batches_again(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_programs")
 def test_own_evaluation_replaces_the_validation(tmp_path):
     losses = iter([3.0, 1.0, 2.0])
     trained = create(tmp_path, own_batches(), steps=3, eval_every=1).train(evaluate=lambda params: next(losses))
@@ -98,6 +107,7 @@ def test_own_batches_of_a_wrong_shape_are_rejected(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_programs")
 def test_ended_iterator_of_batches_is_reported(tmp_path):
     batches = OwnBatches(lambda first: iter([make_batch(0)]), VOCAB)
     with pytest.raises(UsageError, match="the iterator of batches ended at step 1; give steps=1, or more batches"):
@@ -105,6 +115,7 @@ def test_ended_iterator_of_batches_is_reported(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_programs")
 def test_resume_with_other_batches_is_rejected(tmp_path):
     create(tmp_path, own_batches(), steps=2).train()
     with pytest.raises(UsageError, match="is not what"):
