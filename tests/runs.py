@@ -84,7 +84,8 @@ class _SharedTrainer:
 
 def trainer(config) -> Trainer:
     """Returns one trainer for all configurations whose steps compute the same."""
-    beside = {name: FIELDS[name].default for name in ("data", "base", "steps", *RUN_FOLDER, *LAUNCH_ONLY_KEYS)}
+    names = {"data", "base", "steps", *RUN_FOLDER, *LAUNCH_ONLY_KEYS} - {"task"}
+    beside = {name: FIELDS[name].default for name in names}
     return _compiled_once(config.replace(**beside, decay_steps=config.optimizer.decay_steps or config.training.steps))
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from shardformer import Config, Session
 from shardformer.analysis import verify_exact
-from tests import meshes
+from tests import meshes, runs
 
 EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
 SETTINGS = {
@@ -66,14 +66,16 @@ def test_bias_that_each_shard_adds_is_found():
 
 # One mesh trains, as the programs of all are the same; the short tier has the example that takes a few seconds.
 @pytest.mark.parametrize(("name", "mesh"), [("digits", "4x2"), *SLOW])
-def test_trains_to_its_number_and_resumes_bitwise(tmp_path, name, mesh):
+def test_trains_to_its_number_and_resumes_bitwise(tmp_path, monkeypatch, name, mesh):
+    runs.share_trainers(monkeypatch)
+    task = make_task(name)
     steps, saved = SETTINGS[name]["steps"], SETTINGS[name]["steps"] - 10
     keys = {"save_every": saved, "keep": 9, "eval_every": steps, "out": str(tmp_path / "run")}
-    trained = Session.create(settings(name, mesh, **keys), task=make_task(name)).train()
+    trained = Session.create(settings(name, mesh, **keys), task=task).train()
     assert trained.evaluate()["validation"].accuracy >= STATED[name]
     killed = shutil.copytree(tmp_path / "run", tmp_path / "killed")
     shutil.rmtree(killed / f"step_{steps:08d}")  # as if it had been killed between the two
-    Session.resume(killed, task=make_task(name)).train()
+    Session.resume(killed, task=task).train()
     assert read_state(killed, steps) == read_state(tmp_path / "run", steps)
     assert read_state(killed, saved) != read_state(killed, steps)
 
