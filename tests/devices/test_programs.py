@@ -171,8 +171,8 @@ def test_several_processes_load_nothing_from_the_cache_of_jax(no_cache_yet, monk
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("shape", "is_kept"), [("2x2", False), ("2x1", True)])
 def test_verify_keeps_no_unsafe_program_in_a_chosen_folder(tmp_path, shape, is_kept):
-    environment = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    status, _, error = finished(start("verify", "tiny", f"mesh={shape}", "layers=1", environment=environment))
+    program = ("-c", f"import jax\njax.config.update('jax_compilation_cache_dir', {str(tmp_path)!r})\n{TELLING[1]}")
+    status, _, error = finished(Forked("verify", "tiny", f"mesh={shape}", "layers=1", program=program))
     assert status == 0, error
     assert bool(list(tmp_path.glob("*-cache"))) == is_kept
     assert (WRONG in error) != is_kept
