@@ -50,8 +50,9 @@ def one_device(action, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SPLITS)
-def test_split_cache_writes_the_text_of_one_device(name):
+def test_split_cache_writes_the_text_of_one_device():
+    """test_decoding_exactly.py has the logits after each token, on cp=2 and cp=4."""
+    name = "dp1.cp2.mp2"
     assert write(new_model(name, **SPLITS[name]), **SPLITS[name]) == one_device(write, name)
 
 
