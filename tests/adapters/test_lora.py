@@ -185,9 +185,10 @@ def test_compiled_dropout_of_adapters_is_that_of_the_reference(monkeypatch):
     trainer, batch = shared.trainer(mesh="2x4", **EVERY), shared.batch()
     params = verify_exact.draw_parameters(trainer.config)
     key = np.asarray(trainer.dropout_key(3))
-    nats, gradients, _ = verify.loss_and_gradients(trainer.model, params, batch, key)
-    expected = verify.reference_loss_and_gradients(trainer.config, params, batch, key)
-    assert all(row.passes for row in verify.compare_loss_and_gradients(expected, (nats, gradients)))
+    got = verify.loss_and_gradients(trainer.model, params, batch, key)[:2]
+    expected = verify_exact.compute_dense(trainer.config, params, batch, key)
+    rows = verify.compare_loss_and_gradients((expected.loss, expected.gradients), got)
+    assert [row for row in rows if not row.passes] == []
 
 
 @pytest.mark.slow

@@ -54,8 +54,8 @@ def test_block_equals_one_device_and_the_plain_model(name, mesh, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "mesh", "options"), [ROWS[1], ROWS[3]])
-def test_compiled_block_equals_the_plain_model(name, mesh, options):
+def test_compiled_block_equals_the_plain_model():
+    name, mesh, options = ROWS[1]  # with more keys than any other
     t = shared.trainer(mesh=mesh, **BLOCKS[name] | options)
     params = perturb(shared.drawn(t.config, 0))
     losses, gradients = jax.jit(t.model.loss_and_grad)(
