@@ -72,14 +72,13 @@ def test_checkpoint_with_shared_heads_fits_other_meshes(source, target, tmp_path
     path = checkpoint.save(tmp_path, 0, states[0], {})
     states.append(checkpoint.restore(path, trainers[1].abstract))
     asserts.assert_bitwise_equal(*(shared.on_host(state.params) for state in states))
-    losses = [
-        float(jax.jit(lambda params, t=t: t.model.evaluate(params, shared.batch())[1].loss)(state.params))
-        for t, state in zip(trainers, states, strict=True)
-    ]
+    measures = [jax.jit(lambda params, t=t: t.model.evaluate(params, shared.batch())[1].loss) for t in trainers]
+    losses = [float(measure(state.params)) for measure, state in zip(measures, states, strict=True)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     swapped = jax.tree.map(lambda p: p, states[1].params)
-    swapped["transformer/layers"]["k"] = np.roll(np.asarray(swapped["transformer/layers"]["k"]), 4, axis=-1)
-    assert abs(float(trainers[1].model.evaluate(swapped, shared.batch())[1].loss) / losses[0] - 1) > 1e-6  # the twin
+    k = swapped["transformer/layers"]["k"]
+    swapped["transformer/layers"]["k"] = jax.device_put(np.roll(np.asarray(k), 4, axis=-1), k.sharding)
+    assert abs(float(measures[1](swapped)) / losses[0] - 1) > 1e-6  # the twin
 
 
 def test_only_shared_heads_are_replicated():
