@@ -42,6 +42,7 @@ gc.set_threshold(50_000, 20, 50)
 # These take longest, so they come first: then workers, which take a file at a time, end together. Files that wait for
 # their processes are between files that compile.
 LONG_FILES = (
+    "tests/integration/test_random_keys.py",
     "tests/legacy/test_future_jax.py",
     "tests/training/test_stopping.py",
     "tests/integration/test_cookbook.py",
@@ -50,7 +51,6 @@ LONG_FILES = (
     "tests/integration/test_pipeline.py",
     "tests/legacy/test_mesh_transformer.py",
     "tests/integration/test_invariants.py",
-    "tests/integration/test_random_keys.py",
     "tests/analysis/test_verify_exact.py",
     "tests/training/test_steps_exactly.py",
     "tests/integration/test_expert_reference.py",
