@@ -28,10 +28,14 @@ def train(**options):
 
 
 @pytest.fixture(scope="module", params=CASES)
-def both(request):
-    """Returns what `train` does without and with offload."""
-    options = CASES[request.param]
-    return train(**options), train(offload="optimizer", **options)
+def options(request):
+    return CASES[request.param]
+
+
+@pytest.fixture(scope="module")
+def offloaded(options):
+    """Returns what `train` does with offload."""
+    return train(offload="optimizer", **options)
 
 
 def differing(a, b) -> list[str]:
@@ -41,18 +45,18 @@ def differing(a, b) -> list[str]:
 
 
 @pytest.mark.slow
-def test_state_is_that_without_offload(both):
+def test_state_is_that_without_offload(options, offloaded):
     """Bitwise with the compiler's default options (by hand); those of tests contract other products and sums."""
-    (_, plain, plain_rows), (_, offloaded, rows) = both
-    assert int(offloaded.step) == 2
-    for (path, a), b in zip(jax.tree.leaves_with_path(plain), jax.tree.leaves(offloaded), strict=True):
+    (_, plain, plain_rows), (_, state, rows) = train(**options), offloaded
+    assert int(state.step) == 2
+    for (path, a), b in zip(jax.tree.leaves_with_path(plain), jax.tree.leaves(state), strict=True):
         a, b = (np.asarray(x, np.float32) for x in (a, b))
         assert np.abs(a - b).max(initial=0) <= 1e-5 * np.abs(a).max(initial=0), jax.tree_util.keystr(path)
     np.testing.assert_allclose(rows, plain_rows, rtol=3e-6)  # the update's norm is summed layer by layer
 
 
-def test_matrices_are_in_host_memory_between_steps(both):
-    trainer, state, _ = both[1]
+def test_matrices_are_in_host_memory_between_steps(offloaded):
+    trainer, state, _ = offloaded
     for tree in (state, trainer.abstract):
         for path, leaf in jax.tree.leaves_with_path((tree.optimizer, tree.masters)):
             assert (leaf.sharding.memory_kind == HOST) == offloaded_update.is_offloaded(path, leaf)
@@ -60,8 +64,8 @@ def test_matrices_are_in_host_memory_between_steps(both):
     assert any(leaf.sharding.memory_kind == HOST for leaf in jax.tree.leaves(state.optimizer))
 
 
-def test_checkpoint_restores_with_and_without_offload(both, tmp_path):
-    (plain, _, _), (trainer, state, _) = both
+def test_checkpoint_restores_with_and_without_offload(options, offloaded, tmp_path):
+    plain, (trainer, state, _) = shared.trainer(**options), offloaded
     path = checkpoint.save(tmp_path, 2, state, {})
     restored = checkpoint.restore(path, trainer.abstract)
     assert differing(state, restored) == []
