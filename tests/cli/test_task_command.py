@@ -8,7 +8,7 @@ import pytest
 
 from shardformer import Session, UsageError
 from shardformer.__main__ import main
-from tests import tasks
+from tests import shared, tasks
 from tests.tasks.small import Perceptron
 
 FILE = Path(tasks.__file__).parent / "small.py"
@@ -83,9 +83,10 @@ def test_run_of_a_task_has_no_language_model(trained, capsys):
     assert "it has no language model, which this command reads" in capsys.readouterr().err
 
 
-def test_task_cannot_replace_the_model_of_a_run(finished_run):
+def test_task_cannot_replace_the_model_of_a_run(tmp_path):
+    (tmp_path / "config.json").write_text(shared.tiny().to_json())
     with pytest.raises(UsageError, match="trains the language model, which task= cannot replace"):
-        Session.resume(finished_run, task=Perceptron())
+        Session.resume(tmp_path, task=Perceptron())
 
 
 def test_verification_of_a_task(capsys):
