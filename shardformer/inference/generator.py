@@ -16,6 +16,7 @@ from shardformer.devices import programs
 from shardformer.errors import UsageError
 from shardformer.inference.sampling import Drawing, Sampling, choose_tokens
 from shardformer.inference.unstacking import Unstacking
+from shardformer.kernels.attention import drop_single_axes
 from shardformer.kernels.threefry import THREEFRY
 from shardformer.model import ROWS, Decoder, Model, with_shardings
 
@@ -232,13 +233,17 @@ class Generator:
             token_B = choose_tokens(jnp.where(known_V[None], logits_BV, -jnp.inf), keys, drawing, seen_BV)
             # Over all of the model's entries, as `score` and transformers do, though the tokenizer may have fewer.
             logprob_B = jax.nn.log_softmax(logits_BV, axis=-1)[row_B, token_B]
+            caches = jax.tree.map(jnp.reshape, caches, cache_shapes)
             logits_BV, caches = self.decoder.decode(unstacked, token_B, position_B, caches, slot)
             seen_BV = seen_BV.at[row_B, token_B].set(True)
-            decoding = _Decoding(logits_BV, caches, slot + 1, position_B + 1, seen_BV)
+            decoding = _Decoding(logits_BV, drop_single_axes(caches), slot + 1, position_B + 1, seen_BV)
             return i + 1, decoding, ids_BC.at[:, i].set(token_B), logprobs_BC.at[:, i].set(logprob_B)
 
+        cache_shapes = jax.tree.map(jnp.shape, decoding.caches)
+        decoding = decoding._replace(caches=drop_single_axes(decoding.caches))
         carry = jnp.int32(0), decoding, jnp.zeros((rows, CHUNK), jnp.int32), jnp.zeros((rows, CHUNK), jnp.float32)
-        return lax.while_loop(lambda carry: carry[0] < count, draw_one, carry)[1:]
+        _, decoding, *results = lax.while_loop(lambda carry: carry[0] < count, draw_one, carry)
+        return decoding._replace(caches=jax.tree.map(jnp.reshape, decoding.caches, cache_shapes)), *results
 
 
 @dataclasses.dataclass(eq=False)

@@ -5,6 +5,7 @@ see this shard's tokens of rows that are split over `cp`, and replace what depen
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, ClassVar, NamedTuple
 
@@ -133,7 +134,7 @@ class Attention:
 
     def put(self, cached_BgSK: Array, new_B1gK: Array, slot: Array | int) -> Array:
         """Writes one token's heads into a slot."""
-        return lax.dynamic_update_slice_in_dim(cached_BgSK, jnp.swapaxes(new_B1gK, 1, 2), slot, axis=SLOTS)
+        return put_in_slot(cached_BgSK, jnp.swapaxes(new_B1gK, 1, 2), slot)
 
     def weigh_values(self, logits_BgrS: Array, v_BgSK: Array) -> Array:
         """Returns values_BgrK weighted by the softmax over the slots."""
@@ -173,6 +174,33 @@ class Plain(Attention):
                 weights_Bhts = options.dropout.at(0).heads(weights_Bhts, first, T)
             values.append(_weigh_values(weights_Bhts.astype(q_BThK.dtype), v_BSgK[:, :end]))
         return jnp.concatenate(values, axis=1)
+
+
+@jax.custom_batching.custom_vmap
+def put_in_slot(cached_BgSK: Array, new_Bg1K: Array, slot: Array) -> Array:
+    """Returns a cache with one token's heads in a slot, in the form that XLA computes in place in a loop over tokens.
+
+    The loop carries `drop_single_axes(caches)`. For each axis of size 1, XLA would copy the caches for every token.
+    """
+    cached, new = drop_single_axes((cached_BgSK, new_Bg1K))
+    return lax.dynamic_update_slice_in_dim(cached, new, slot, axis=cached.ndim - 2).reshape(cached_BgSK.shape)
+
+
+@put_in_slot.def_vmap
+def _put_in_slot_of_rows(rows: int, batched: list[bool], cached_RBgSK: Array, new_RBg1K: Array, slot: Array):
+    """Writes all rows at once if they share the slot: JAX would make a scatter, before which XLA copies the cache."""
+    if rows == 1 and batched[2]:
+        batched, slot = [*batched[:2], False], slot[0]
+    if batched == [True, True, False]:
+        cached, new = (x.reshape(-1, *x.shape[2:]) for x in (cached_RBgSK, new_RBg1K))
+        return put_in_slot(cached, new, slot).reshape(cached_RBgSK.shape), True
+    put = functools.partial(lax.dynamic_update_slice_in_dim, axis=SLOTS)
+    return jax.vmap(put, [0 if each else None for each in batched])(cached_RBgSK, new_RBg1K, slot), True
+
+
+def drop_single_axes(caches: Any) -> Any:
+    """Returns a tree of caches [B, g, S, K] without those of their first two axes that have size 1."""
+    return jax.tree.map(lambda x: x.reshape(*(size for size in x.shape[:SLOTS] if size > 1), *x.shape[SLOTS:]), caches)
 
 
 def take_slots(cache, token_S: Array):

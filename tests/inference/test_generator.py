@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import numpy as np
@@ -298,3 +299,17 @@ def test_draws_do_not_depend_on_the_size_of_chunks(monkeypatch):
     monkeypatch.setattr(generator_module, "CHUNK", 2)
     sampling = Sampling(tokens=12, samples=3, temperature=5.0, top_p=0.9)
     np.testing.assert_array_equal(Generator(model("1x1")).generate(parameters("1x1"), prompt(3), sampling), expected)
+
+
+def test_drawing_copies_no_cache():
+    """`kernels/test_attend_to_cache.py` has the loops that do."""
+    own = Generator(model())
+    params = own.model.init(0)
+    row = generator_module.Row(0, [1, 2], 0)
+    *arguments, sample_B, drawn_B, slots = own._place_rows([row], [row.context], SEQ)
+    decoding = own._read(params, *arguments, cache_size=slots)
+    values = generator_module._list_values(GREEDY, 1, 0, 8)
+    drawing = own._draw.lower(own._unstack_layers(params), decoding, sample_B, drawn_B, *values)
+    heads, slots, size = decoding.caches[0].k_BhSK.shape[1:]
+    copies = re.findall(rf"f32\[(?:\d+,)?{heads},{slots},{size}\]\S* copy\(", drawing.compile().as_text())
+    assert len(copies) == 0

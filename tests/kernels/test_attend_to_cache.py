@@ -1,9 +1,15 @@
 """One new token attends to a cache that is longer than its window, against NumPy, both in float64."""
 
+import re
+
+import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax import lax
 
 from shardformer import exact
-from shardformer.kernels.attention import AttentionOptions, Cache, Plain
+from shardformer.kernels.attention import AttentionOptions, Cache, Plain, drop_single_axes, put_in_slot
 from tests import asserts, sharded
 
 SLOTS, POSITION = 8, 6
@@ -63,3 +69,60 @@ def test_several_tokens_attend_as_one_after_another():
 def test_compiled_cache_is_the_exact_one():
     slot = np.int32(POSITION)
     asserts.assert_compiled_is_exact(attend_to_cache, Q, K, V, CACHE, slot[None], slot, np.int32(3))
+
+
+PLAIN = Plain()
+
+
+class PutByRow(Plain):
+    """Attention with an update of the cache that JAX maps over rows: as a scatter."""
+
+    def put(self, cached_BgSK, new_B1gK, slot):
+        return lax.dynamic_update_slice_in_dim(cached_BgSK, jnp.swapaxes(new_B1gK, 1, 2), slot, axis=2)
+
+
+def count_copies(rows: int, method=PLAIN, drop=drop_single_axes) -> int:
+    """Returns how many caches the program of a loop over tokens copies."""
+    q, k, v = (sharded.normal(seed, rows, 1, 1, 3, 4) for seed in range(3))
+    caches = Cache(*(sharded.normal(seed, rows, 3, SLOTS, 4) for seed in (3, 4)))
+
+    def restore(flat):
+        return jax.tree.map(lambda x, full: x.reshape(full.shape), flat, caches)
+
+    def draw(caches, q, k, v):
+        def attend(q, k, v, cache, slot):
+            options = AttentionOptions(slot[None], slot=slot)
+            cache = jax.tree.map(lambda x_hSK: x_hSK[None], cache)
+            values, cache = method.attend_to_cache(q, k, v, cache, options)
+            return values, jax.tree.map(lambda x_1hSK: x_1hSK[0], cache)
+
+        def step(slot, carry):
+            values, flat = carry
+            values, new = jax.vmap(attend, (0, 0, 0, 0, None))(q + values, k, v, restore(flat), slot)
+            return values, drop(new)
+
+        values, flat = lax.fori_loop(0, POSITION, step, (q, drop(caches)))
+        return values, restore(flat)
+
+    text = jax.jit(draw, donate_argnums=0).lower(caches, q, k, v).compile().as_text()
+    return len(re.findall(rf"f32\[(?:\d+,)*{SLOTS},4\]\S* copy\(", text))
+
+
+def test_loop_over_tokens_copies_no_cache():
+    assert count_copies(rows=1) == count_copies(rows=2) == 0
+
+
+@pytest.mark.parametrize(("rows", "options"), [(1, {"drop": lambda caches: caches}), (2, {"method": PutByRow()})])
+def test_other_loops_copy_caches(rows, options):
+    assert count_copies(rows, **options) > 0
+
+
+@pytest.mark.parametrize(("rows", "slots"), [(1, 5), (1, [5]), (3, 5), (3, [5, 0, 7])])
+def test_each_row_is_put_into_its_slot(rows, slots):
+    cached, new = sharded.normal(0, rows, 2, 1, SLOTS, 4), sharded.normal(1, rows, 2, 1, 1, 4)
+    put = jax.vmap(put_in_slot, (0, 0, 0 if isinstance(slots, list) else None))
+    expected = np.array(cached)
+    for row, slot in enumerate(np.broadcast_to(slots, rows)):
+        expected[row, :, :, slot] = new[row, :, :, 0]
+    np.testing.assert_array_equal(run_exactly(put, cached, new, np.int32(slots)), np.float64(expected))
+    assert (expected != np.asarray(cached)).sum() == new.size

@@ -13,7 +13,7 @@ from shardformer.devices import programs
 from shardformer.inference.generator import CHUNK, SMALLEST_CACHE, place, round_up, round_up_tokens
 from shardformer.inference.sampling import Drawing, choose_tokens
 from shardformer.inference.unstacking import Unstacking
-from shardformer.kernels.attention import Cache
+from shardformer.kernels.attention import Cache, drop_single_axes
 from shardformer.kernels.threefry import THREEFRY
 from shardformer.model import ROWS, Chunk, Decoder, Model
 
@@ -162,16 +162,19 @@ class SlotPrograms:
             top = lax.cond(with_top > 0, find_top, skip_top, logprobs_BV)
             new = token_B, logprobs_BV[row_B, token_B], *top
             position = position_B + jnp.where(active_B, i, 0)
+            caches = jax.tree.map(jnp.reshape, caches, cache_shapes)
             next_BV, caches = self.decoder.decode_apart(unstacked, token_B, position, caches)
             logits_BV = jnp.where(active_B[:, None], next_BV, logits_BV)
             seen_BV = seen_BV.at[row_B, token_B].max(active_B)
             results = tuple(x.at[:, i].set(x_new) for x, x_new in zip(results, new, strict=True))
-            return i + 1, State(logits_BV, caches, seen_BV), results
+            return i + 1, State(logits_BV, drop_single_axes(caches), seen_BV), results
 
         shape = self.rows, CHUNK
         results = (
             jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32),
             jnp.zeros((*shape, self.top), jnp.int32), jnp.zeros((*shape, self.top), jnp.float32),
         )  # fmt: skip
+        cache_shapes = jax.tree.map(jnp.shape, state.caches)
+        state = state._replace(caches=drop_single_axes(state.caches))
         _, state, results = lax.while_loop(lambda carry: carry[0] < count, draw_one, (jnp.int32(0), state, results))
-        return state, *results
+        return state._replace(caches=jax.tree.map(jnp.reshape, state.caches, cache_shapes)), *results
