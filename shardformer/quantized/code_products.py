@@ -30,8 +30,8 @@ from shardformer.collectives import vary_like
 TILE_ELEMENTS = 1 << 18
 TILE_ROWS = 64  # rows of a tile are a multiple of this number, unless others divide the matrix
 
-RUN = 12_288  # bytes of adjacent rows in one term: a CPU prefetches long runs; those of 768 bytes need twice the time
-TERMS = 8  # that are added up in registers: of 16 on, the addresses do not fit into registers
+RUN = 24_576  # bytes of adjacent rows in one term: a CPU prefetches long runs; those of 768 bytes need twice the time
+TERMS = 4  # that are added up in registers: 8 runs of full pages and the sums need 9 lines of a set of 8 of the cache
 LANES = 32  # partial sums of each row of a table
 MOST_TERMS = 64  # of a table's row
 TABLE_ROWS = 2048  # whose partial sums are computed at once
@@ -114,19 +114,23 @@ def fold_batches(product: Callable) -> Callable:
 
 
 def multiply_row(x_1I: Array, codes_IO: Array) -> Array:
-    """Returns the float32 product of a row and integer codes."""
+    """Returns the float32 product of a row and integer codes.
+
+    Every step has as many terms. XLA would store the converted codes of a shorter last step: 2 of 18 terms of 576 x 576
+    codes took twice as long as the other 16.
+    """
     inputs, outputs = codes_IO.shape
     run = choose_run(inputs, outputs)
     codes_RrO, x_Rr1 = codes_IO.reshape(-1, run, outputs), x_1I.astype(jnp.float32).reshape(-1, run, 1)
 
-    def step(first, size=TERMS):
-        return sum(take(x_Rr1, first + i) * take(codes_RrO, first + i).astype(jnp.float32) for i in range(size))
+    count = codes_RrO.shape[0]
+    size = next((size for size in range(TERMS, 1, -1) if count % size == 0), 1)
 
-    count, rest = divmod(inputs // run, TERMS)
-    y_rO = add_steps(lambda i: step(i * TERMS), count, (run, outputs), x_1I, codes_IO)
-    if rest:
-        y_rO = y_rO + step(count * TERMS, rest)
-    return y_rO.sum(0, keepdims=True)
+    def step(i):
+        terms = range(size)
+        return sum(take(x_Rr1, i * size + j) * take(codes_RrO, i * size + j).astype(jnp.float32) for j in terms)
+
+    return add_steps(step, count // size, (run, outputs), x_1I, codes_IO).sum(0, keepdims=True)
 
 
 def multiply_row_by_table(x_1D: Array, codes_VD: Array) -> Array:
@@ -161,12 +165,12 @@ def take(x: Array, number: Array | int) -> Array:
     return lax.dynamic_slice_in_dim(x, number, 1)[0]
 
 
-def choose_run(rows: int, columns: int, most: int = RUN) -> int:
+def choose_run(rows: int, columns: int) -> int:
     """Returns how many adjacent rows are one term: a power of 2 that divides the rows.
 
     At least two: to split codes into single rows, XLA of jaxlib 0.10 copies them for each token.
     """
-    return math.gcd(rows, 1 << max(most // columns, 2).bit_length() - 1)
+    return math.gcd(rows, 1 << max(RUN // columns, 2).bit_length() - 1)
 
 
 def choose_lanes(width: int) -> int:

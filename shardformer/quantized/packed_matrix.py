@@ -24,7 +24,7 @@ from shardformer.quantized.weight_keys import group_size
 # Up to so many rows of activations, a tile is one group, whose product is scaled. 14M codes of int4 need 3 ms of a
 # core for one row then, and 50 ms if the tile is scaled; those of nf4 need 7 and 31 ms.
 FEW_ROWS = 16
-MOST_BYTES_OF_RUN, TERMS = 24_576, 4  # of a product of one row: `code_products`
+MOST_TERMS = 6  # of a step of the product of one row: 1,536 x 576 codes take 160 us then, and 235 in steps of one term
 INT4_LEVELS = tuple(float(level) for level in range(-8, 8))
 # The quantiles of a normal distribution, so that each code is equally frequent (QLoRA, appendix E).
 NF4_LEVELS = (
@@ -150,10 +150,10 @@ def _multiply_on_cpu(x_NI: Array, w_IO: PackedMatrix, size: int) -> Array:
 
 
 def _multiply_row(x_1I: Array, w_IO: PackedMatrix) -> Array:
-    """Returns the float32 product of one row; a step has terms of one group."""
+    """Returns the float32 product of one row; a part of a step has terms of one group."""
     half, outputs = _group(w_IO) // 2, w_IO.codes.shape[1]
-    run = code_products.choose_run(half, outputs, MOST_BYTES_OF_RUN)
-    size = math.gcd(half // run, TERMS)
+    run = code_products.choose_run(half, outputs)
+    size = math.gcd(half // run, code_products.TERMS)
     codes_RrO = w_IO.codes.reshape(-1, run, outputs)
     x_Rr2 = x_1I.astype(jnp.float32).reshape(-1, run, 2)  # a byte has the codes of two inputs
 
@@ -162,11 +162,17 @@ def _multiply_row(x_1I: Array, w_IO: PackedMatrix) -> Array:
         high_rO, low_rO = _look_up(codes_rO >> 4, w_IO.levels), _look_up(codes_rO & 15, w_IO.levels)
         return x_r2[:, :1] * high_rO + x_r2[:, 1:] * low_rO
 
-    def step(i):
-        scales_1O = lax.dynamic_slice_in_dim(w_IO.scales, i * size * run // half, 1)
-        return sum(term(i * size + j) for j in range(size)) * scales_1O
+    def part(number):
+        scales_1O = lax.dynamic_slice_in_dim(w_IO.scales, number * size * run // half, 1)
+        return sum(term(number * size + j) for j in range(size)) * scales_1O
 
-    total_rO = code_products.add_steps(step, codes_RrO.shape[0] // size, (run, outputs), x_1I, w_IO.codes, w_IO.scales)
+    parts = codes_RrO.shape[0] // size
+    together = next(count for count in range(max(MOST_TERMS // size, 1), 0, -1) if parts % count == 0)
+
+    def step(i):
+        return sum(part(i * together + j) for j in range(together))
+
+    total_rO = code_products.add_steps(step, parts // together, (run, outputs), x_1I, w_IO.codes, w_IO.scales)
     return total_rO.sum(0, keepdims=True)
 
 
