@@ -3,6 +3,7 @@
 `python -m tests.convert.hf_models` writes goldens/hf: weights in bfloat16, logits in float32, a greedy continuation.
 """
 
+import json
 import sys
 from pathlib import Path
 
@@ -142,12 +143,60 @@ MODELS = {
         | {"hidden_size": 64, "logit_scale": 0.5, "sliding_window": 5}
         | {"layer_types": ["sliding_attention", "full_attention"], "rope_parameters": LOCAL},
     ),
+    "codegen": ("CodeGen", GPT | {"rotary_dim": 2}),
+    "progen": ("CodeGen", GPT | {"n_embd": 64, "rotary_dim": 4}),
+    "gpt_bigcode": ("GPTBigCode", GPT | {"n_embd": 64}),
+    "exaone4": (
+        "Exaone4",
+        HIDDEN
+        | QWEN
+        | ENDS
+        | {"hidden_size": 64, "sliding_window": 5, "rope_parameters": LINEAR}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "exaone": ("Exaone", HIDDEN | QWEN | ENDS | {"hidden_size": 64, "rope_parameters": LINEAR}),
+    "internlm3": ("InternLM3", HIDDEN | GROUPED | ENDS | {"rope_parameters": LINEAR}),
+    "iquestcoder": ("IQuestCoder", HIDDEN | GROUPED | ENDS),
+    "arcee": ("Arcee", HIDDEN | GROUPED | ENDS | {"rope_parameters": YARN}),
+    "nemotron": ("Nemotron", HIDDEN | PARTLY | ENDS),
+    "jais2": ("Jais2", HIDDEN | GROUPED | ENDS | {"rope_parameters": LINEAR}),
+    "seed_oss": ("SeedOss", HIDDEN | GROUPED | ENDS | {"rope_parameters": LINEAR, "attention_dropout": 0.0}),
+    "ernie4_5": ("Ernie4_5", HIDDEN | GROUPED | ENDS),
+    "helium": ("Helium", HIDDEN | QWEN | ENDS | {"hidden_size": 64, "head_dim": 4}),
+    "glm": ("Glm", HIDDEN | PARTLY | ENDS | {"head_dim": 4}),
+    "glm4": ("Glm4", HIDDEN | PARTLY | ENDS | {"head_dim": 4}),
+    "cwm": (
+        "Cwm",
+        HIDDEN | GROUPED | ENDS | {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    "granitemoe": (
+        "GraniteMoe",
+        HIDDEN | QWEN | FACTORS | {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": LOCAL},
+    ),
+    "granitemoeshared": (
+        "GraniteMoeShared",
+        HIDDEN
+        | QWEN
+        | FACTORS
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24}
+        | {"rope_parameters": LOCAL},
+    ),
+    "hyperclovax": ("HyperCLOVAX", HIDDEN | QWEN | ENDS | FACTORS | {"hidden_size": 64, "rope_parameters": LINEAR}),
+    "vaultgemma": ("VaultGemma", GEMMA | {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0}),
+    "flex_olmo": (
+        "FlexOlmo",
+        HIDDEN | QWEN | ENDS | {"hidden_size": 64, "intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 3},
+    ),
 }
 # With larger weights, transformers' float32 logits of these models would differ from its float64 logits by 1.9e-6.
 ROUNDED_BY_TRANSFORMERS = ("llama", "mistral", "gemma2", "gemma3", "qwen2", "qwen3", "olmo2", "stablelm", "phi3")
 ROUNDED_BY_TRANSFORMERS += ("olmo3", "phi", "ministral", "starcoder2", "gemma", "smollm3", "granite", "olmo")
 ROUNDED_BY_TRANSFORMERS += ("phi3_long", "falcon", "falcon_multi_query", "mpt", "cohere", "cohere2")
 ROUNDED_BY_TRANSFORMERS += ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe")
+ROUNDED_BY_TRANSFORMERS += ("exaone4", "exaone", "internlm3", "iquestcoder", "arcee", "nemotron", "jais2", "seed_oss")
+ROUNDED_BY_TRANSFORMERS += ("ernie4_5", "helium", "glm", "glm4", "cwm", "granitemoe", "granitemoeshared", "flex_olmo")
+ROUNDED_BY_TRANSFORMERS += ("hyperclovax", "vaultgemma", "gpt_bigcode", "codegen", "progen")
+ADDS_ONE_TO_SCALES = ("gemma", "vaultgemma", "nemotron")
 # Further settings of a family, which are compared where transformers is installed.
 SHARED = {"num_key_value_heads": 1, "num_attention_heads": 8, "hidden_size": 48}
 GROUPS_OF_THREE = {"num_key_value_heads": 3, "num_attention_heads": 9, "hidden_size": 36}
@@ -333,9 +382,12 @@ def make_model(name: str, seed: int = 0, wrapper: str = "", **changes):
         config = getattr(transformers, f"{wrapper}Config")(text_config=config.to_dict(), **WRAPPER)
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    if name == "progen":  # Salesforce's own code is CodeGen's with 8 cores instead of 4
+        for layer in model.transformer.h:
+            layer.attn.mp_num = 8
     for key, parameter in model.named_parameters():
         random = torch.randn_like(parameter)
-        is_norm = parameter.ndim == 1 and key.endswith("weight") and not name.startswith("gemma")  # Gemma adds 1
+        is_norm = parameter.ndim == 1 and key.endswith("weight") and not name.startswith(ADDS_ONE_TO_SCALES)
         width = 0.1 if parameter.ndim == 1 else 0.1 if "wpe" in key else parameter.shape[-1] ** -0.5
         if name == "gpt_neo" and "q_proj" in key:
             width /= 2  # it divides no logits by sqrt(4): learned queries are that much smaller
@@ -371,6 +423,10 @@ def main() -> None:
         logits = compute(model, tokens)
         continued = continue_greedily(model, tokens[:1, : SEQ - NEW]).astype(np.int32)
         model.to(torch.bfloat16).save_pretrained(folder)
+        if name == "progen":
+            config = json.loads((folder / "config.json").read_text())
+            config |= {"model_type": "progen", "architectures": ["ProGenForCausalLM"]}
+            (folder / "config.json").write_text(json.dumps(config, indent=2))
         np.savez(folder / "golden.npz", tokens=tokens, logits=logits, continued=continued)
         print(name, logits.std(), sum(path.stat().st_size for path in folder.iterdir()))
 

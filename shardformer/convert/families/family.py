@@ -12,11 +12,11 @@ from shardformer.errors import UsageError
 # The tanh form has two or more names in transformers, and so has the erf form.
 ACTIVATIONS = {
     "gelu_new": "gelu", "gelu_fast": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_python_tanh": "gelu",
-    "gelu_accurate": "gelu", "gelu": "gelu_exact", "gelu_python": "gelu_exact", "relu": "relu", "silu": "silu",
-    "swish": "silu",
+    "gelu_accurate": "gelu", "gelu": "gelu_exact", "gelu_python": "gelu_exact", "relu": "relu",
+    "relu2": "relu2", "silu": "silu", "swish": "silu",
 }  # fmt: skip
 GATED_ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu"}
-TO_ACTIVATIONS = {"gelu": "gelu_new", "gelu_exact": "gelu", "relu": "relu", "silu": "silu"}
+TO_ACTIVATIONS = {"gelu": "gelu_new", "gelu_exact": "gelu", "relu": "relu", "relu2": "relu2", "silu": "silu"}
 
 GPT_NAMES = {
     "layers": "n_layer", "d_model": "n_embd", "heads": "n_head", "seq": "n_positions", "d_ff": "n_inner",
