@@ -361,6 +361,74 @@ SETTINGS = {
         {"layer_types": ["full_attention"] * 2, "rope_parameters": None, "hidden_activation": "silu"},
         {"layer_types": None, "sliding_window": 3, "num_key_value_heads": 1, "head_dim": 6, "rope_parameters": None},
     ),
+    "codegen": (
+        {"n_embd": 64, "rotary_dim": 8, "activation_function": "relu"},
+        {"n_head": 4, "layer_norm_epsilon": 1e-2},
+    ),
+    "gpt_bigcode": (
+        {"multi_query": False, "tie_word_embeddings": False},
+        {"n_head": 6, "n_embd": 48, "activation_function": "relu"},
+    ),
+    "exaone4": (
+        {"sliding_window": None, "layer_types": ["full_attention"] * 2, "rope_parameters": YARN},
+        {"layer_types": ["full_attention"] * 2, "tie_word_embeddings": True, "num_key_value_heads": 1},
+        GROUPS_OF_THREE | {"layer_types": None, "sliding_window_pattern": 2, "rms_norm_eps": 1e-2},
+        {"layer_types": ["sliding_attention"] * 2},
+    ),
+    "internlm3": (SHARED | {"head_dim": 6, "rope_parameters": YARN},),
+    "iquestcoder": (SHARED | {"head_dim": 6, "rope_parameters": LINEAR},),
+    "arcee": (SHARED | {"head_dim": 6, "tie_word_embeddings": True}, {"hidden_act": "gelu", "rope_parameters": None}),
+    "nemotron": (
+        SHARED | {"hidden_act": "silu", "tie_word_embeddings": True, "hidden_size": 64},
+        {"rope_parameters": YARN | {"partial_rotary_factor": 1.0}, "norm_eps": 1e-2},
+        {"head_dim": 8, "rope_parameters": None},
+    ),
+    "jais2": (
+        {"attention_bias": False, "mlp_bias": False, "hidden_act": "gelu_new", "rope_parameters": YARN},
+        SHARED | {"head_dim": 6, "tie_word_embeddings": True, "layer_norm_eps": 1e-2},
+    ),
+    "seed_oss": (
+        {"attention_bias": False, "rope_parameters": YARN},
+        SHARED | {"head_dim": 6, "tie_word_embeddings": True},
+    ),
+    "ernie4_5": (
+        {"rope_parameters": YARN, "tie_word_embeddings": False},
+        SHARED | {"head_dim": 6, "rms_norm_eps": 1e-2, "rope_parameters": LINEAR},
+    ),
+    "helium": ({"rope_parameters": YARN, "num_key_value_heads": 1, "tie_word_embeddings": True},),
+    "glm": (
+        {"attention_bias": False, "rope_parameters": YARN | {"partial_rotary_factor": 1.0}, "head_dim": 6},
+        SHARED | {"head_dim": 8, "tie_word_embeddings": True, "rope_parameters": None},
+    ),
+    "glm4": (
+        {"attention_bias": False, "rope_parameters": YARN | {"partial_rotary_factor": 1.0}, "head_dim": 6},
+        SHARED | {"head_dim": 8, "tie_word_embeddings": True, "rope_parameters": None},
+    ),
+    "cwm": (
+        {"layer_types": None, "rope_parameters": LINEAR},
+        {"layer_types": ["full_attention"] * 2, "tie_word_embeddings": True, "rope_parameters": YARN},
+        SHARED | {"head_dim": 6, "layer_types": ["sliding_attention"] * 2, "sliding_window": 1},
+    ),
+    "granitemoe": (
+        {"num_local_experts": 8, "num_experts_per_tok": 3, "rope_parameters": YARN, "tie_word_embeddings": True},
+        GROUPS_OF_THREE | {"residual_multiplier": 1.5, "rms_norm_eps": 1e-2},
+    ),
+    "granitemoeshared": (
+        {"shared_intermediate_size": 0, "num_experts_per_tok": 4},
+        {"shared_intermediate_size": 16, "num_key_value_heads": 1, "rope_parameters": YARN},
+    ),
+    "hyperclovax": (
+        {"use_post_norm": False, "attention_multiplier": None, "rope_parameters": YARN},
+        SHARED | {"logits_scaling": 0.5, "residual_multiplier": 1.0, "tie_word_embeddings": True},
+    ),
+    "vaultgemma": (
+        {"layer_types": ["full_attention"] * 2, "attn_logit_softcapping": None, "hidden_activation": "silu"},
+        {"sliding_window": 40, "rope_parameters": LINEAR, "num_key_value_heads": 1, "final_logit_softcapping": None},
+    ),
+    "flex_olmo": (
+        {"num_experts": 8, "num_experts_per_tok": 1, "tie_word_embeddings": True},
+        {"num_key_value_heads": 16, "norm_topk_prob": True, "rope_parameters": YARN},
+    ),
 }
 
 

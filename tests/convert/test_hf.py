@@ -162,6 +162,23 @@ WRONG_KEYS = {
     "cohere": {"logits_scale": 1.0, "norm": "rmsnorm", "rotary_scaling": ""},
     "cohere2": {"window": 6, "window_pattern": "wf", "logits_scale": 1.0, "rotary_theta": 9000.0},
     "gemma3": {"window": 6, "window_rotary_theta": 1000.0, "rotary_scaling": "", "attention_scale": None},
+    "codegen": {"activation": "gelu_exact", "rotary_dims": 4, "norm_eps": 1e-2},
+    "gpt_bigcode": {"activation": "gelu_exact", "norm_eps": 1e-2},
+    "exaone4": {"window": 6, "window_pattern": "wf", "qk_norm": "none", "rotary_scaling": ""},
+    "arcee": {"activation": "relu", "rotary_scaling": ""},
+    "nemotron": {"norm": "layernorm", "activation": "relu", "rotary_dims": 4},
+    "jais2": {"activation": "relu", "norm": "rmsnorm"},
+    "seed_oss": {"rotary_scaling": "", "norm_eps": 1e-2},
+    "ernie4_5": {"rotary_theta": 10_000.0},
+    "helium": {"rotary_theta": 10_000.0},
+    "glm": {"rotary_dims": 4, "rotary_theta": 10_000.0},
+    "glm4": {"rotary_dims": 4, "norm_eps": 1e-2},
+    "cwm": {"window": 6, "window_pattern": "wf", "rotary_theta": 10_000.0},
+    "granitemoe": {"experts_per_token": 1, "router_norm": False, "residual_scale": 1.0, "logits_scale": 1.0},
+    "granitemoeshared": {"experts_per_token": 1, "embed_scale": 1.0},
+    "hyperclovax": {"logits_scale": 0.4, "attention_scale": None},
+    "vaultgemma": {"window": 6, "attention_cap": None, "logits_cap": None, "norm": "rmsnorm"},
+    "flex_olmo": {"experts_per_token": 2, "router_norm": True, "qk_norm": "none"},
 }
 
 

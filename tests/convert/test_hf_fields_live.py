@@ -76,6 +76,31 @@ FURTHER = {
     "gemma2": GEMMA,
     "gemma3": GEMMA | {"rope_local_base_freq": [50.0], "rope_parameters": [None, LOCAL], "sliding_window": [None]},
 }
+FURTHER |= {
+    "codegen": {"rotary_dim": [4, None], "n_head": [4, 2], "tie_word_embeddings": [True], "n_inner": [None]}
+    | {"scale_attn_weights": [False], "rotary": [False], "activation_function": ["mish", "tanh"]},
+    "gpt_bigcode": {"multi_query": [False], "n_inner": [None], "num_key_value_heads": [8, 2], "hidden_size": [64]}
+    | {"attention_softmax_in_fp32": [False], "max_position_embeddings": [30], "scale_attn_weights": [False]}
+    | {"add_cross_attention": [True], "activation_function": ["mish", "tanh"]},
+    "exaone4": ROPE | LAYERS | {"sliding_window": [None, 1], "sliding_window_pattern": [1, 2, "LG"], "head_dim": [8]},
+    "exaone": ROPE | {"attention_bias": [True], "num_layers": [1], "activation_function": ["relu"]},
+    "internlm3": ROPE | {"qkv_bias": [True], "bias": [True], "pretraining_tp": [2]},
+    "iquestcoder": ROPE | {"clip_qkv": [1.0], "use_sliding_window": [True]},
+    "arcee": ROPE | {"attention_bias": [True], "mlp_bias": [True]},
+    "nemotron": ROPE | {"rope_parameters": [None], "mlp_bias": [True], "head_dim": [8]},
+    "jais2": ROPE | {"attention_bias": [False], "mlp_bias": [False], "rms_norm_eps": [1e-2]},
+    "seed_oss": ROPE | {"attention_out_bias": [True], "mlp_bias": [True], "residual_dropout": [0.5]},
+    "ernie4_5": ROPE | {"use_bias": [True], "attention_bias": [True]},
+    "helium": ROPE | {"attention_bias": [True], "mlp_bias": [True]},
+    "glm": ROPE | {"rope_parameters": [None], "mlp_bias": [True]},
+    "glm4": ROPE | {"rope_parameters": [None], "mlp_bias": [True]},
+    "cwm": ROPE | LAYERS | {"sliding_window": [None, 1], "rope_parameters": [None], "attention_bias": [True]},
+    "granitemoe": ROPE | {"num_local_experts": [3], "head_dim": [8], "norm_topk_prob": [True]},
+    "granitemoeshared": ROPE | {"shared_intermediate_size": [0, 8], "num_local_experts": [3]},
+    "hyperclovax": ROPE | {"use_post_norm": [False], "attention_multiplier": [None], "logits_scaling": [-1.0]},
+    "vaultgemma": GEMMA,
+    "flex_olmo": ROPE | {"clip_qkv": [0.1], "head_dim": [4, 8], "norm_topk_prob": [True]},
+}
 FURTHER["gemma3 in a wrapper"] = FURTHER["gemma3"] | {"final_logit_softcapping": [1.0]}
 OF_WRAPPER = {"tie_word_embeddings": [False], "final_logit_softcapping": [1.0], "image_token_index": [7],
               "mm_tokens_per_image": [2], "audio_config": [{"a": 1}], "vocab_size": [70]}  # fmt: skip

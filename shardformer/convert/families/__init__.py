@@ -51,6 +51,7 @@ from shardformer.convert.families.hf_stablelm import STABLELM
 from shardformer.convert.families.hf_starcoder2 import STARCODER_2
 from shardformer.convert.families.hf_vaultgemma import VAULT_GEMMA
 from shardformer.convert.families.layout import Part, Stored
+from shardformer.convert.families.rejected import REJECTED
 
 __all__ = ["FAMILIES", "REJECTED", "Family", "Part", "Stored", "list_stored"]
 
@@ -107,10 +108,6 @@ FAMILIES = {
     "hyperclovax": HYPERCLOVA_X,
     "vaultgemma": VAULT_GEMMA,
     "flex_olmo": FLEX_OLMO,
-}
-# Families that are not computed, and why.
-REJECTED = {
-    "gpt_oss": "its attention has sinks, its experts have biases, and its activation is clamped",
 }
 
 
