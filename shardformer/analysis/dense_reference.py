@@ -322,6 +322,7 @@ def _mix_experts(c, p, h, routes: list | None):
     gates = scores * chosen
     if keys.router_norm:
         gates = gates / gates.sum(-1, keepdims=True)
+    gates = gates * keys.router_scale
     if routes is not None:
         shares = scores / scores.sum(-1, keepdims=True)
         routes.append((chosen, shares, jax.nn.logsumexp(logits_, axis=-1)))

@@ -28,6 +28,7 @@ PHI = QWEN | {"hidden_size": 64, "pad_token_id": 0, "eos_token_id": 1, "sliding_
 OPT = {"vocab_size": VOCAB, "hidden_size": 32, "ffn_dim": 64, "max_position_embeddings": SEQ, "dropout": 0.0}
 OPT |= {"num_hidden_layers": 2, "num_attention_heads": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
 ENDS = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
+EIGHT = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}
 BLOOM = {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 8, "seq_length": SEQ}
 FACTORS = {"embedding_multiplier": 1.5, "residual_multiplier": 0.7, "attention_multiplier": 0.3, "logits_scaling": 2.5}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0, 1.1], "long_factor": [1.5, 3.0]}
@@ -158,13 +159,13 @@ MODELS = {
     "internlm3": ("InternLM3", HIDDEN | GROUPED | ENDS | {"rope_parameters": LINEAR}),
     "iquestcoder": ("IQuestCoder", HIDDEN | GROUPED | ENDS),
     "arcee": ("Arcee", HIDDEN | GROUPED | ENDS | {"rope_parameters": YARN}),
-    "nemotron": ("Nemotron", HIDDEN | PARTLY | ENDS),
+    "nemotron": ("Nemotron", HIDDEN | PARTLY | ENDS | {"num_attention_heads": 8}),
     "jais2": ("Jais2", HIDDEN | GROUPED | ENDS | {"rope_parameters": LINEAR}),
     "seed_oss": ("SeedOss", HIDDEN | GROUPED | ENDS | {"rope_parameters": LINEAR, "attention_dropout": 0.0}),
     "ernie4_5": ("Ernie4_5", HIDDEN | GROUPED | ENDS),
     "helium": ("Helium", HIDDEN | QWEN | ENDS | {"hidden_size": 64, "head_dim": 4}),
-    "glm": ("Glm", HIDDEN | PARTLY | ENDS | {"head_dim": 4}),
-    "glm4": ("Glm4", HIDDEN | PARTLY | ENDS | {"head_dim": 4}),
+    "glm": ("Glm", HIDDEN | PARTLY | ENDS | EIGHT),
+    "glm4": ("Glm4", HIDDEN | PARTLY | ENDS | EIGHT),
     "cwm": (
         "Cwm",
         HIDDEN | GROUPED | ENDS | {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]},
