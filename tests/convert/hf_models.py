@@ -29,6 +29,8 @@ OPT = {"vocab_size": VOCAB, "hidden_size": 32, "ffn_dim": 64, "max_position_embe
 OPT |= {"num_hidden_layers": 2, "num_attention_heads": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
 ENDS = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
 EIGHT = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}
+ROUTED = {"num_hidden_layers": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 2}
+ROUTED |= {"moe_intermediate_size": 16, "routed_scaling_factor": 1.5}
 BLOOM = {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 8, "seq_length": SEQ}
 FACTORS = {"embedding_multiplier": 1.5, "residual_multiplier": 0.7, "attention_multiplier": 0.3, "logits_scaling": 2.5}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0, 1.1], "long_factor": [1.5, 3.0]}
@@ -188,6 +190,25 @@ MODELS = {
         "FlexOlmo",
         HIDDEN | QWEN | ENDS | {"hidden_size": 64, "intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 3},
     ),
+    "glm4_moe": ("Glm4Moe", HIDDEN | EIGHT | ENDS | ROUTED | {"first_k_dense_replace": 1, "use_qk_norm": True}),
+    "dots1": ("Dots1", HIDDEN | QWEN | ENDS | ROUTED | {"hidden_size": 64, "max_window_layers": 2}),
+    "solar_open": ("SolarOpen", EIGHT | ENDS | ROUTED | {"vocab_size": VOCAB, "max_position_embeddings": SEQ}),
+    "exaone_moe": (
+        "ExaoneMoe",
+        HIDDEN
+        | QWEN
+        | ENDS
+        | {"hidden_size": 64, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1},
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        HIDDEN
+        | EIGHT
+        | ENDS
+        | {"intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"num_hidden_layers": 2, "rotary_dim": 4},
+    ),
 }
 # With larger weights, transformers' float32 logits of these models would differ from its float64 logits by 1.9e-6.
 ROUNDED_BY_TRANSFORMERS = ("llama", "mistral", "gemma2", "gemma3", "qwen2", "qwen3", "olmo2", "stablelm", "phi3")
@@ -197,6 +218,7 @@ ROUNDED_BY_TRANSFORMERS += ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe")
 ROUNDED_BY_TRANSFORMERS += ("exaone4", "exaone", "internlm3", "iquestcoder", "arcee", "nemotron", "jais2", "seed_oss")
 ROUNDED_BY_TRANSFORMERS += ("ernie4_5", "helium", "glm", "glm4", "cwm", "granitemoe", "granitemoeshared", "flex_olmo")
 ROUNDED_BY_TRANSFORMERS += ("hyperclovax", "vaultgemma", "gpt_bigcode", "codegen", "progen")
+ROUNDED_BY_TRANSFORMERS += ("glm4_moe", "dots1", "solar_open", "exaone_moe", "minimax_m2")
 ADDS_ONE_TO_SCALES = ("gemma", "vaultgemma", "nemotron")
 # Further settings of a family, which are compared where transformers is installed.
 SHARED = {"num_key_value_heads": 1, "num_attention_heads": 8, "hidden_size": 48}
@@ -426,6 +448,17 @@ SETTINGS = {
         {"layer_types": ["full_attention"] * 2, "attn_logit_softcapping": None, "hidden_activation": "silu"},
         {"sliding_window": 40, "rope_parameters": LINEAR, "num_key_value_heads": 1, "final_logit_softcapping": None},
     ),
+    "glm4_moe": (
+        {"first_k_dense_replace": 0, "use_qk_norm": False, "attention_bias": True, "tie_word_embeddings": True},
+        {"num_hidden_layers": 3, "first_k_dense_replace": 2, "n_shared_experts": 1, "norm_topk_prob": False},
+    ),
+    "dots1": ({"first_k_dense_replace": 1, "norm_topk_prob": True, "rope_parameters": YARN, "n_shared_experts": 1},),
+    "solar_open": ({"rope_parameters": YARN | {"partial_rotary_factor": 0.5}, "attention_bias": True},),
+    "exaone_moe": (
+        {"mlp_layer_types": ["sparse", "dense"], "num_shared_experts": 2, "rope_parameters": LINEAR},
+        {"layer_types": ["full_attention"] * 2, "sliding_window": None, "norm_topk_prob": False},
+    ),
+    "minimax_m2": ({"rope_parameters": YARN, "num_local_experts": 8}, {"rotary_dim": 8, "tie_word_embeddings": True}),
     "flex_olmo": (
         {"num_experts": 8, "num_experts_per_tok": 1, "tie_word_embeddings": True},
         {"num_key_value_heads": 16, "norm_topk_prob": True, "rope_parameters": YARN},
@@ -465,6 +498,9 @@ def make_model(name: str, seed: int = 0, wrapper: str = "", **changes):
         parameter.data = (width * random + is_norm).to(torch.bfloat16).to(torch.float32)
         if "embed_positions" in key:
             parameter.data[:2] = 0  # of padding, which nothing attends to
+    for key, buffer in model.named_buffers():
+        if key.endswith("e_score_correction_bias"):
+            buffer.copy_((0.1 * torch.randn_like(buffer)).to(torch.bfloat16))
     return model
 
 

@@ -178,6 +178,11 @@ WRONG_KEYS = {
     "granitemoeshared": {"experts_per_token": 1, "embed_scale": 1.0},
     "hyperclovax": {"logits_scale": 0.4, "attention_scale": None},
     "vaultgemma": {"window": 6, "attention_cap": None, "logits_cap": None, "norm": "rmsnorm"},
+    "glm4_moe": {"router_scale": 1.0, "router": "softmax", "qk_norm": "none"},
+    "dots1": {"router_scale": 1.0, "router_norm": True},
+    "solar_open": {"experts_per_token": 1, "rotary_theta": 9000.0},
+    "exaone_moe": {"router_scale": 1.0, "window_pattern": "wf"},
+    "minimax_m2": {"router": "softmax", "rotary_dims": 2, "qk_norm": "none"},
     "flex_olmo": {"experts_per_token": 2, "router_norm": True, "qk_norm": "none"},
 }
 
@@ -377,7 +382,7 @@ def edit(folder, **changes):
          lambda it: edit(it, vocab_size=62)),
         (FAILED, "lacks transformer.h.2.ln_1.weight and 11 more", lambda it: edit(it, n_layer=3)),
         (USAGE, "has transformer.h.1.attn.c_attn.bias and 11 more, which no", lambda it: edit(it, n_layer=1)),
-        (USAGE, "model_type='xglm' is not known; there are gptj, gpt2", lambda it: edit(it, model_type="xglm")),
+        (USAGE, "model_type='made_up' is not known; there are gptj, gpt2", lambda it: edit(it, model_type="made_up")),
         (USAGE, "model_type=['gpt2'] is not known", lambda it: edit(it, model_type=["gpt2"])),
         (USAGE, "activation_function='mish' is not an activation", lambda it: edit(it, activation_function="mish")),
         (USAGE, "scale_attn_by_inverse_layer_idx=True is not computed here",

@@ -10,6 +10,7 @@ from shardformer.convert.families.hf_cohere2 import COHERE_2
 from shardformer.convert.families.hf_cwm import CWM
 from shardformer.convert.families.hf_ernie4_5 import ERNIE_4_5
 from shardformer.convert.families.hf_exaone4 import EXAONE_4
+from shardformer.convert.families.hf_exaone_moe import EXAONE_MOE
 from shardformer.convert.families.hf_falcon import FALCON
 from shardformer.convert.families.hf_flex_olmo import FLEX_OLMO
 from shardformer.convert.families.hf_gemma import GEMMA_1
@@ -17,6 +18,7 @@ from shardformer.convert.families.hf_gemma2 import GEMMA_2
 from shardformer.convert.families.hf_gemma3 import GEMMA_3
 from shardformer.convert.families.hf_glm import GLM
 from shardformer.convert.families.hf_glm4 import GLM_4
+from shardformer.convert.families.hf_glm4_moe import DOTS_1, GLM_4_MOE, SOLAR_OPEN
 from shardformer.convert.families.hf_gpt2 import GPT2
 from shardformer.convert.families.hf_gpt_bigcode import GPT_BIGCODE
 from shardformer.convert.families.hf_gpt_neo import GPT_NEO
@@ -29,6 +31,7 @@ from shardformer.convert.families.hf_hyperclovax import HYPERCLOVA_X
 from shardformer.convert.families.hf_jais2 import JAIS_2
 from shardformer.convert.families.hf_llama import LLAMA
 from shardformer.convert.families.hf_llama_names import EXAONE, INTERNLM_3, IQUEST_CODER
+from shardformer.convert.families.hf_minimax_m2 import MINIMAX_M2
 from shardformer.convert.families.hf_ministral import MINISTRAL
 from shardformer.convert.families.hf_mistral import MISTRAL
 from shardformer.convert.families.hf_mixtral import MIXTRAL
@@ -108,6 +111,11 @@ FAMILIES = {
     "hyperclovax": HYPERCLOVA_X,
     "vaultgemma": VAULT_GEMMA,
     "flex_olmo": FLEX_OLMO,
+    "glm4_moe": GLM_4_MOE,
+    "dots1": DOTS_1,
+    "solar_open": SOLAR_OPEN,
+    "exaone_moe": EXAONE_MOE,
+    "minimax_m2": MINIMAX_M2,
 }
 
 

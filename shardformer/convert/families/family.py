@@ -51,6 +51,8 @@ class Family:
     dropouts: tuple[str, ...] = ()
     silent: tuple[str, ...] = ()  # keys of transformers' own class that do not change the logits
     harmless: tuple[str, ...] = ()  # keys of others that do not change the logits: each is reported in one line
+    # True: the files may have layers beyond the last, which predict later tokens; they are not read.
+    predicts_further: bool = False
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)  # their second name -> their first name
     # Our key -> the values that the family computes besides its default or the value of `ours`; None for any value.
     variants: Callable[[Config], dict[str, tuple | None]] = lambda config: {}
