@@ -255,6 +255,23 @@ def test_codes_of_a_folder_are_made_layer_by_layer(tmp_path, capsys, monkeypatch
     assert found == expected != floats
 
 
+def test_layers_that_predict_further_are_not_read(tmp_path):
+    folder = shutil.copytree(FOLDER / "glm4_moe", tmp_path / "src")
+    whole = params_of(folder)
+    tensors = weight_files.find_tensors(FOLDER / "glm4_moe")
+    tensors["model.layers.2.eh_proj.weight"] = tensors["model.layers.1.self_attn.o_proj.weight"]
+    made = [safetensors_files.CreatedTensor(name, t.dtype, t.shape, t.read) for name, t in tensors.items()]
+    safetensors_files.write_tensors(folder, made, 10**9)
+    assert {n: leaf.tobytes() for n, leaf in params_of(folder).items()} == {n: e.tobytes() for n, e in whole.items()}
+
+
+def test_layers_beyond_the_last_are_rejected(tmp_path):
+    folder = shutil.copytree(FOLDER / "llama", tmp_path / "src")
+    edit(folder, num_hidden_layers=1)
+    with pytest.raises(UsageError, match="which no llama model with this config.json has"):
+        params_of(folder)
+
+
 def test_float16_and_float32(tmp_path):
     assert convert(FOLDER / "gptj", tmp_path / "run") == 0
     for dtype, is_exact in (("float32", True), ("float16", False)):

@@ -10,6 +10,7 @@ import pytest
 
 from shardformer.config.presets import preset
 from shardformer.convert import hf_settings
+from shardformer.convert.families import FAMILIES, REJECTED
 from shardformer.errors import UsageError
 from shardformer.model import Model
 from tests.convert.conftest import GOLDENS
@@ -93,6 +94,10 @@ def test_unknown_family_names_the_known_and_the_way(model, tmp_path):
         read(model, tmp_path)
     assert "there are gptj, gpt2, gpt_neo, " in str(rejection.value)
     assert "CONTRIBUTING.md shows how to add a family" in str(rejection.value)
+
+
+def test_no_family_is_both_computed_and_rejected():
+    assert not FAMILIES.keys() & REJECTED.keys()
 
 
 WINDOWS = {

@@ -65,14 +65,15 @@ def _write_solar(c: Config) -> dict[str, Any]:
 
 
 _SOLAR_DEFAULTS = GLM_4_MOE.defaults | {
-    "vocab_size": 196_608, "intermediate_size": None, "num_hidden_layers": 48, "num_attention_heads": 64,
+    "vocab_size": 196_608, "num_hidden_layers": 48, "num_attention_heads": 64,
     "head_dim": 128, "moe_intermediate_size": 1280, "partial_rotary_factor": 1.0, "rope_theta": 1e6,
 }  # fmt: skip
+_DENSE = ("intermediate_size", "first_k_dense_replace", "use_qk_norm")  # which Solar Open lacks
 SOLAR_OPEN = dataclasses.replace(
     GLM_4_MOE,
     architecture="SolarOpenForCausalLM",
-    names=GLM.names | balanced_experts.NAMES,
-    defaults={key: _SOLAR_DEFAULTS[key] for key in _SOLAR_DEFAULTS.keys() - {"first_k_dense_replace", "use_qk_norm"}},
+    names={ours: theirs for ours, theirs in GLM.names.items() if ours != "d_ff"} | balanced_experts.NAMES,
+    defaults={key: value for key, value in _SOLAR_DEFAULTS.items() if key not in _DENSE},
     read=_read_solar,
     write=_write_solar,
     silent=balanced_experts.SILENT,

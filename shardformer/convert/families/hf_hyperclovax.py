@@ -21,9 +21,8 @@ def _write(c: Config) -> dict:
 
 
 def _layer(c: Config) -> list[Stored]:
-    norms = (("post_norm1", "post_attention_norm"), ("post_norm2", "post_feed_forward_norm"))
-    if c.model.block == "sequential":
-        norms = ()
+    norms = [("post_norm1", "post_attention_norm"), ("post_norm2", "post_feed_forward_norm")]
+    norms = norms if c.model.post_norms else []
     return [
         *GRANITE.layer(c),
         *(each for theirs, ours in norms for each in norm(f"model.layers.{{}}.{theirs}", ours, c)),
