@@ -452,11 +452,13 @@ SETTINGS = {
         {"first_k_dense_replace": 0, "use_qk_norm": False, "attention_bias": True, "tie_word_embeddings": True},
         {"num_hidden_layers": 3, "first_k_dense_replace": 2, "n_shared_experts": 1, "norm_topk_prob": False},
     ),
-    "dots1": ({"first_k_dense_replace": 1, "norm_topk_prob": True, "rope_parameters": YARN, "n_shared_experts": 1},),
-    "solar_open": ({"rope_parameters": YARN | {"partial_rotary_factor": 0.5}, "attention_bias": True},),
+    "dots1": (
+        {"first_k_dense_replace": 1, "routed_scaling_factor": 1.0, "rope_parameters": YARN, "n_shared_experts": 1},
+    ),
+    "solar_open": ({"rope_parameters": YARN, "attention_bias": True},),
     "exaone_moe": (
         {"mlp_layer_types": ["sparse", "dense"], "num_shared_experts": 2, "rope_parameters": LINEAR},
-        {"layer_types": ["full_attention"] * 2, "sliding_window": None, "norm_topk_prob": False},
+        {"layer_types": ["full_attention"] * 2, "norm_topk_prob": False, "routed_scaling_factor": 1.0},
     ),
     "minimax_m2": ({"rope_parameters": YARN, "num_local_experts": 8}, {"rotary_dim": 8, "tie_word_embeddings": True}),
     "flex_olmo": (

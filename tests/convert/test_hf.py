@@ -268,7 +268,7 @@ def test_layers_that_predict_further_are_not_read(tmp_path):
 def test_layers_beyond_the_last_are_rejected(tmp_path):
     folder = shutil.copytree(FOLDER / "llama", tmp_path / "src")
     edit(folder, num_hidden_layers=1)
-    with pytest.raises(UsageError, match="which no llama model with this config.json has"):
+    with pytest.raises(UsageError, match=r"which no llama model with this config\.json has"):
         params_of(folder)
 
 

@@ -101,7 +101,7 @@ FURTHER |= {
     "vaultgemma": GEMMA,
     "glm4_moe": ROPE
     | {"n_group": [2], "topk_group": [2], "first_k_dense_replace": [0, 2], "use_qk_norm": [False]}
-    | {"n_shared_experts": [0, 1], "n_routed_experts": [3], "num_nextn_predict_layers": [2]},
+    | {"n_shared_experts": [1], "n_routed_experts": [3], "num_nextn_predict_layers": [2]},
     "dots1": ROPE
     | {"n_group": [2], "max_window_layers": [1], "sliding_window": [None, 5], "layer_types": [None]}
     | {"moe_layer_freq": [2], "n_shared_experts": [1], "first_k_dense_replace": [1, 2]},
@@ -109,6 +109,7 @@ FURTHER |= {
     "exaone_moe": ROPE
     | LAYERS
     | {"mlp_layer_types": [None, ["dense"] * 2, ["sparse", "dense"]], "sliding_window_pattern": [1, "LG"]}
+    | {"sliding_window": [None]}
     | {"num_shared_experts": [2], "n_group": [2], "norm_topk_prob": [False]},
     "minimax_m2": ROPE | {"rotary_dim": [None, 8], "use_qk_norm": [False], "num_local_experts": [3]},
     "flex_olmo": ROPE | {"clip_qkv": [0.1], "head_dim": [4, 8], "norm_topk_prob": [True]},

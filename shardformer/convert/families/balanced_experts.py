@@ -5,7 +5,6 @@ from typing import Any
 from shardformer.config import Config
 from shardformer.convert.families.expert_arrays import QWEN_NAMES, check_experts, list_experts, list_shared
 from shardformer.convert.families.layout import Stored, plain
-from shardformer.errors import UsageError
 
 RATE = 0.001  # DeepSeek-V3's change of the biases per step, which no config.json has
 NAMES = {
@@ -25,11 +24,8 @@ def list_balanced(c: Config, at: str, bias: str = "gate.e_score_correction_bias"
 def read_balanced(theirs: dict, names: dict[str, str], shared: str = "n_shared_experts") -> dict[str, Any]:
     """Returns our keys of the router and of the shared expert; `shared` is the key with its number of widths."""
     width = names["expert_width"]
-    check_experts(theirs, names["experts"], names["experts_per_token"], width)
-    count = theirs[shared]
-    if type(count) is not int or count < 0:
-        raise UsageError(f"{shared}={count!r:.80} is not computed here; expected a number of experts")
-    return {"router": "sigmoid", "balance_rate": RATE, "shared_width": count * theirs[width]}
+    check_experts(theirs, names["experts"], names["experts_per_token"], width, shared)
+    return {"router": "sigmoid", "balance_rate": RATE, "shared_width": theirs[shared] * theirs[width]}
 
 
 def write_balanced(c: Config, shared: str = "n_shared_experts") -> dict[str, Any]:
@@ -38,6 +34,6 @@ def write_balanced(c: Config, shared: str = "n_shared_experts") -> dict[str, Any
 
 def find_variants(c: Config) -> dict[str, tuple | None]:
     """Returns the values that all of these families compute."""
-    shared = c.experts.shared_width // c.expert_size * c.expert_size
+    shared = max(c.experts.shared_width // c.expert_size, 1) * c.expert_size
     rate = (c.experts.balance_rate or RATE,)
     return {"router": ("sigmoid",), "balance_rate": rate, "shared_width": (shared,), "dense_first": None}

@@ -34,8 +34,6 @@ def list_experts(c: Config, at: str, names: dict[str, str]) -> list[Stored]:
 def list_shared(c: Config, at: str) -> list[Stored]:
     """Lists the matrices of the expert `at` that every token uses, and the vector of its sigmoid if it has one."""
     D, F = c.model.d_model, c.experts.shared_width
-    if not F:
-        return []
     sigmoid = [Stored(f"{at}_gate.weight", (1, D), (Part("shared_scale", _show_as_row),))]
     return [
         linear(f"{at}.gate_proj", "shared_gate", F, D),

@@ -33,6 +33,8 @@ def write_mlp_types(c: Config) -> list[str]:
 
 
 def _read(theirs: dict) -> dict[str, Any]:
+    if theirs["sliding_window"] is None:
+        raise UsageError("sliding_window=None is not computed here; expected a number of tokens")
     result = EXAONE_4.read(theirs) | read_balanced(theirs, NAMES, SHARED)
     return result | read_mlp_types(theirs, theirs["first_k_dense_replace"])
 
@@ -45,6 +47,13 @@ def _write(c: Config) -> dict[str, Any]:
 
 def _layer(c: Config) -> list[Stored]:
     return replace_dense(c, QWEN_3.layer(c), list_balanced(c, "model.layers.{}.mlp", "e_score_correction_bias"))
+
+
+def _find_variants(c: Config) -> dict[str, tuple | None]:
+    result = EXAONE_4.variants(c) | balanced_experts.find_variants(c) | {"expert_pattern": None}
+    # Without layers that have a window, transformers rotates none.
+    rotates = not c.model.window and not any(c.model.layers_without_rotary)
+    return result | ({"window_pattern": ("n",)} if rotates else {})
 
 
 EXAONE_MOE = dataclasses.replace(
@@ -65,5 +74,5 @@ EXAONE_MOE = dataclasses.replace(
     layer=_layer,
     aliases={"num_local_experts": "num_experts"},
     silent=balanced_experts.SILENT,
-    variants=lambda c: EXAONE_4.variants(c) | balanced_experts.find_variants(c) | {"expert_pattern": None},
+    variants=_find_variants,
 )  # fmt: skip

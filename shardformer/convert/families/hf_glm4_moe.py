@@ -11,6 +11,7 @@ from shardformer.convert.families.hf_glm import GLM
 from shardformer.convert.families.hf_llama import LLAMA, list_layer
 from shardformer.convert.families.hf_qwen2 import list_qkv_biases
 from shardformer.convert.families.hf_qwen3 import QWEN_3, list_head_norms
+from shardformer.convert.families.hf_seed_oss import SEED_OSS, read_biased, write_biased
 from shardformer.convert.families.layer_types import SLIDING
 from shardformer.convert.families.layout import Stored
 from shardformer.errors import UsageError
@@ -57,29 +58,36 @@ GLM_4_MOE = dataclasses.replace(
 
 
 def _read_solar(theirs: dict) -> dict[str, Any]:
-    return GLM.read(theirs) | read_balanced(theirs, balanced_experts.NAMES)
+    return read_biased(theirs) | read_balanced(theirs, balanced_experts.NAMES)
 
 
 def _write_solar(c: Config) -> dict[str, Any]:
-    return GLM.write(c) | write_balanced(c)
+    return write_biased(c) | write_balanced(c)
 
 
-_SOLAR_DEFAULTS = GLM_4_MOE.defaults | {
-    "vocab_size": 196_608, "num_hidden_layers": 48, "num_attention_heads": 64,
-    "head_dim": 128, "moe_intermediate_size": 1280, "partial_rotary_factor": 1.0, "rope_theta": 1e6,
-}  # fmt: skip
-_DENSE = ("intermediate_size", "first_k_dense_replace", "use_qk_norm")  # which Solar Open lacks
+def _layer_of_solar(c: Config) -> list[Stored]:
+    return replace_dense(c, SEED_OSS.layer(c), list_balanced(c, "model.layers.{}.mlp"))
+
+
+_DENSE = ("intermediate_size", "first_k_dense_replace", "use_qk_norm", "partial_rotary_factor")  # Solar Open lacks them
 SOLAR_OPEN = dataclasses.replace(
-    GLM_4_MOE,
+    LLAMA,
     architecture="SolarOpenForCausalLM",
-    names={ours: theirs for ours, theirs in GLM.names.items() if ours != "d_ff"} | balanced_experts.NAMES,
-    defaults={key: value for key, value in _SOLAR_DEFAULTS.items() if key not in _DENSE},
+    names={ours: theirs for ours, theirs in LLAMA.names.items() if ours != "d_ff"} | balanced_experts.NAMES,
+    defaults={key: value for key, value in GLM_4_MOE.defaults.items() if key not in _DENSE}
+    | {
+        "vocab_size": 196_608, "num_hidden_layers": 48, "num_attention_heads": 64, "head_dim": 128,
+        "moe_intermediate_size": 1280, "rope_theta": 1e6,
+    },
+    fixed=balanced_experts.ONE_GROUP,
     read=_read_solar,
     write=_write_solar,
+    layer=_layer_of_solar,
+    aliases={"num_local_experts": "n_routed_experts"},
     silent=balanced_experts.SILENT,
-    predicts_further=False,
-    variants=lambda c: GLM.variants(c) | balanced_experts.find_variants(c) | {"dense_first": (0,)},
-)
+    harmless=(),
+    variants=lambda c: SEED_OSS.variants(c) | balanced_experts.find_variants(c) | {"dense_first": (0,)},
+)  # fmt: skip
 
 
 def _read_dots(theirs: dict) -> dict[str, Any]:
