@@ -29,11 +29,11 @@ def read_balanced(theirs: dict, names: dict[str, str], shared: str = "n_shared_e
 
 
 def write_balanced(c: Config, shared: str = "n_shared_experts") -> dict[str, Any]:
-    return {shared: c.experts.shared_width // c.expert_size}
+    return {shared: c.experts.shared_width // c.mixture.expert_size}
 
 
 def find_variants(c: Config) -> dict[str, tuple | None]:
     """Returns the values that all of these families compute."""
-    shared = max(c.experts.shared_width // c.expert_size, 1) * c.expert_size
+    shared = max(c.experts.shared_width // c.mixture.expert_size, 1) * c.mixture.expert_size
     rate = (c.experts.balance_rate or RATE,)
     return {"router": ("sigmoid",), "balance_rate": rate, "shared_width": (shared,), "dense_first": None}

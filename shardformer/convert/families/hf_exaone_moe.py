@@ -29,7 +29,7 @@ def read_mlp_types(theirs: dict, dense_first: int) -> dict[str, Any]:
 
 
 def write_mlp_types(c: Config) -> list[str]:
-    return ["sparse" if is_sparse else "dense" for is_sparse in c.sparse_layers]
+    return ["sparse" if is_sparse else "dense" for is_sparse in c.mixture.sparse_layers]
 
 
 def _read(theirs: dict) -> dict[str, Any]:

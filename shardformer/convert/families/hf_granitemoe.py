@@ -17,7 +17,7 @@ def _turn(ours: np.ndarray) -> np.ndarray:
 
 
 def _layer(c: Config) -> list[Stored]:
-    D, F, E, at = c.model.d_model, c.expert_size, c.experts.experts, "model.layers.{}.block_sparse_moe"
+    D, F, E, at = c.model.d_model, c.mixture.expert_size, c.experts.experts, "model.layers.{}.block_sparse_moe"
     joined = tuple(Part(name, _turn, (slice(None), cut)) for name, cut in (
         ("expert_gate", slice(0, F)), ("expert_up", slice(F, 2 * F)),
     ))  # fmt: skip
