@@ -20,6 +20,7 @@ ACTIVATIONS: dict[str, Callable] = {
     "gelu": lambda u: 0.5 * u * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3))),
     "gelu_exact": lambda u: 0.5 * u * (1 + jax.lax.erf(u * math.sqrt(0.5))),
     "relu": lambda u: jnp.maximum(u, 0),
+    "relu2": lambda u: jnp.maximum(u, 0) ** 2,
     "silu": lambda u: u * jax.nn.sigmoid(u),
 }
 GATES = {"swiglu": "silu", "geglu": "gelu"}  # the activation of the gate
@@ -34,7 +35,7 @@ NORMS = {
 }  # fmt: skip
 KNOWN = {
     "activation": (*ACTIVATIONS, *GATES),
-    "norm": ("layernorm", "rmsnorm", "rmsnorm_plus_one", "plain_layernorm"),
+    "norm": ("layernorm", "layernorm_plus_one", "rmsnorm", "rmsnorm_plus_one", "plain_layernorm"),
     "positions": ("learned", "rotary", "t5", "alibi", "none"),
 }
 
@@ -279,11 +280,11 @@ def _drop_inputs_of_adapters(c, layer, masks: Masks):
 
 
 def _norm(c, p, x):
-    if c.model.norm in ("layernorm", "plain_layernorm"):
+    if c.model.norm.endswith(("layernorm", "layernorm_plus_one")):
         x = x - x.mean(-1, keepdims=True)
     x = _divide_by_root_mean_square(c, x)
     if "scale" in p:
-        x = x * (p["scale"] + float(c.model.norm == "rmsnorm_plus_one"))[None, None]
+        x = x * (p["scale"] + float(c.model.norm.endswith("plus_one")))[None, None]
     return x + p["offset"][None, None] if "offset" in p else x
 
 
@@ -321,6 +322,7 @@ def _mix_experts(c, p, h, routes: list | None):
     gates = scores * chosen
     if keys.router_norm:
         gates = gates / gates.sum(-1, keepdims=True)
+    gates = gates * keys.router_scale
     if routes is not None:
         shares = scores / scores.sum(-1, keepdims=True)
         routes.append((chosen, shares, jax.nn.logsumexp(logits_, axis=-1)))

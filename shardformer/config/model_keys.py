@@ -41,7 +41,8 @@ class ModelKeys(KeyGroup):
     d_ff: int | None = key(None, "feed-forward width; auto: 4 * d_model", least=1)
     activation: str = key(
         "gelu",
-        "feed-forward activation; gelu: tanh form; gelu_exact: erf; swiglu: gated silu; geglu: gated gelu (tanh form)",
+        "feed-forward activation; gelu: tanh form; gelu_exact: erf; relu2: squared relu; swiglu: gated silu; geglu: "
+        "gated gelu (tanh form)",
         registry=ACTIVATIONS,
     )
     seq: int = key(64, "context length in tokens", least=1)
@@ -57,8 +58,8 @@ class ModelKeys(KeyGroup):
     )
     norm: str = key(
         "layernorm",
-        "type of norm; rmsnorm_plus_one: multiplies by 1 + scale, as Gemma's, scales start at 0; plain_layernorm: "
-        "without scale and offset, as OLMo 1's",
+        "type of norm; rmsnorm_plus_one: multiplies by 1 + scale, as Gemma's, scales start at 0; layernorm_plus_one: "
+        "likewise, as Nemotron's; plain_layernorm: without scale and offset, as OLMo 1's",
         registry=NORMS,
     )
     norm_eps: float = key(1e-5, "number added to the variance in every norm")

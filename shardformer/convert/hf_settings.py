@@ -73,7 +73,7 @@ def read_model(folder: Path | BucketPath, ignored: Collection[str] = (), seq: in
     theirs = _read_text_config(path)
     name = theirs["model_type"]
     if isinstance(name, str) and name in REJECTED:
-        raise UsageError(f"{path}: model_type={name!r} is not computed here: {REJECTED[name]}")
+        raise UsageError(f"{path}: model_type={name!r} is not computed here; missing: {REJECTED[name]}")
     if not isinstance(name, str) or name not in FAMILIES:
         raise UsageError(
             f"{path}: model_type={name!r:.80} is not known; there are {', '.join(FAMILIES)}; "

@@ -8,7 +8,7 @@ import numpy as np
 
 from shardformer.config import Config
 from shardformer.convert import safetensors_files, weight_files
-from shardformer.convert.families import Part, Stored, list_stored
+from shardformer.convert.families import FAMILIES, Part, Stored, list_stored
 from shardformer.convert.gptj import TABLE, TABLE_BIAS
 from shardformer.convert.hf_settings import select_text_arrays
 from shardformer.convert.leaves import Filled, Leaves, Readable, blocks, flatten
@@ -93,10 +93,18 @@ def _match(folder: Path, family: str, config: Config, tensors: dict[str, Tensor]
     if missing:
         raise RunError(f"{folder} lacks {first_of(missing)}; copy all of its files again")
     tied = {"lm_head.weight", "embed_out.weight"} if config.model.tied else set()
+    if FAMILIES[family].predicts_further:
+        left = {name: tensor for name, tensor in left.items() if _number_of_layer(name) < config.model.layers}
     unknown = [name for name in left if name not in tied and not _DERIVED.fullmatch(name)]
     if unknown:
         raise UsageError(f"{folder} has {first_of(unknown)}, which no {family} model with this config.json has")
     return result
+
+
+def _number_of_layer(name: str) -> int:
+    """Returns the number of the layer that an array is of; 0 for an array outside of the layers."""
+    number = re.match(r"model\.layers\.(\d{1,9})\.", name)
+    return int(number[1]) if number else 0
 
 
 def first_of(names: list[str]) -> str:

@@ -63,6 +63,9 @@ class ExpertKeys(KeyGroup):
         fixed=True,
         needs="experts",
     )
+    router_scale: float = key(
+        1.0, "factor on the gates of a token's experts, as DeepSeek-V3", least=0, fixed=True, needs="experts"
+    )
     balance_loss: float = key(
         0.0,
         "coefficient of the load balancing loss of Switch and GShard, over the global batch, added for each layer; "
@@ -88,6 +91,7 @@ class ExpertKeys(KeyGroup):
     )
 
     def check(self) -> None:
+        require(self.router_scale > 0, f"router_scale must be above 0, got {self.router_scale}")
         require(
             not self.experts or self.experts_per_token <= self.experts,
             f"experts_per_token={self.experts_per_token} must be at most experts={self.experts}; "

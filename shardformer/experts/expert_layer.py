@@ -67,6 +67,8 @@ class ExpertFeedForward:
         gate_BTC = jnp.take_along_axis(score_BTE, choice_BTC, axis=-1)
         if keys.router_norm:
             gate_BTC = gate_BTC / gate_BTC.sum(-1, keepdims=True)
+        if keys.router_scale != 1:
+            gate_BTC = gate_BTC * keys.router_scale
         self.routes = self.record(logits_BTE, score_BTE, choice_BTC, bias_E)
         return choice_BTC, gate_BTC
 

@@ -60,6 +60,11 @@ def relu(x: Array) -> Array:
 
 
 @ACTIVATIONS.register
+def relu2(x: Array) -> Array:
+    return jnp.square(jax.nn.relu(x))
+
+
+@ACTIVATIONS.register
 def silu(x: Array) -> Array:
     return jax.nn.silu(x)
 

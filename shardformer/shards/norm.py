@@ -40,6 +40,11 @@ def layernorm(x_BTD: Array, eps: float) -> Array:
 
 
 @NORMS.register
+def layernorm_plus_one(x_BTD: Array, eps: float) -> Array:
+    return _multiply(plain_layernorm(x_BTD, eps), 1 + zeros("scale", x_BTD.shape[-1]))
+
+
+@NORMS.register
 def rmsnorm(x_BTD: Array, eps: float) -> Array:
     return _multiply(_divide_by_rms(x_BTD, eps), ones("scale", x_BTD.shape[-1]))
 

@@ -310,6 +310,7 @@ def test_following_the_advice_leads_to_a_valid_configuration(dp, mp, **changes):
                 "shared_width": 8,
                 "router": "sigmoid",
                 "router_norm": False,
+                "router_scale": 2.0,
                 "balance_loss": 0.1,
                 "router_z_loss": 0.1,
                 "balance_rate": 0.1,

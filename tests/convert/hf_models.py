@@ -3,6 +3,7 @@
 `python -m tests.convert.hf_models` writes goldens/hf: weights in bfloat16, logits in float32, a greedy continuation.
 """
 
+import json
 import sys
 from pathlib import Path
 
@@ -27,6 +28,9 @@ PHI = QWEN | {"hidden_size": 64, "pad_token_id": 0, "eos_token_id": 1, "sliding_
 OPT = {"vocab_size": VOCAB, "hidden_size": 32, "ffn_dim": 64, "max_position_embeddings": SEQ, "dropout": 0.0}
 OPT |= {"num_hidden_layers": 2, "num_attention_heads": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
 ENDS = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
+EIGHT = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}
+ROUTED = {"num_hidden_layers": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 2}
+ROUTED |= {"moe_intermediate_size": 16, "routed_scaling_factor": 1.5}
 BLOOM = {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 8, "seq_length": SEQ}
 FACTORS = {"embedding_multiplier": 1.5, "residual_multiplier": 0.7, "attention_multiplier": 0.3, "logits_scaling": 2.5}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0, 1.1], "long_factor": [1.5, 3.0]}
@@ -142,12 +146,80 @@ MODELS = {
         | {"hidden_size": 64, "logit_scale": 0.5, "sliding_window": 5}
         | {"layer_types": ["sliding_attention", "full_attention"], "rope_parameters": LOCAL},
     ),
+    "codegen": ("CodeGen", GPT | {"rotary_dim": 2}),
+    "progen": ("CodeGen", GPT | {"n_embd": 64, "rotary_dim": 4}),
+    "gpt_bigcode": ("GPTBigCode", GPT | {"n_embd": 64}),
+    "exaone4": (
+        "Exaone4",
+        HIDDEN
+        | QWEN
+        | ENDS
+        | {"hidden_size": 64, "sliding_window": 5, "rope_parameters": LINEAR}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "exaone": ("Exaone", HIDDEN | QWEN | ENDS | {"hidden_size": 64, "rope_parameters": LINEAR}),
+    "internlm3": ("InternLM3", HIDDEN | GROUPED | ENDS | {"rope_parameters": LINEAR}),
+    "iquestcoder": ("IQuestCoder", HIDDEN | GROUPED | ENDS),
+    "arcee": ("Arcee", HIDDEN | GROUPED | ENDS | {"rope_parameters": YARN}),
+    "nemotron": ("Nemotron", HIDDEN | PARTLY | ENDS | {"num_attention_heads": 8}),
+    "jais2": ("Jais2", HIDDEN | GROUPED | ENDS | {"rope_parameters": LINEAR}),
+    "seed_oss": ("SeedOss", HIDDEN | GROUPED | ENDS | {"rope_parameters": LINEAR, "attention_dropout": 0.0}),
+    "ernie4_5": ("Ernie4_5", HIDDEN | GROUPED | ENDS),
+    "helium": ("Helium", HIDDEN | QWEN | ENDS | {"hidden_size": 64, "head_dim": 4}),
+    "glm": ("Glm", HIDDEN | PARTLY | ENDS | EIGHT),
+    "glm4": ("Glm4", HIDDEN | PARTLY | ENDS | EIGHT),
+    "cwm": (
+        "Cwm",
+        HIDDEN | GROUPED | ENDS | {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    "granitemoe": (
+        "GraniteMoe",
+        HIDDEN | QWEN | FACTORS | {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": LOCAL},
+    ),
+    "granitemoeshared": (
+        "GraniteMoeShared",
+        HIDDEN
+        | QWEN
+        | FACTORS
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24}
+        | {"rope_parameters": LOCAL},
+    ),
+    "hyperclovax": ("HyperCLOVAX", HIDDEN | QWEN | ENDS | FACTORS | {"hidden_size": 64, "rope_parameters": LINEAR}),
+    "vaultgemma": ("VaultGemma", GEMMA | {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0}),
+    "flex_olmo": (
+        "FlexOlmo",
+        HIDDEN | QWEN | ENDS | {"hidden_size": 64, "intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 3},
+    ),
+    "glm4_moe": ("Glm4Moe", HIDDEN | EIGHT | ENDS | ROUTED | {"first_k_dense_replace": 1, "use_qk_norm": True}),
+    "dots1": ("Dots1", HIDDEN | QWEN | ENDS | ROUTED | {"hidden_size": 64, "max_window_layers": 2}),
+    "solar_open": ("SolarOpen", EIGHT | ENDS | ROUTED | {"vocab_size": VOCAB, "max_position_embeddings": SEQ}),
+    "exaone_moe": (
+        "ExaoneMoe",
+        HIDDEN
+        | QWEN
+        | ENDS
+        | {"hidden_size": 64, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1},
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        HIDDEN
+        | EIGHT
+        | ENDS
+        | {"intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"num_hidden_layers": 2, "rotary_dim": 4},
+    ),
 }
 # With larger weights, transformers' float32 logits of these models would differ from its float64 logits by 1.9e-6.
 ROUNDED_BY_TRANSFORMERS = ("llama", "mistral", "gemma2", "gemma3", "qwen2", "qwen3", "olmo2", "stablelm", "phi3")
 ROUNDED_BY_TRANSFORMERS += ("olmo3", "phi", "ministral", "starcoder2", "gemma", "smollm3", "granite", "olmo")
 ROUNDED_BY_TRANSFORMERS += ("phi3_long", "falcon", "falcon_multi_query", "mpt", "cohere", "cohere2")
 ROUNDED_BY_TRANSFORMERS += ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe")
+ROUNDED_BY_TRANSFORMERS += ("exaone4", "exaone", "internlm3", "iquestcoder", "arcee", "nemotron", "jais2", "seed_oss")
+ROUNDED_BY_TRANSFORMERS += ("ernie4_5", "helium", "glm", "glm4", "cwm", "granitemoe", "granitemoeshared", "flex_olmo")
+ROUNDED_BY_TRANSFORMERS += ("hyperclovax", "vaultgemma", "gpt_bigcode", "codegen", "progen")
+ROUNDED_BY_TRANSFORMERS += ("glm4_moe", "dots1", "solar_open", "exaone_moe", "minimax_m2")
+ADDS_ONE_TO_SCALES = ("gemma", "vaultgemma", "nemotron")
 # Further settings of a family, which are compared where transformers is installed.
 SHARED = {"num_key_value_heads": 1, "num_attention_heads": 8, "hidden_size": 48}
 GROUPS_OF_THREE = {"num_key_value_heads": 3, "num_attention_heads": 9, "hidden_size": 36}
@@ -312,6 +384,87 @@ SETTINGS = {
         {"layer_types": ["full_attention"] * 2, "rope_parameters": None, "hidden_activation": "silu"},
         {"layer_types": None, "sliding_window": 3, "num_key_value_heads": 1, "head_dim": 6, "rope_parameters": None},
     ),
+    "codegen": (
+        {"n_embd": 64, "rotary_dim": 8, "activation_function": "relu"},
+        {"n_head": 4, "layer_norm_epsilon": 1e-2},
+    ),
+    "gpt_bigcode": (
+        {"multi_query": False, "tie_word_embeddings": False},
+        {"n_head": 6, "n_embd": 48, "activation_function": "relu"},
+    ),
+    "exaone4": (
+        {"sliding_window": None, "layer_types": ["full_attention"] * 2, "rope_parameters": YARN},
+        {"layer_types": ["full_attention"] * 2, "tie_word_embeddings": True, "num_key_value_heads": 1},
+        GROUPS_OF_THREE | {"layer_types": None, "sliding_window_pattern": 2, "rms_norm_eps": 1e-2},
+        {"layer_types": ["sliding_attention"] * 2},
+    ),
+    "internlm3": (SHARED | {"head_dim": 6, "rope_parameters": YARN},),
+    "iquestcoder": (SHARED | {"head_dim": 6, "rope_parameters": LINEAR},),
+    "arcee": (SHARED | {"head_dim": 6, "tie_word_embeddings": True}, {"hidden_act": "gelu", "rope_parameters": None}),
+    "nemotron": (
+        SHARED | {"hidden_act": "silu", "tie_word_embeddings": True, "hidden_size": 64},
+        {"rope_parameters": YARN | {"partial_rotary_factor": 1.0}, "norm_eps": 1e-2},
+        {"head_dim": 8, "rope_parameters": None},
+    ),
+    "jais2": (
+        {"attention_bias": False, "mlp_bias": False, "hidden_act": "gelu_new", "rope_parameters": YARN},
+        SHARED | {"head_dim": 6, "tie_word_embeddings": True, "layer_norm_eps": 1e-2},
+    ),
+    "seed_oss": (
+        {"attention_bias": False, "rope_parameters": YARN},
+        SHARED | {"head_dim": 6, "tie_word_embeddings": True},
+    ),
+    "ernie4_5": (
+        {"rope_parameters": YARN, "tie_word_embeddings": False},
+        SHARED | {"head_dim": 6, "rms_norm_eps": 1e-2, "rope_parameters": LINEAR},
+    ),
+    "helium": ({"rope_parameters": YARN, "num_key_value_heads": 1, "tie_word_embeddings": True},),
+    "glm": (
+        {"attention_bias": False, "rope_parameters": YARN | {"partial_rotary_factor": 1.0}, "head_dim": 6},
+        SHARED | {"head_dim": 8, "tie_word_embeddings": True, "rope_parameters": None},
+    ),
+    "glm4": (
+        {"attention_bias": False, "rope_parameters": YARN | {"partial_rotary_factor": 1.0}, "head_dim": 6},
+        SHARED | {"head_dim": 8, "tie_word_embeddings": True, "rope_parameters": None},
+    ),
+    "cwm": (
+        {"layer_types": None, "rope_parameters": LINEAR},
+        {"layer_types": ["full_attention"] * 2, "tie_word_embeddings": True, "rope_parameters": YARN},
+        SHARED | {"head_dim": 6, "layer_types": ["sliding_attention"] * 2, "sliding_window": 1},
+    ),
+    "granitemoe": (
+        {"num_local_experts": 8, "num_experts_per_tok": 3, "rope_parameters": YARN, "tie_word_embeddings": True},
+        GROUPS_OF_THREE | {"residual_multiplier": 1.5, "rms_norm_eps": 1e-2},
+    ),
+    "granitemoeshared": (
+        {"shared_intermediate_size": 0, "num_experts_per_tok": 4},
+        {"shared_intermediate_size": 16, "num_key_value_heads": 1, "rope_parameters": YARN},
+    ),
+    "hyperclovax": (
+        {"use_post_norm": False, "attention_multiplier": None, "rope_parameters": YARN},
+        SHARED | {"logits_scaling": 0.5, "residual_multiplier": 1.0, "tie_word_embeddings": True},
+    ),
+    "vaultgemma": (
+        {"layer_types": ["full_attention"] * 2, "attn_logit_softcapping": None, "hidden_activation": "silu"},
+        {"sliding_window": 40, "rope_parameters": LINEAR, "num_key_value_heads": 1, "final_logit_softcapping": None},
+    ),
+    "glm4_moe": (
+        {"first_k_dense_replace": 0, "use_qk_norm": False, "attention_bias": True, "tie_word_embeddings": True},
+        {"num_hidden_layers": 3, "first_k_dense_replace": 2, "n_shared_experts": 1, "norm_topk_prob": False},
+    ),
+    "dots1": (
+        {"first_k_dense_replace": 1, "routed_scaling_factor": 1.0, "rope_parameters": YARN, "n_shared_experts": 1},
+    ),
+    "solar_open": ({"rope_parameters": YARN, "attention_bias": True},),
+    "exaone_moe": (
+        {"mlp_layer_types": ["sparse", "dense"], "num_shared_experts": 2, "rope_parameters": LINEAR},
+        {"layer_types": ["full_attention"] * 2, "norm_topk_prob": False, "routed_scaling_factor": 1.0},
+    ),
+    "minimax_m2": ({"rope_parameters": YARN, "num_local_experts": 8}, {"rotary_dim": 8, "tie_word_embeddings": True}),
+    "flex_olmo": (
+        {"num_experts": 8, "num_experts_per_tok": 1, "tie_word_embeddings": True},
+        {"num_key_value_heads": 16, "norm_topk_prob": True, "rope_parameters": YARN},
+    ),
 }
 
 
@@ -333,9 +486,12 @@ def make_model(name: str, seed: int = 0, wrapper: str = "", **changes):
         config = getattr(transformers, f"{wrapper}Config")(text_config=config.to_dict(), **WRAPPER)
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    if name == "progen":  # Salesforce's own code is CodeGen's with 8 cores instead of 4
+        for layer in model.transformer.h:
+            layer.attn.mp_num = 8
     for key, parameter in model.named_parameters():
         random = torch.randn_like(parameter)
-        is_norm = parameter.ndim == 1 and key.endswith("weight") and not name.startswith("gemma")  # Gemma adds 1
+        is_norm = parameter.ndim == 1 and key.endswith("weight") and not name.startswith(ADDS_ONE_TO_SCALES)
         width = 0.1 if parameter.ndim == 1 else 0.1 if "wpe" in key else parameter.shape[-1] ** -0.5
         if name == "gpt_neo" and "q_proj" in key:
             width /= 2  # it divides no logits by sqrt(4): learned queries are that much smaller
@@ -344,6 +500,9 @@ def make_model(name: str, seed: int = 0, wrapper: str = "", **changes):
         parameter.data = (width * random + is_norm).to(torch.bfloat16).to(torch.float32)
         if "embed_positions" in key:
             parameter.data[:2] = 0  # of padding, which nothing attends to
+    for key, buffer in model.named_buffers():
+        if key.endswith("e_score_correction_bias"):
+            buffer.copy_((0.1 * torch.randn_like(buffer)).to(torch.bfloat16))
     return model
 
 
@@ -371,6 +530,10 @@ def main() -> None:
         logits = compute(model, tokens)
         continued = continue_greedily(model, tokens[:1, : SEQ - NEW]).astype(np.int32)
         model.to(torch.bfloat16).save_pretrained(folder)
+        if name == "progen":
+            config = json.loads((folder / "config.json").read_text())
+            config |= {"model_type": "progen", "architectures": ["ProGenForCausalLM"]}
+            (folder / "config.json").write_text(json.dumps(config, indent=2))
         np.savez(folder / "golden.npz", tokens=tokens, logits=logits, continued=continued)
         print(name, logits.std(), sum(path.stat().st_size for path in folder.iterdir()))
 

@@ -162,6 +162,28 @@ WRONG_KEYS = {
     "cohere": {"logits_scale": 1.0, "norm": "rmsnorm", "rotary_scaling": ""},
     "cohere2": {"window": 6, "window_pattern": "wf", "logits_scale": 1.0, "rotary_theta": 9000.0},
     "gemma3": {"window": 6, "window_rotary_theta": 1000.0, "rotary_scaling": "", "attention_scale": None},
+    "codegen": {"activation": "gelu_exact", "rotary_dims": 4, "norm_eps": 1e-2},
+    "gpt_bigcode": {"activation": "gelu_exact", "norm_eps": 1e-2},
+    "exaone4": {"window": 6, "window_pattern": "wf", "qk_norm": "none", "rotary_scaling": ""},
+    "arcee": {"activation": "relu", "rotary_scaling": ""},
+    "nemotron": {"norm": "layernorm", "activation": "relu", "rotary_dims": 2},
+    "jais2": {"activation": "relu", "norm": "rmsnorm"},
+    "seed_oss": {"rotary_scaling": "", "norm_eps": 1e-2},
+    "ernie4_5": {"rotary_theta": 10_000.0},
+    "helium": {"rotary_theta": 10_000.0},
+    "glm": {"rotary_dims": 2, "rotary_theta": 10_000.0},
+    "glm4": {"rotary_dims": 2, "norm_eps": 1e-2},
+    "cwm": {"window": 6, "window_pattern": "wf", "rotary_theta": 10_000.0},
+    "granitemoe": {"experts_per_token": 1, "router_norm": False, "residual_scale": 1.0, "logits_scale": 1.0},
+    "granitemoeshared": {"experts_per_token": 1, "embed_scale": 1.0},
+    "hyperclovax": {"logits_scale": 0.4, "attention_scale": None},
+    "vaultgemma": {"window": 6, "attention_cap": None, "logits_cap": None, "norm": "rmsnorm"},
+    "glm4_moe": {"router_scale": 1.0, "router": "softmax", "qk_norm": "none"},
+    "dots1": {"router_scale": 1.0, "router_norm": True},
+    "solar_open": {"experts_per_token": 1, "rotary_theta": 9000.0},
+    "exaone_moe": {"router_scale": 1.0, "window_pattern": "wf"},
+    "minimax_m2": {"router": "softmax", "rotary_dims": 2, "qk_norm": "none"},
+    "flex_olmo": {"experts_per_token": 2, "router_norm": True, "qk_norm": "none"},
 }
 
 
@@ -231,6 +253,23 @@ def test_codes_of_a_folder_are_made_layer_by_layer(tmp_path, capsys, monkeypatch
         next((tmp_path / name).rglob("arrays.npy")).read_bytes() for name in ("codes", "expected", "floats")
     )
     assert found == expected != floats
+
+
+def test_layers_that_predict_further_are_not_read(tmp_path):
+    folder = shutil.copytree(FOLDER / "glm4_moe", tmp_path / "src")
+    whole = params_of(folder)
+    tensors = weight_files.find_tensors(FOLDER / "glm4_moe")
+    tensors["model.layers.2.eh_proj.weight"] = tensors["model.layers.1.self_attn.o_proj.weight"]
+    made = [safetensors_files.CreatedTensor(name, t.dtype, t.shape, t.read) for name, t in tensors.items()]
+    safetensors_files.write_tensors(folder, made, 10**9)
+    assert {n: leaf.tobytes() for n, leaf in params_of(folder).items()} == {n: e.tobytes() for n, e in whole.items()}
+
+
+def test_layers_beyond_the_last_are_rejected(tmp_path):
+    folder = shutil.copytree(FOLDER / "llama", tmp_path / "src")
+    edit(folder, num_hidden_layers=1)
+    with pytest.raises(UsageError, match=r"which no llama model with this config\.json has"):
+        params_of(folder)
 
 
 def test_float16_and_float32(tmp_path):
@@ -360,7 +399,7 @@ def edit(folder, **changes):
          lambda it: edit(it, vocab_size=62)),
         (FAILED, "lacks transformer.h.2.ln_1.weight and 11 more", lambda it: edit(it, n_layer=3)),
         (USAGE, "has transformer.h.1.attn.c_attn.bias and 11 more, which no", lambda it: edit(it, n_layer=1)),
-        (USAGE, "model_type='xglm' is not known; there are gptj, gpt2", lambda it: edit(it, model_type="xglm")),
+        (USAGE, "model_type='made_up' is not known; there are gptj, gpt2", lambda it: edit(it, model_type="made_up")),
         (USAGE, "model_type=['gpt2'] is not known", lambda it: edit(it, model_type=["gpt2"])),
         (USAGE, "activation_function='mish' is not an activation", lambda it: edit(it, activation_function="mish")),
         (USAGE, "scale_attn_by_inverse_layer_idx=True is not computed here",

@@ -87,8 +87,9 @@ def test_share_of_rotating_dimensions_is_exact(name):
 
 def test_partly_rotating_heads_are_no_llama():
     config = hf_settings.read_config(FOLDER / "llama")[1].replace(rotary_dims=2)
+    assert hf_settings.choose_family(config, "llama") == "glm"
     with pytest.raises(UsageError, match="no Hugging Face family has rotary_dims=2"):
-        hf_settings.choose_family(config)
+        hf_settings.choose_family(config.replace(embed_scale=2.0))
 
 
 def test_attention_types_rule_over_attention_layers(tmp_path):

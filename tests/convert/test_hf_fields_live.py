@@ -76,6 +76,44 @@ FURTHER = {
     "gemma2": GEMMA,
     "gemma3": GEMMA | {"rope_local_base_freq": [50.0], "rope_parameters": [None, LOCAL], "sliding_window": [None]},
 }
+FURTHER |= {
+    "codegen": {"rotary_dim": [4, None], "n_head": [4, 2], "tie_word_embeddings": [True], "n_inner": [None]}
+    | {"scale_attn_weights": [False], "rotary": [False], "activation_function": ["mish", "tanh"]},
+    "gpt_bigcode": {"multi_query": [False], "n_inner": [None], "num_key_value_heads": [8, 2], "hidden_size": [64]}
+    | {"attention_softmax_in_fp32": [False], "max_position_embeddings": [30], "scale_attn_weights": [False]}
+    | {"add_cross_attention": [True], "activation_function": ["mish", "tanh", "quick_gelu"]},
+    "exaone4": ROPE | LAYERS | {"sliding_window": [None, 1], "sliding_window_pattern": [1, 2, "LG"], "head_dim": [8]},
+    "exaone": ROPE | {"attention_bias": [True], "num_layers": [1], "activation_function": ["relu"]},
+    "internlm3": ROPE | {"qkv_bias": [True], "bias": [True], "pretraining_tp": [2]},
+    "iquestcoder": ROPE | {"clip_qkv": [1.0], "use_sliding_window": [True]},
+    "arcee": ROPE | {"attention_bias": [True], "mlp_bias": [True]},
+    "nemotron": ROPE | {"rope_parameters": [None], "mlp_bias": [True], "head_dim": [8]},
+    "jais2": ROPE | {"attention_bias": [False], "mlp_bias": [False], "rms_norm_eps": [1e-2]},
+    "seed_oss": ROPE | {"attention_out_bias": [True], "mlp_bias": [True], "residual_dropout": [0.5]},
+    "ernie4_5": ROPE | {"use_bias": [True], "attention_bias": [True]},
+    "helium": ROPE | {"attention_bias": [True], "mlp_bias": [True]},
+    "glm": ROPE | {"rope_parameters": [None], "mlp_bias": [True]},
+    "glm4": ROPE | {"rope_parameters": [None], "mlp_bias": [True]},
+    "cwm": ROPE | LAYERS | {"sliding_window": [None, 1], "rope_parameters": [None], "attention_bias": [True]},
+    "granitemoe": ROPE | {"num_local_experts": [3], "head_dim": [8], "norm_topk_prob": [True]},
+    "granitemoeshared": ROPE | {"shared_intermediate_size": [0, 8], "num_local_experts": [3]},
+    "hyperclovax": ROPE | {"use_post_norm": [False], "attention_multiplier": [None], "logits_scaling": [-1.0]},
+    "vaultgemma": GEMMA,
+    "glm4_moe": ROPE
+    | {"n_group": [2], "topk_group": [2], "first_k_dense_replace": [0, 2], "use_qk_norm": [False]}
+    | {"n_shared_experts": [1], "n_routed_experts": [3], "num_nextn_predict_layers": [2]},
+    "dots1": ROPE
+    | {"n_group": [2], "max_window_layers": [1], "sliding_window": [None, 5], "layer_types": [None]}
+    | {"moe_layer_freq": [2], "n_shared_experts": [1], "first_k_dense_replace": [1, 2]},
+    "solar_open": ROPE | {"n_group": [2], "n_shared_experts": [1], "first_k_dense_replace": [1]},
+    "exaone_moe": ROPE
+    | LAYERS
+    | {"mlp_layer_types": [None, ["dense"] * 2, ["sparse", "dense"]], "sliding_window_pattern": [1, "LG"]}
+    | {"sliding_window": [None]}
+    | {"num_shared_experts": [2], "n_group": [2], "norm_topk_prob": [False]},
+    "minimax_m2": ROPE | {"rotary_dim": [None, 8], "use_qk_norm": [False], "num_local_experts": [3]},
+    "flex_olmo": ROPE | {"clip_qkv": [0.1], "head_dim": [4, 8], "norm_topk_prob": [True]},
+}
 FURTHER["gemma3 in a wrapper"] = FURTHER["gemma3"] | {"final_logit_softcapping": [1.0]}
 OF_WRAPPER = {"tie_word_embeddings": [False], "final_logit_softcapping": [1.0], "image_token_index": [7],
               "mm_tokens_per_image": [2], "audio_config": [{"a": 1}], "vocab_size": [70]}  # fmt: skip
@@ -117,7 +155,8 @@ def compute_theirs(folder):
     stored = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith("lm_head.weight")}
     if not config.tie_word_embeddings:
         stored["lm_head.weight"] = model.lm_head.weight
-    if any(".experts." in name for name in stored):  # transformers joins experts in memory, not in its files
+    # transformers joins experts, and names EXAONE's arrays as Llama's, in memory, not in its files.
+    if config.model_type == "exaone" or any(".experts." in name for name in stored):
         model.save_pretrained(folder / "saved")
         shutil.copy(folder / "saved" / "model.safetensors", folder)
     else:

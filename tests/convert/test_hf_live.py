@@ -19,7 +19,7 @@ def convert(*words) -> int:
     return main(["convert", *map(str, words)])
 
 
-@pytest.mark.parametrize("name", hf_models.MODELS)
+@pytest.mark.parametrize("name", [name for name in hf_models.MODELS if name != "progen"])
 def test_transformers_loads_what_we_write(name, tmp_path):
     theirs = hf_models.make_model(name, seed=1)
     theirs.save_pretrained(tmp_path / "src")

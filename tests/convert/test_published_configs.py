@@ -10,6 +10,7 @@ import pytest
 
 from shardformer.config.presets import preset
 from shardformer.convert import hf_settings
+from shardformer.convert.families import FAMILIES, REJECTED
 from shardformer.errors import UsageError
 from shardformer.model import Model
 from tests.convert.conftest import GOLDENS
@@ -36,7 +37,7 @@ SIZES = {
     "mosaicml/mpt-7b": 6650, "tiiuae/falcon-7b-instruct": 6922, "tiiuae/falcon-40b": 41_300,
     "CohereForAI/aya-23-8B": 8028, "CohereForAI/c4ai-command-r-v01": 34_981, "tiiuae/Falcon3-7B-Instruct": 7456,
     "mistralai/Mixtral-8x7B-v0.1": 46_703, "Qwen/Qwen3-30B-A3B": 30_532, "allenai/OLMoE-1B-7B-0125-Instruct": 6919,
-    "Qwen/Qwen1.5-MoE-A2.7B-Chat-GPTQ-Int4, without its quantization": 14_316,
+    "Qwen/Qwen1.5-MoE-A2.7B-Chat-GPTQ-Int4, without its quantization": 14_316, "LGAI-EXAONE/EXAONE-4.0-32B": 32_003,
 }  # fmt: skip
 ENDS = {
     "EleutherAI/gpt-j-6b": (50256,),
@@ -87,12 +88,16 @@ def test_published_config_is_rejected_by_key(model, tmp_path):
     assert PUBLISHED[model]["rejected"] in str(rejection.value)
 
 
-@pytest.mark.parametrize("model", ["LGAI-EXAONE/EXAONE-4.0-32B", "bigcode/starcoder, 1 layer"])
+@pytest.mark.parametrize("model", ["baichuan-inc/Baichuan2-13B-Chat, 1 layer"])
 def test_unknown_family_names_the_known_and_the_way(model, tmp_path):
     with pytest.raises(UsageError) as rejection:
         read(model, tmp_path)
     assert "there are gptj, gpt2, gpt_neo, " in str(rejection.value)
     assert "CONTRIBUTING.md shows how to add a family" in str(rejection.value)
+
+
+def test_no_family_is_both_computed_and_rejected():
+    assert not FAMILIES.keys() & REJECTED.keys()
 
 
 WINDOWS = {
@@ -106,6 +111,7 @@ WINDOWS = {
     "google/gemma-3-270m": (*[512] * 5, None) * 3,
     "google/gemma-3-4b-it": ((*[1024] * 5, None) * 6)[:34],
     "allenai/Olmo-3.1-32B-Instruct": (4096, 4096, 4096, None) * 16,
+    "LGAI-EXAONE/EXAONE-4.0-32B": (4096, 4096, 4096, None) * 16,
 }
 
 
@@ -114,15 +120,16 @@ def test_published_windows_of_each_layer(model, tmp_path):
     assert read(model, tmp_path).config.model.layer_windows == WINDOWS[model]
 
 
-def test_published_layers_without_rotary(tmp_path):
-    without = read("HuggingFaceTB/SmolLM3-3B", tmp_path).config.model.layers_without_rotary
-    assert without == (False, False, False, True) * 9
+@pytest.mark.parametrize(("model", "layers"), [("HuggingFaceTB/SmolLM3-3B", 36), ("LGAI-EXAONE/EXAONE-4.0-32B", 64)])
+def test_published_layers_without_rotary(model, layers, tmp_path):
+    without = read(model, tmp_path).config.model.layers_without_rotary
+    assert without == (False, False, False, True) * (layers // 4)
 
 
 def test_most_published_configs_are_accepted():
     """Entries with the defaults of a class of transformers are no published files."""
     published = [model for model in PUBLISHED if not PUBLISHED[model]["source"].startswith("defaults of")]
-    assert (len(set(ACCEPTED) & set(published)), len(published)) == (76, 87)
+    assert (len(set(ACCEPTED) & set(published)), len(published)) == (79, 87)
 
 
 SHAPES = {

@@ -109,6 +109,7 @@ class Reference:
         gates = (ranked if self.fault == "bias in the gate" else scores) * chosen
         if keys.router_norm:
             gates = gates / gates.sum(-1, keepdims=True)
+        gates = gates * keys.router_scale
         if self.fault == "dropped token":
             gates[0, 0, order[0, 0, 0]] = 0
         y = np.zeros_like(h)

@@ -53,6 +53,7 @@ def draw_options(row: int) -> dict:
         "norm": choose("layernorm", "rmsnorm"), "positions": choose("none", "learned"), "scan": choose(True, False),
         "remat": choose("none", "dots", "full"), "kv_heads": choose(None, 2),
     }  # fmt: skip
+    keys["router_scale"] = 2.5 if row % 2 else 1.0
     keys["shared_gate"] = bool(keys["shared_width"] and choose(True, False))
     keys["layers"] = 2 if keys["scan"] or mesh == "2x2x2" else 1  # two unrolled layers take long to compile
     if keys["layers"] == 2 and row % 3 == 1:  # dense layers, in every stage alike

@@ -39,10 +39,11 @@ def test_norm_equals_its_closed_form(norm):
     assert asserts.relative(expected(X, "rmsnorm"), expected(X, "layernorm")) > 0.1
 
 
-def test_rmsnorm_plus_one_multiplies_by_one_plus_scale():
-    got = apply(X, norm="rmsnorm_plus_one", bias="none")
-    np.testing.assert_allclose(got, expected(X, "rmsnorm") / SCALE * (1 + np.float64(SCALE)), rtol=1e-12)
-    initial = hk.transform(lambda x: Norm(shared.tiny(norm="rmsnorm_plus_one", bias="none"))(x)).init(None, X)
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_plus_one_multiplies_by_one_plus_scale(norm):
+    got = apply(X, norm=f"{norm}_plus_one", bias="none")
+    np.testing.assert_allclose(got, expected(X, norm) / SCALE * (1 + np.float64(SCALE)), rtol=1e-12)
+    initial = hk.transform(lambda x: Norm(shared.tiny(norm=f"{norm}_plus_one", bias="none"))(x)).init(None, X)
     assert not initial["norm"]["scale"].any()
 
 

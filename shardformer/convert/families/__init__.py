@@ -2,23 +2,41 @@
 
 from shardformer.config import Config
 from shardformer.convert.families.family import Family
+from shardformer.convert.families.hf_arcee import ARCEE
 from shardformer.convert.families.hf_bloom import BLOOM
+from shardformer.convert.families.hf_codegen import CODEGEN, PROGEN
 from shardformer.convert.families.hf_cohere import COHERE
 from shardformer.convert.families.hf_cohere2 import COHERE_2
+from shardformer.convert.families.hf_cwm import CWM
+from shardformer.convert.families.hf_ernie4_5 import ERNIE_4_5
+from shardformer.convert.families.hf_exaone4 import EXAONE_4
+from shardformer.convert.families.hf_exaone_moe import EXAONE_MOE
 from shardformer.convert.families.hf_falcon import FALCON
+from shardformer.convert.families.hf_flex_olmo import FLEX_OLMO
 from shardformer.convert.families.hf_gemma import GEMMA_1
 from shardformer.convert.families.hf_gemma2 import GEMMA_2
 from shardformer.convert.families.hf_gemma3 import GEMMA_3
+from shardformer.convert.families.hf_glm import GLM
+from shardformer.convert.families.hf_glm4 import GLM_4
+from shardformer.convert.families.hf_glm4_moe import DOTS_1, GLM_4_MOE, SOLAR_OPEN
 from shardformer.convert.families.hf_gpt2 import GPT2
+from shardformer.convert.families.hf_gpt_bigcode import GPT_BIGCODE
 from shardformer.convert.families.hf_gpt_neo import GPT_NEO
 from shardformer.convert.families.hf_gpt_neox import GPT_NEOX
 from shardformer.convert.families.hf_gptj import GPTJ
 from shardformer.convert.families.hf_granite import GRANITE
+from shardformer.convert.families.hf_granitemoe import GRANITE_MOE, GRANITE_MOE_SHARED
+from shardformer.convert.families.hf_helium import HELIUM
+from shardformer.convert.families.hf_hyperclovax import HYPERCLOVA_X
+from shardformer.convert.families.hf_jais2 import JAIS_2
 from shardformer.convert.families.hf_llama import LLAMA
+from shardformer.convert.families.hf_llama_names import EXAONE, INTERNLM_3, IQUEST_CODER
+from shardformer.convert.families.hf_minimax_m2 import MINIMAX_M2
 from shardformer.convert.families.hf_ministral import MINISTRAL
 from shardformer.convert.families.hf_mistral import MISTRAL
 from shardformer.convert.families.hf_mixtral import MIXTRAL
 from shardformer.convert.families.hf_mpt import MPT
+from shardformer.convert.families.hf_nemotron import NEMOTRON
 from shardformer.convert.families.hf_olmo import OLMO
 from shardformer.convert.families.hf_olmo2 import OLMO_2
 from shardformer.convert.families.hf_olmo3 import OLMO_3
@@ -30,10 +48,13 @@ from shardformer.convert.families.hf_qwen2 import QWEN_2
 from shardformer.convert.families.hf_qwen2_moe import QWEN_2_MOE
 from shardformer.convert.families.hf_qwen3 import QWEN_3
 from shardformer.convert.families.hf_qwen3_moe import QWEN_3_MOE
+from shardformer.convert.families.hf_seed_oss import SEED_OSS
 from shardformer.convert.families.hf_smollm3 import SMOLLM_3
 from shardformer.convert.families.hf_stablelm import STABLELM
 from shardformer.convert.families.hf_starcoder2 import STARCODER_2
+from shardformer.convert.families.hf_vaultgemma import VAULT_GEMMA
 from shardformer.convert.families.layout import Part, Stored
+from shardformer.convert.families.rejected import REJECTED
 
 __all__ = ["FAMILIES", "REJECTED", "Family", "Part", "Stored", "list_stored"]
 
@@ -69,10 +90,32 @@ FAMILIES = {
     "falcon": FALCON,
     "cohere": COHERE,
     "cohere2": COHERE_2,
-}
-# Families that are not computed, and why.
-REJECTED = {
-    "gpt_oss": "its attention has sinks, its experts have biases, and its activation is clamped",
+    "codegen": CODEGEN,
+    "progen": PROGEN,
+    "gpt_bigcode": GPT_BIGCODE,
+    "exaone4": EXAONE_4,
+    "exaone": EXAONE,
+    "internlm3": INTERNLM_3,
+    "iquestcoder": IQUEST_CODER,
+    "arcee": ARCEE,
+    "nemotron": NEMOTRON,
+    "jais2": JAIS_2,
+    "seed_oss": SEED_OSS,
+    "ernie4_5": ERNIE_4_5,
+    "helium": HELIUM,
+    "glm": GLM,
+    "glm4": GLM_4,
+    "cwm": CWM,
+    "granitemoe": GRANITE_MOE,
+    "granitemoeshared": GRANITE_MOE_SHARED,
+    "hyperclovax": HYPERCLOVA_X,
+    "vaultgemma": VAULT_GEMMA,
+    "flex_olmo": FLEX_OLMO,
+    "glm4_moe": GLM_4_MOE,
+    "dots1": DOTS_1,
+    "solar_open": SOLAR_OPEN,
+    "exaone_moe": EXAONE_MOE,
+    "minimax_m2": MINIMAX_M2,
 }
 
 

@@ -32,13 +32,14 @@ def list_experts(c: Config, at: str, names: dict[str, str]) -> list[Stored]:
 
 
 def list_shared(c: Config, at: str) -> list[Stored]:
-    """Lists the matrices of the expert that every token uses, and the vector of its sigmoid."""
+    """Lists the matrices of the expert `at` that every token uses, and the vector of its sigmoid if it has one."""
     D, F = c.model.d_model, c.experts.shared_width
+    sigmoid = [Stored(f"{at}_gate.weight", (1, D), (Part("shared_scale", _show_as_row),))]
     return [
-        linear(f"{at}.shared_expert.gate_proj", "shared_gate", F, D),
-        linear(f"{at}.shared_expert.up_proj", "shared_up", F, D),
-        linear(f"{at}.shared_expert.down_proj", "shared_down", D, F),
-        Stored(f"{at}.shared_expert_gate.weight", (1, D), (Part("shared_scale", _show_as_row),)),
+        linear(f"{at}.gate_proj", "shared_gate", F, D),
+        linear(f"{at}.up_proj", "shared_up", F, D),
+        linear(f"{at}.down_proj", "shared_down", D, F),
+        *(sigmoid if c.experts.shared_gate else []),
     ]
 
 
@@ -69,11 +70,13 @@ def read_dense_layers(theirs: dict) -> dict[str, Any]:
         raise UsageError(f"mlp_only_layers={dense!r:.80} is not computed here; expected a list of layers")
     layers, dense = check_layers(theirs), set(dense)
     letters = "".join("e" if (i + 1) % step == 0 and i not in dense else "d" for i in range(layers))
+    return to_keys(letters, f"decoder_sparse_step={step} and mlp_only_layers={sorted(dense)!r:.80}")
+
+
+def to_keys(letters: str, said: str) -> dict[str, Any]:
+    """Returns our keys for layers with experts (e) and dense ones (d); `said` are the keys that give the letters."""
     if "e" not in letters:
-        raise UsageError(
-            f"decoder_sparse_step={step} and mlp_only_layers={sorted(dense)!r:.80} leave none of {layers} layers with "
-            "experts; expected at least one"
-        )
+        raise UsageError(f"{said} leave none of {len(letters)} layers with experts; expected at least one")
     first = letters.index("e")
     choices = [(0, _shorten(letters)), (first, _shorten(letters[first:]))]
     dense_first, pattern = min(choices, key=lambda choice: choice[0] + len(choice[1]))

@@ -12,11 +12,11 @@ from shardformer.errors import UsageError
 # The tanh form has two or more names in transformers, and so has the erf form.
 ACTIVATIONS = {
     "gelu_new": "gelu", "gelu_fast": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_python_tanh": "gelu",
-    "gelu_accurate": "gelu", "gelu": "gelu_exact", "gelu_python": "gelu_exact", "relu": "relu", "silu": "silu",
-    "swish": "silu",
+    "gelu_accurate": "gelu", "gelu": "gelu_exact", "gelu_python": "gelu_exact", "relu": "relu",
+    "relu2": "relu2", "silu": "silu", "swish": "silu",
 }  # fmt: skip
 GATED_ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu"}
-TO_ACTIVATIONS = {"gelu": "gelu_new", "gelu_exact": "gelu", "relu": "relu", "silu": "silu"}
+TO_ACTIVATIONS = {"gelu": "gelu_new", "gelu_exact": "gelu", "relu": "relu", "relu2": "relu2", "silu": "silu"}
 
 GPT_NAMES = {
     "layers": "n_layer", "d_model": "n_embd", "heads": "n_head", "seq": "n_positions", "d_ff": "n_inner",
@@ -51,6 +51,8 @@ class Family:
     dropouts: tuple[str, ...] = ()
     silent: tuple[str, ...] = ()  # keys of transformers' own class that do not change the logits
     harmless: tuple[str, ...] = ()  # keys of others that do not change the logits: each is reported in one line
+    # True: the files may have layers beyond the last, which predict later tokens; they are not read.
+    predicts_further: bool = False
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)  # their second name -> their first name
     # Our key -> the values that the family computes besides its default or the value of `ours`; None for any value.
     variants: Callable[[Config], dict[str, tuple | None]] = lambda config: {}

@@ -11,7 +11,7 @@ from shardformer.convert.families.family import (
     read_activation,
 )
 from shardformer.convert.families.hf_llama import read_rotary, write_rotary
-from shardformer.convert.families.layout import Part, Stored, half_split, head, linear, norm, table
+from shardformer.convert.families.layout import Part, Stored, half_split, head, linear, neighbours, norm, table
 from shardformer.errors import UsageError
 
 DEFAULTS = {
@@ -69,7 +69,7 @@ def _layer(c: Config) -> list[Stored]:
     D, F, H, at = c.model.d_model, c.model.ff_size, c.model.heads, "transformer.h.{}"
     return [
         *_list_norms(c, at),
-        _join_heads(c, f"{at}.self_attention.query_key_value.weight"),
+        join_heads(c, f"{at}.self_attention.query_key_value.weight"),
         linear(f"{at}.self_attention.dense", "o", D, H * c.model.head_size),
         linear(f"{at}.mlp.dense_h_to_4h", "up", F, D),
         linear(f"{at}.mlp.dense_4h_to_h", "down", D, F),
@@ -85,17 +85,21 @@ def _list_norms(c: Config, at: str) -> list[Stored]:
     return [stored for theirs, ours in names[c.model.block] for stored in norm(f"{at}.{theirs}", ours, c)]
 
 
-def _join_heads(c: Config, name: str) -> Stored:
-    """Describes q, k and v in one array: for each key/value head its query heads, then itself and its values."""
+def join_heads(c: Config, name: str, kind: str = "") -> Stored:
+    """Describes q, k and v in one array: for each key/value head its query heads, then itself and its values.
+
+    kind: the ending of our names, "" for the matrices and "_bias" for their biases.
+    """
     D, H, G, K = c.model.d_model, c.model.heads, c.model.key_value_heads, c.model.head_size
     shared = H // G
     queries = [
         part._replace(view=_by_group(part, G, shared), cut=(slice(None), slice(0, shared), *part.cut[1:]))
-        for part in half_split("q", c, H)
+        for part in half_split(f"q{kind}", c, H)
     ]
-    keys = half_split("k", c, G, (shared,))
-    values = half_split("v", c.replace(positions="none"), G, (shared + 1,))
-    return Stored(name, (G * (shared + 2) * K, D), (*queries, *keys, *values), seen=(G, shared + 2, K, D))
+    keys = half_split(f"k{kind}", c, G, (shared,))
+    values = neighbours(f"v{kind}", c, G, (shared + 1,))
+    inputs = () if kind else (D,)
+    return Stored(name, (G * (shared + 2) * K, *inputs), (*queries, *keys, *values), seen=(G, shared + 2, K, *inputs))
 
 
 def _by_group(part: Part, groups: int, shared: int):

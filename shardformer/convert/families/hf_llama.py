@@ -11,7 +11,7 @@ from shardformer.convert.families.family import (
     read_scaling,
     write_rope,
 )
-from shardformer.convert.families.layout import Stored, half_split, head, linear, norm, table
+from shardformer.convert.families.layout import Pairs, Stored, half_split, head, linear, norm, table
 from shardformer.errors import UsageError
 
 DEFAULTS = {
@@ -59,11 +59,11 @@ def list_outside(c: Config) -> list[Stored]:
     return [table("model.embed_tokens.weight", c), *norm("model.norm", "head/norm", c), *head("lm_head", c)]
 
 
-def list_projections(c: Config) -> list[Stored]:
-    """Lists the matrices of a layer."""
+def list_projections(c: Config, pairs: Pairs = half_split) -> list[Stored]:
+    """Lists the matrices of a layer; `pairs` lists the parts of a projection with rotary pairs."""
     D, F, H, K, at = c.model.d_model, c.model.ff_size, c.model.heads, c.model.head_size, "model.layers.{}"
     rotated = [
-        Stored(f"{at}.self_attn.{name}_proj.weight", (heads * K, D), half_split(name, c, heads), seen=(heads, K, D))
+        Stored(f"{at}.self_attn.{name}_proj.weight", (heads * K, D), pairs(name, c, heads), seen=(heads, K, D))
         for name, heads in (("q", H), ("k", c.model.key_value_heads))
     ]
     return [
@@ -76,12 +76,12 @@ def list_projections(c: Config) -> list[Stored]:
     ]
 
 
-def list_layer(c: Config) -> list[Stored]:
+def list_layer(c: Config, pairs: Pairs = half_split) -> list[Stored]:
     at = "model.layers.{}"
     return [
         *norm(f"{at}.input_layernorm", "attention_norm", c),
         *norm(f"{at}.post_attention_layernorm", "feed_forward_norm", c),
-        *list_projections(c),
+        *list_projections(c, pairs),
     ]
 
 

@@ -4,7 +4,7 @@ from shardformer.config import Config
 from shardformer.convert.families.family import Family
 from shardformer.convert.families.hf_llama import LLAMA, list_layer, read_settings
 from shardformer.convert.families.layer_types import SLIDING
-from shardformer.convert.families.layout import Stored, half_split, plain
+from shardformer.convert.families.layout import Pairs, Stored, half_split, plain
 from shardformer.errors import UsageError
 
 DEFAULTS = LLAMA.defaults | {
@@ -22,11 +22,11 @@ def read_without_windows(theirs: dict) -> dict:
     return read_settings(theirs)
 
 
-def list_qkv_biases(c: Config) -> list[Stored]:
+def list_qkv_biases(c: Config, pairs: Pairs = half_split) -> list[Stored]:
     """Lists the biases of queries, keys and values in a layer."""
     G, K, at = c.model.key_value_heads, c.model.head_size, "model.layers.{}.self_attn"
     rotated = [
-        Stored(f"{at}.{name}_proj.bias", (heads * K,), half_split(f"{name}_bias", c, heads), seen=(heads, K))
+        Stored(f"{at}.{name}_proj.bias", (heads * K,), pairs(f"{name}_bias", c, heads), seen=(heads, K))
         for name, heads in (("q", c.model.heads), ("k", G))
     ]
     return [*rotated, plain(f"{at}.v_proj.bias", "v_bias", G * K)]

@@ -23,7 +23,7 @@ SHARED_WIDTH = "shared_expert_intermediate_size"
 
 def _layer(c: Config) -> list[Stored]:
     at = "model.layers.{}.mlp"
-    return replace_dense(c, QWEN_2.layer(c), [*list_experts(c, at, QWEN_NAMES), *list_shared(c, at)])
+    return replace_dense(c, QWEN_2.layer(c), [*list_experts(c, at, QWEN_NAMES), *list_shared(c, f"{at}.shared_expert")])
 
 
 def _read(theirs: dict) -> dict:

@@ -8,12 +8,16 @@ from shardformer.convert.families.hf_qwen2 import QWEN_2
 from shardformer.convert.families.layout import Stored, half_split
 
 
-def _layer(c: Config) -> list[Stored]:
+def list_head_norms(c: Config) -> list[Stored]:
+    """Lists the norms of each head's queries and of its keys."""
     K, at = c.model.head_size, "model.layers.{}.self_attn"
-    norms = [
+    return [
         Stored(f"{at}.{name}_norm.weight", (K,), half_split(f"{name}_head_scale", c, 1), seen=(1, K)) for name in "qk"
     ]
-    return [*list_layer(c), *norms]
+
+
+def _layer(c: Config) -> list[Stored]:
+    return [*list_layer(c), *list_head_norms(c)]
 
 
 QWEN_3 = dataclasses.replace(

@@ -41,7 +41,8 @@ def _write(c: Config) -> dict:
     }
 
 
-def _layer(c: Config) -> list[Stored]:
+def list_biased_layer(c: Config, up: str = "c_fc", down: str = "c_proj") -> list[Stored]:
+    """Lists the arrays of a layer with a bias on each matrix if bias=all; `up` and `down` are theirs."""
     D, F, H, K, at = c.model.d_model, c.model.ff_size, c.model.heads, c.model.head_size, "model.layers.{}"
     result = [
         *norm(f"{at}.input_layernorm", "attention_norm", c),
@@ -54,8 +55,8 @@ def _layer(c: Config) -> list[Stored]:
     result += list_qkv_biases(c) if c.model.bias == "all" else []
     for theirs, ours, outputs, inputs in (
         ("self_attn.o_proj", "o", D, H * K),
-        ("mlp.c_fc", "up", F, D),
-        ("mlp.c_proj", "down", D, F),
+        (f"mlp.{up}", "up", F, D),
+        (f"mlp.{down}", "down", D, F),
     ):
         result.append(linear(f"{at}.{theirs}", ours, outputs, inputs))
         if c.model.bias == "all":
@@ -72,7 +73,7 @@ STARCODER_2 = Family(
     write=_write,
     also=("hidden_act", "num_key_value_heads", "use_bias", "sliding_window", *ROPE_KEYS),
     outside=list_outside,
-    layer=_layer,
+    layer=list_biased_layer,
     dropouts=("attention_dropout", "residual_dropout", "embedding_dropout"),
     # Keys of the first files, which transformers does not read.
     harmless=(

@@ -12,6 +12,7 @@ import numpy as np
 from shardformer.config import Config
 
 View = Callable[[np.ndarray], np.ndarray]
+Pairs = Callable[..., tuple["Part", ...]]  # `half_split` or `neighbours`
 
 
 class Part(NamedTuple):
@@ -79,12 +80,18 @@ def half_split(ours: str, c: Config, heads: int, cut: tuple = ()) -> tuple[Part,
     K, R = c.model.head_size, c.model.rotary_size if c.model.positions == "rotary" else 0
     places = [(slice(0, R // 2), slice(0, R, 2)), (slice(R // 2, R), slice(1, R, 2)), (slice(R, K), slice(R, K))]
 
-    def show(columns: slice, ours: np.ndarray) -> np.ndarray:
-        by_head = ours.reshape(*ours.shape[:-1], heads, K)[..., columns]
-        return by_head.transpose(1, 2, 0) if by_head.ndim == 3 else by_head  # a bias has no inputs
-
     return tuple(
-        Part(ours, functools.partial(show, columns), (slice(None), *cut, theirs))
+        Part(ours, functools.partial(_show_by_head, heads, columns), (slice(None), *cut, theirs))
         for theirs, columns in places
         if len(range(K)[columns])
     )
+
+
+def neighbours(ours: str, c: Config, heads: int, cut: tuple = ()) -> tuple[Part, ...]:
+    """Lists the part of a projection to heads whose rotary pairs are (2j, 2j + 1), as ours."""
+    return (Part(ours, functools.partial(_show_by_head, heads, slice(None)), (slice(None), *cut)),)
+
+
+def _show_by_head(heads: int, columns: slice, ours: np.ndarray) -> np.ndarray:
+    by_head = ours.reshape(*ours.shape[:-1], heads, -1)[..., columns]
+    return by_head.transpose(1, 2, 0) if by_head.ndim == 3 else by_head  # a bias has no inputs

@@ -1,0 +1,34 @@
+"""Families that are not computed, and the part of each that is missing."""
+
+_BY_PART = {
+    "attention through a compressed latent (MLA)": (
+        "deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 kimi_k2 kimi_k25 minicpm3 glm4_moe_lite glm_moe_dsa mistral4 "
+        "mistral_large4 longcat_flash youtu sarvam_mla axk1 axk2 hy_v4 dots3_note bailing_hybrid"
+    ),
+    "state-space layers (Mamba)": (
+        "mamba mamba2 falcon_mamba bamba jamba zamba zamba2 nemotron_h falcon_h1 granitemoehybrid"
+    ),
+    "layers of linear attention": (
+        "qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen4_exp qwen4_exp_text kimi_linear olmo_hybrid "
+        "minimax lara_mini"
+    ),
+    "recurrent layers": "rwkv xlstm recurrent_gemma",
+    "convolutions over tokens": "lfm2 lfm2_moe lfm3 inkling_text inkling2_text inkling2_loop_text",
+    "a sink in the attention of each head": "gpt_oss granite_swa granitemoe_swa flint mimo_v2_flash",
+    "an activation with parameters (xIELU)": "apertus apertus1p5_text",
+    "differences of two attentions": "diffllama",
+    "weights of two bits": "bitnet",
+    "embeddings of each layer": "gemma3n gemma3n_text gemma4 gemma4_text",
+    "fixed sinusoids as positions": "xglm ctrl",
+    "norms after the residual sum": "openai-gpt",
+    "norms of queries and keys after their rotation": "hunyuan_v1_dense hunyuan_v1_moe nanochat",
+    "a factor on queries that grows with their position": "ministral3 llama4 llama4_text",
+    "an encoder besides its decoder": (
+        "bart mbart t5 pegasus marian blenderbot blenderbot-small mvp plbart prophetnet bigbird_pegasus whisper trocr"
+    ),
+    "attention in both directions": (
+        "bert roberta electra camembert xlm xlm-roberta xlm-roberta-xl rembert roformer big_bird ernie megatron-bert "
+        "data2vec-text roberta-prelayernorm roc_bert xmod xlnet bert-generation"
+    ),
+}
+REJECTED = {name: part for part, names in _BY_PART.items() for name in names.split()}
