@@ -12,6 +12,7 @@ from jax.extend.core import (
     Jaxpr,
     Primitive,
     Var,
+    get_opaque_trace_state,
     unsafe_am_i_under_a_jit_DO_NOT_USE,
     unsafe_am_i_under_a_vmap_DO_NOT_USE,
 )
@@ -88,8 +89,23 @@ def _find_batch_tracer() -> type:
 BatchTracer = _find_batch_tracer()
 
 
+class _RunningTrace(NamedTuple):
+    """An entry of the stack of traces. Two that differ ran under different transformations."""
+
+    trace_type: type
+    level: Any
+
+
 class _TraceStack:
     """A stand-in for the stack of traces, which jax no longer has: its text names the types of traces that run."""
+
+    @property
+    def stack(self) -> list[_RunningTrace]:
+        return [_RunningTrace(jax.core.Trace, get_opaque_trace_state(convention="haiku"))]
+
+    @property
+    def dynamic(self) -> _RunningTrace:
+        return self.stack[-1]
 
     def __repr__(self) -> str:
         running = {
@@ -100,6 +116,11 @@ class _TraceStack:
 
 
 thread_local_state = types.SimpleNamespace(trace_state=types.SimpleNamespace(trace_stack=_TraceStack()))
+
+
+def cur_sublevel() -> int:
+    """Returns 0: the level of an entry of the stack tells calls apart as well."""
+    return 0
 
 
 def linearize(traceable: Any, *primals: Any, has_aux: bool = False) -> tuple:

@@ -1,48 +1,18 @@
-"""`flax.optim`, `flax.nn` and `flax.deprecated.nn` come back when a program imports flax.
-
-`install()` itself does not import flax.
-"""
+"""`flax.optim`, `flax.nn` and `flax.deprecated.nn` come back when a program imports flax."""
 
 import contextlib
 import importlib
-import importlib.abc
-import importlib.machinery
 import sys
 import types
 
 from shardformer.legacy import installed_libraries, removed_imports
+from shardformer.legacy.after_import import complete_after_import
 from shardformer.legacy.lost_names import NOT_COVERED
 
 
 def put_back(stack: contextlib.ExitStack) -> None:
     """Adds the names to flax now, or when a program imports it, until `stack` closes."""
-    if "flax" in sys.modules:
-        _complete(sys.modules["flax"], stack)
-        return
-    finder = _Flax(stack)
-    sys.meta_path.insert(0, finder)
-    stack.callback(sys.meta_path.remove, finder)
-
-
-class _Flax(importlib.abc.MetaPathFinder):
-    """Finds flax where Python would, with a loader that completes it."""
-
-    def __init__(self, stack: contextlib.ExitStack):
-        self._stack = stack
-
-    def find_spec(self, fullname, path=None, target=None):
-        if fullname != "flax":
-            return None
-        spec = importlib.machinery.PathFinder.find_spec("flax", path, target)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_complete(module):
-                execute(module)
-                _complete(module, self._stack)
-
-            spec.loader.exec_module = execute_and_complete
-        return spec
+    complete_after_import("flax", lambda flax: _complete(flax, stack), stack)
 
 
 def _complete(flax: types.ModuleType, stack: contextlib.ExitStack) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import optax
 
 from shardformer.jax_releases import avoid_faulty_fusions
 from shardformer.legacy import (
@@ -27,15 +26,20 @@ from shardformer.legacy import (
     removed_names,
     removed_options,
 )
+from shardformer.legacy.after_import import complete_after_import
 
 _names, _options = contextlib.ExitStack(), contextlib.ExitStack()  # each undoes what was done when it closes
 _provided: list[str] = []
 _current: dict[str, bool] | None = None
+# Those of the tables, with jax first; flax_names puts flax's names back.
+_LIBRARIES = ("jax", "jaxlib", "numpy", "haiku", "optax", "chex", "tensorflow_probability")
 _NO_PROVIDER = object()  # of a name whose later spelling jax has dropped too
 
 
 def install(*, legacy_random: bool = False, strict: bool = False) -> str:
-    """Puts back every removed name that the running jax and optax lack; returns one line that lists them.
+    """Puts back every removed name that jax and NumPy lack; returns one line that lists them.
+
+    The names of haiku, optax and flax come back when the program imports the library.
 
     legacy_random: draw random numbers as jax did then (jax_threefry_partitionable=False), so that initial parameters
     equal the old ones. strict: xmap raises where a result varies over an axis that its out_axes omit, and where
@@ -78,8 +82,19 @@ def _put_names_back() -> None:
     importlib.import_module("multiprocessing.pool")
     _names.callback(_provided.clear)
     _names.callback(installed_libraries.put_back.clear)
+    for library in _LIBRARIES:
+        complete_after_import(library, _complete, _names)
+    installed_libraries.put_back.update(removed_names.MODULES)
+    removed_options.put_back(_names)
+    removed_members.put_back(_names)
+    flax_names.put_back(_names)
+    removed_imports.advise_about_modules(_names)
+
+
+def _complete(library: types.ModuleType) -> None:
+    """Puts back the names that a library lacks, and the advice about those that stay away."""
     every = removed_names.PROVIDERS | removed_names.CHANGED
-    every = {name: provider for name, provider in every.items() if not name.startswith("flax.")}  # see flax_names
+    every = {name: provider for name, provider in every.items() if name.startswith(f"{library.__name__}.")}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about names that jax is about to drop, and those that NumPy may reuse
         result = {name: _provider(provider) for name, provider in every.items() if _lacks(name)}
@@ -87,14 +102,20 @@ def _put_names_back() -> None:
         if value is not _NO_PROVIDER:
             _put(name, value)
             _provided.append(name)
-    installed_libraries.put_back.update(_provided, removed_names.MODULES)
-    removed_options.put_back(_names)
-    removed_members.put_back(_names)
-    flax_names.put_back(_names)
-    removed_imports.put_advice(_names)
+    installed_libraries.put_back.update(_provided)
+    removed_imports.advise_about_names(_names, library.__name__)
+
+
+class _LaterModule(types.ModuleType):
+    """A library under an old name, which imports it at the first use."""
+
+    def __getattr__(self, attribute: str):
+        return getattr(importlib.import_module(self.__name__), attribute)
 
 
 def _provider(provider: str) -> Any:
+    if provider in _LIBRARIES and provider not in sys.modules:
+        return _LaterModule(provider)
     try:
         return pkgutil.resolve_name(provider)
     except (ImportError, AttributeError):
@@ -134,7 +155,7 @@ def _can_be_a_base(state: Any) -> bool:
 
 
 def _has_a_list_for_state(chain: Callable) -> bool:
-    return isinstance(chain(optax.identity()).init(()), list)
+    return isinstance(chain(importlib.import_module("optax").identity()).init(()), list)
 
 
 def _exchanges_shared_values(_) -> bool:

@@ -125,8 +125,8 @@ _OF_ONE_MODULE = {
         "jax.distributed.initialize",
     ("jax.lib.xla_extension", "HloModule HloPrintOptions hlo_module_cost_analysis hlo_module_to_dot_graph"):
         "jax.jit(f).lower(*arguments).compile(): its as_text() and cost_analysis()",
-    ("jax.lib.xla_extension", "PjitFunction PjitFunctionCache jax_jit"): "jax.jit",
-    ("jax.lib.xla_extension", "PmapFunction pmap_lib"): "jax.pmap",
+    ("jax.lib.xla_extension", "PjitFunctionCache jax_jit"): "jax.jit",
+    ("jax.lib.xla_extension", "pmap_lib"): "jax.pmap",
     ("jax.lib.xla_extension", "ifrt_proxy"): "nothing",
     ("jax.lib.xla_extension", "mlir"): "jaxlib.mlir",
     ("jax.lib.xla_extension", "profiler"): "jax.profiler",

@@ -27,7 +27,7 @@ class _OptState:
 OptState = _OptState()
 
 
-def chain(*transformations: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def chain(*transformations: optax.GradientTransformation) -> optax.GradientTransformation:
     """`optax.chain` with its states in a list: fine-tuning code assigns `opt_state[-1]`, which a tuple forbids."""
     modern = _optax_chain(*transformations)
 
@@ -38,4 +38,4 @@ def chain(*transformations: optax.GradientTransformation) -> optax.GradientTrans
         updates, state = modern.update(updates, tuple(state), params, **extra)
         return updates, list(state)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return type(modern)(init, update)

@@ -12,16 +12,21 @@ from shardformer.legacy.lost_names import NOT_COVERED
 from shardformer.legacy.removed_names import today
 
 
-def put_advice(stack: contextlib.ExitStack) -> None:
-    """Makes imports and attributes fail with the advice of the table, until `stack` closes."""
+def advise_about_names(stack: contextlib.ExitStack, library: str) -> None:
+    """Makes attributes of a library's modules fail with the advice of the table, until `stack` closes."""
     by_home: dict[str, list[str]] = {}
     for name in NOT_COVERED:
         home, _, attribute = name.rpartition(".")
-        by_home.setdefault(home, []).append(attribute)
+        if home.partition(".")[0] == library:
+            by_home.setdefault(home, []).append(attribute)
     for home, attributes in by_home.items():
         module = _loaded(home)
         if module is not None:
             answer_with_advice(stack, module, frozenset(attributes), home)
+
+
+def advise_about_modules(stack: contextlib.ExitStack) -> None:
+    """Makes imports of removed modules fail with the advice of the table, until `stack` closes."""
     finder = _RemovedModules()
     sys.meta_path.append(finder)
     stack.callback(sys.meta_path.remove, finder)

@@ -62,6 +62,7 @@ RENAMED = {
     "jax.clear_backends": "jax.extend.backend:clear_backends",
     "jax.ad_checkpoint.checkpoint": "jax:checkpoint",
     "jax.ad_checkpoint.remat": "jax:checkpoint",
+    "jax.core.Shape": "collections.abc:Sequence",
     "jax.core.ConcretizationTypeError": "jax.errors:ConcretizationTypeError",
     "jax.core.TracerArrayConversionError": "jax.errors:TracerArrayConversionError",
     "jax.core.TracerIntegerConversionError": "jax.errors:TracerIntegerConversionError",
@@ -95,11 +96,16 @@ RENAMED = {
     "jax.sharding.use_mesh": "jax:set_mesh",
     "jax.flatten_fun_nokwargs": "jax.api_util:flatten_fun_nokwargs",
     "jax.lib.xla_client": "jaxlib.xla_client",
-    "jax.lib.xla_extension": "jaxlib.xla_client",
     "jax.lib.xla_client.FftType": "jax.lax:FftType",
     "jax.lib.xla_client.bfloat16": "jax.numpy:bfloat16",
-    "jax.lib.xla_extension.DeviceArray": "jax:Array",
-    "jax.lib.xla_extension.PyTreeDef": "jax.tree_util:PyTreeDef",
+    **{
+        f"{home}.xla_extension.{name}": today
+        for home in ("jax.lib", "jaxlib")
+        for name, today in {
+            "ArrayImpl": "jax:Array", "Device": "jax:Device", "DeviceArray": "jax:Array",
+            "PyTreeDef": "jax.tree_util:PyTreeDef", "XlaRuntimeError": "jax.errors:JaxRuntimeError",
+        }.items()
+    },
     "jax.prng": "jax.extend.random",
     "jax.lax.zeros_like_array": "jax.numpy:zeros_like",
     "jax.interpreters.ad.zeros_like_jaxval": "jax.numpy:zeros_like",
@@ -192,6 +198,8 @@ REWRITTEN = {
     "jax.core.thread_local_state": (
         "shardformer.legacy.core_functions:thread_local_state",
         "jax.extend.core.unsafe_am_i_under_a_jit_DO_NOT_USE()"),
+    "jax.core.cur_sublevel": (
+        "shardformer.legacy.core_functions:cur_sublevel", "jax.extend.core.get_opaque_trace_state()"),
     "jax.core.gensym": ("shardformer.legacy.core_functions:gensym", "jax.extend.core.Var(aval)"),
     **{
         f"jax.interpreters.xla.{name}": (
@@ -229,6 +237,9 @@ REWRITTEN = {
         for name in ("Chunked", "NoSharding", "Replicated", "ShardedAxis", "ShardingSpec", "Unstacked")
     },
     "jax.api": ("shardformer.legacy.jax_api", "import the same name from jax"),
+    **dict.fromkeys(
+        ("jax.interpreters.xla.xe", "jax.lib.xla_extension", "jaxlib.xla_extension"),
+        ("shardformer.legacy.xla_extension", "jax.Array, jax.Device, jax.errors or type(jax.jit(f))")),
     "jax.linear_util": ("shardformer.legacy.jax_linear_util", "jax.extend.linear_util"),
     "jax.core.lu": ("shardformer.legacy.jax_linear_util", "jax.extend.linear_util"),
     "jax.util": ("shardformer.legacy.jax_util", "functools and itertools"),
