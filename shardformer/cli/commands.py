@@ -211,7 +211,7 @@ COMMANDS = {
         ("bench.contenders:Measuring", RUN_KEYS),
     ),
     "legacy": Command(
-        "legacy.script:main",
+        "legacy.legacy_command:main",
         "run xmap-era code unedited, check it, or migrate it",
         (
             "legacy [--verbose] [--strict] [--legacy-random] SCRIPT.py ...  run a script",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardformer.errors import UsageError
-from shardformer.legacy import notebooks
+from shardformer.legacy import installed_libraries, notebooks
 from shardformer.legacy.removed_uses import COVERED, NOT_PUT_BACK, find_removed_uses
 from shardformer.legacy.silent_uses import Findings, find_silent_changes, relevant_uses
 from shardformer.tables import escape, format_table
@@ -78,6 +78,8 @@ def _summary(files: list[Path], uses: list[Use], silent: int) -> str:
         parts.append(f"{_count(len(uses) - len(named), 'file or cell', 'files or cells')} not read")
     if silent:
         parts.append(f"{_count(silent, 'use')} with other results than jax 0.4.13's")
+    if not installed_libraries.has_jax():
+        parts.append("without jax, names that it still has are listed too")
     return "; ".join([*parts, UNSEEN])
 
 

@@ -16,15 +16,15 @@ import jax
 from shardformer.jax_releases import avoid_faulty_fusions
 from shardformer.legacy import (
     all_to_all_fix,
+    array_members,
+    config_options,
     flax_names,
     install_options,
     installed_libraries,
     mesh_in_scope,
     removed_imports,
     removed_keywords,
-    removed_members,
     removed_names,
-    removed_options,
 )
 from shardformer.legacy.after_import import complete_after_import
 
@@ -33,6 +33,7 @@ _provided: list[str] = []
 _current: dict[str, bool] | None = None
 # Those of the tables, with jax first; flax_names puts flax's names back.
 _LIBRARIES = ("jax", "jaxlib", "numpy", "haiku", "optax", "chex", "tensorflow_probability")
+_AT_ONCE = ("jax.", "jaxlib.", "numpy.")
 _NO_PROVIDER = object()  # of a name whose later spelling jax has dropped too
 
 
@@ -85,8 +86,8 @@ def _put_names_back() -> None:
     for library in _LIBRARIES:
         complete_after_import(library, _complete, _names)
     installed_libraries.put_back.update(removed_names.MODULES)
-    removed_options.put_back(_names)
-    removed_members.put_back(_names)
+    config_options.put_back(_names)
+    array_members.put_back(_names)
     flax_names.put_back(_names)
     removed_imports.advise_about_modules(_names)
 
@@ -266,14 +267,19 @@ def _set_options(legacy_random: bool, strict: bool) -> None:
 
 
 def _report() -> str:
-    groups = collections.Counter(map(_group, _provided))
+    groups = collections.Counter(map(_group, _provided_at_once()))
     listed = ", ".join(f"{group} ({count})" for group, count in sorted(groups.items()))
     return f"{_report_start()}: {listed}{_report_options()}"
 
 
 def _report_start() -> str:
     """Returns the first line of the report: the number of names without the list."""
-    return f"shardformer.legacy: jax {jax.__version__}, provided {len(_provided)} names"
+    return f"shardformer.legacy: jax {jax.__version__}, provided {len(_provided_at_once())} names"
+
+
+def _provided_at_once() -> list[str]:
+    """Returns the names that do not wait for the import of a library, so that the report is always the same."""
+    return [name for name in _provided if name.startswith(_AT_ONCE)]
 
 
 def short_report() -> str:

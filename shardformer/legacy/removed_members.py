@@ -1,16 +1,4 @@
-"""Members that arrays and primitives have lost: `x.device_buffer`, `x.device()`, those of GlobalDeviceArray.
-
-`x.device()` stays lost: `x.device` is the device itself today, and jax fails with devices that can be called.
-"""
-
-import contextlib
-
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.extend.core import Primitive
-
-from shardformer.legacy import frozen_dicts
+"""Members that arrays and primitives have lost: tables, which `--check` reads without jax."""
 
 REMOVED_MEMBERS = {
     "device_buffer": "x.addressable_data(0)",
@@ -24,47 +12,3 @@ REMOVED_MEMBERS = {
 # Members that cannot be put back: an array does not keep what they returned.
 LOST_MEMBERS = {"sharding_spec": "x.sharding"}
 CALLED_PROPERTIES = {"device": "x.device, or x.devices() of an array on several"}
-
-# What Python says where a script calls one of them, and the advice.
-ADVICE = {
-    "'dict' object has no attribute 'unfreeze'": frozen_dicts.ADVICE,
-    "Device' object is not callable": "jax: x.device() is x.device today, without the parentheses",
-    "Sharding' object is not callable": "jax: x.device() of an array on several devices is x.devices() today",
-}
-
-
-def put_back(stack: contextlib.ExitStack) -> None:
-    """Gives arrays and primitives their old members, until `stack` closes."""
-    _set(stack, Primitive, "map_primitive", False)
-    arrays = _classes_of_arrays()
-    for array in arrays:
-        _set(stack, array, "device_buffer", property(lambda x: x.addressable_data(0)))
-        _set(stack, array, "device_buffers", property(lambda x: [shard.data for shard in x.addressable_shards]))
-        _set(stack, array, "local_shards", property(lambda x: x.addressable_shards))
-        _set(stack, array, "local_data", lambda x, index=0: x.addressable_data(index))
-        _set(stack, array, "to_py", lambda x: np.asarray(x))
-        _set(stack, array, "block_host_until_ready", lambda x: x.block_until_ready())
-    for owner in (*arrays, jax.Array, jax.core.Tracer):
-        _set(stack, owner, "split", jnp.split)
-        _set(stack, owner, "broadcast", jax.lax.broadcast)
-        _set(stack, owner, "broadcast_in_dim", jax.lax.broadcast_in_dim)
-
-
-def advise(error: BaseException) -> None:
-    """Adds to an error what today's way is, where it comes of a member that cannot be put back."""
-    for words, advice in ADVICE.items():
-        if isinstance(error, AttributeError | TypeError) and words in str(error):
-            error.add_note(advice)
-
-
-def _classes_of_arrays() -> list[type]:
-    """Returns the classes of concrete arrays. An array would tell, but making one starts the backend too early."""
-    return [kind for kind in jax.Array.__subclasses__() if "addressable_data" in vars(kind)]
-
-
-def _set(stack: contextlib.ExitStack, owner: type, name: str, value) -> None:
-    if name in vars(owner):  # today's jax has some only to say that they are gone
-        stack.callback(setattr, owner, name, vars(owner)[name])
-    else:
-        stack.callback(delattr, owner, name)
-    setattr(owner, name, value)

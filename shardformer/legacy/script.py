@@ -1,6 +1,5 @@
-"""`legacy SCRIPT.py`: an unedited script, run as `python SCRIPT.py` would run it, with the removed names put back."""
+"""Runs an unedited script as `python SCRIPT.py` would run it, with the removed names put back."""
 
-import itertools
 import os
 import sys
 import warnings
@@ -12,35 +11,9 @@ import jax
 from shardformer.config import Config
 from shardformer.devices import processes
 from shardformer.errors import UsageError
-from shardformer.legacy import frozen_dicts, removed_members
-from shardformer.legacy.check_source import check
+from shardformer.legacy import array_members, frozen_dicts
 from shardformer.legacy.install import install, short_report
-from shardformer.legacy.migration.migrate import migrate
 from shardformer.legacy.spawned_script import run_as_main
-
-OPTIONS = {"--strict": "strict", "--legacy-random": "legacy_random"}
-VERBOSE = "--verbose"
-USAGE = f"[{'] ['.join([VERBOSE, *OPTIONS])}] SCRIPT.py ..., --check PATH ..., or --migrate PATH ..."
-
-
-def main(arguments: list[str]) -> int:
-    """`[--verbose] [--strict] [--legacy-random] SCRIPT.py ...`, `--check PATH ...` or `--migrate PATH ...`.
-
-    What follows SCRIPT.py is the script's own.
-    """
-    flags = list(itertools.takewhile(lambda word: word.startswith("-"), arguments))
-    rest = arguments[len(flags) :]
-    if flags == ["--check"] and rest:
-        return check(map(Path, rest))
-    if flags == ["--migrate"] and rest:
-        return migrate(map(Path, rest))
-    wrong = [flag for flag in flags if flag not in OPTIONS and flag != VERBOSE]
-    if wrong or not rest:
-        got = f"got {' '.join(arguments)}" if arguments else "got nothing"
-        raise UsageError(f"legacy takes {USAGE}; {got}")
-    options = {option: flag in flags for flag, option in OPTIONS.items()}
-    run(rest[0], rest[1:], verbose=VERBOSE in flags, **options)
-    return 0
 
 
 def run(script: str, arguments: list[str], verbose: bool = False, **options: bool) -> None:
@@ -63,7 +36,7 @@ def run(script: str, arguments: list[str], verbose: bool = False, **options: boo
     except SystemExit:
         raise
     except BaseException as error:
-        removed_members.advise(error)
+        array_members.advise(error)
         error.__traceback__ = _from_script(error.__traceback__, path)
         sys.excepthook(type(error), error, error.__traceback__)
         raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1) from None

@@ -167,6 +167,28 @@ def test_tensorflow_is_not_imported_to_name_what_needs_it(tmp_path):
     assert "haiku.nothing  not covered" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("words", "status", "printed"),
+    [
+        (
+            ["--check", "a.py"],
+            1,
+            "jax.mask; without jax, names that it still has are listed too;",
+        ),
+        (["a.py"], 2, "jax is not installed"),
+        (["--migrate", "a.py"], 2, "jax is not installed"),
+    ],
+)
+@pytest.mark.multiprocess
+def test_check_runs_without_any_package(tmp_path, words, status, printed):
+    (tmp_path / "a.py").write_text("import jax\njax.mask\njax.tree_map\njax.config.update('jax_enable_x64', 1)\n")
+    command = [sys.executable, "-S", "-m", "shardformer", "legacy", *words]  # -S: no site-packages
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
+                          capture_output=True, text=True, timeout=120)  # fmt: skip
+    assert done.returncode == status, done.stderr
+    assert printed in done.stdout + done.stderr
+
+
 def test_what_stays_away_is_nowhere_in_the_installed_libraries():
     there = [
         name
