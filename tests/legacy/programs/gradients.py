@@ -148,6 +148,15 @@ for layout in LAYOUTS:
     PROGRAMS[f"outside_reduced_{layout}"] = reduced
 
 
+def times_psum(x):
+    """Instance k holds x[k] * sum(x)."""
+    return xmap(lambda r: r * lax.psum(r, "k"), ["k"], ["k"])(x)
+
+
+GRADIENT_OF_PRODUCT = jax.grad(lambda x: jnp.sum(times_psum(x)))
+POWERS = np.array([[1, 2, 4, 8], [1, 3, 9, 27]], np.float32)
+
+
 def tangents(loss):
     return lambda x: jax.jvp(loss, (x,), (x * 2,))
 
@@ -167,6 +176,10 @@ table(
     outside_psum_56=lambda: jax.grad(lambda x: xmap(lambda x: lax.psum(x * x, "i"), ["i"], [])(x) * 4)(
         np.arange(8, dtype=np.float32)
     ),
+    outside_product_with_psum=lambda: GRADIENT_OF_PRODUCT(POWERS[0]),
+    # An outer xmap over rows: the gradient of the inner one inside of it, and that of both from outside.
+    outside_product_with_psum_in_xmap=lambda: rows(GRADIENT_OF_PRODUCT, POWERS),
+    outside_product_with_psum_of_nested=lambda: jax.grad(lambda x: jnp.sum(rows(times_psum, x)))(POWERS),
     outside_jvp_local=lambda: outside(OUTSIDE["local"], "mesh", tangents),
     outside_jvp_psum=lambda: outside(OUTSIDE["psum"], "tiled", tangents),
     outside_value_and_grad=lambda: outside(OUTSIDE["local"], "tiled", jax.value_and_grad),
