@@ -107,6 +107,8 @@ _OF_ONE_MODULE = {
     ("jax.core", "AxisEnvFrame extend_axis_env extend_axis_env_nd"): "jax.vmap with axis_name, or jax.shard_map",
     ("jax.core", "as_named_shape join_named_shapes subst_axis_names used_axis_names"): "nothing: shapes carry no names",
     ("jax.core", "ConcreteArray concrete_aval"): "jax.typeof(x), or isinstance(x, jax.core.Tracer)",
+    ("jax.core", "MainTrace Sublevel new_base_main new_main new_sublevel"):
+        "a function of jax.make_jaxpr(f)(*arguments), or jax.extend.core.set_current_trace",
     ("jax.interpreters.batching", "BatchTrace NotMapped"): "jax.custom_batching.custom_vmap",
     ("jax.interpreters.pxla", "spec_to_indices"):
         "jax.sharding.NamedSharding",

@@ -175,6 +175,11 @@ REWRITTEN = {
         "shardformer.legacy.pjit:with_sharding_constraint", "jax.lax.with_sharding_constraint"),
     "jax.experimental.maps.EMPTY_ENV": ("shardformer.legacy.mesh_in_scope:EMPTY_ENV", "pass the mesh along"),
     "jax.experimental.maps.ResourceSet": ("shardformer.legacy.removed_objects:ResourceSet", "a type of your own"),
+    **{
+        f"jax.experimental.maps.{name}": (
+            f"shardformer.legacy.removed_objects:{name}", "delete it: an array is always the whole array")
+        for name in ("_PositionalSemantics", "_positional_semantics")
+    },
     "jax.experimental.maps.xmap_p": (
         "shardformer.legacy.removed_objects:xmap_p", "nothing: it can be imported, and raises where it is used"),
     "jax.experimental.maps.make_xmap_callable": (

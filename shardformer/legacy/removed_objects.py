@@ -1,5 +1,7 @@
 """Names that can be imported again but not used: each use raises an error that names today's way."""
 
+import enum
+import types
 from collections.abc import Callable, Hashable
 
 
@@ -29,3 +31,13 @@ make_xmap_callable: Callable = RemovedObject(
     "jax.experimental.maps.make_xmap_callable", "write xmap(...).lower(*arguments).compile()"
 )
 ResourceSet = Hashable | tuple[Hashable, ...]
+
+
+class _PositionalSemantics(enum.Enum):
+    """Whether an array was a part or the whole: today it is always the whole."""
+
+    LOCAL = 0
+    GLOBAL = 1
+
+
+_positional_semantics = types.SimpleNamespace(val=_PositionalSemantics.LOCAL)

@@ -1,5 +1,7 @@
 """jaxlib's extension module under its old names, `jax.interpreters.xla.xe` too, with types that programs ask for."""
 
+import types
+
 import jax
 from jax.tree_util import PyTreeDef  # noqa: F401  # the names of the old module
 from jaxlib import xla_client
@@ -12,5 +14,10 @@ XlaRuntimeError = jax.errors.JaxRuntimeError
 CompiledFunction = PjitFunction = type(jax.jit(len))
 
 
-class PmapFunction:
-    """The type of nothing: `jax.pmap` returns a Python function today."""
+class _PmapFunctionType(type):
+    def __instancecheck__(cls, value) -> bool:
+        return isinstance(value, types.FunctionType) and hasattr(value, "lower") and hasattr(value, "__wrapped__")
+
+
+class PmapFunction(metaclass=_PmapFunctionType):
+    """The type of a pmapped function, which is a Python function with the method `lower` today."""

@@ -74,17 +74,27 @@ def test_the_stack_of_traces_tells_transformations_apart():
     assert levels[0] != levels[1]
 
 
-def test_xe_has_the_types_of_jitted_functions():
+def test_xe_has_the_types_of_compiled_functions():
     with installed():
         xe = jax.interpreters.xla.xe
         from jaxlib.xla_extension import Device, PjitFunction
 
-        assert isinstance(jax.jit(level_of_nothing), xe.PjitFunction)
-        assert not isinstance(level_of_nothing, (xe.CompiledFunction, xe.PmapFunction))
+        assert isinstance(jax.jit(identity), xe.PjitFunction)
+        assert isinstance(jax.pmap(identity), xe.PmapFunction)
+        assert not isinstance(identity, (xe.CompiledFunction, xe.PmapFunction))
+        assert not isinstance(jax.jit(identity), xe.PmapFunction)
         assert (Device, PjitFunction) == (jax.Device, xe.CompiledFunction)
     assert not hasattr(jax.interpreters.xla, "xe")
     assert "jaxlib.xla_extension" not in sys.modules
 
 
-def level_of_nothing(x):
+def identity(x):
     return x
+
+
+def test_arrays_are_whole_whatever_haiku_sets():
+    from_old_haiku = "maps._positional_semantics.val = maps._PositionalSemantics.GLOBAL"
+    with installed():
+        exec(f"from jax.experimental import maps\n{from_old_haiku}", {})
+    with pytest.raises(ImportError):
+        exec("from jax.experimental import maps", {})

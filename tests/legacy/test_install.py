@@ -137,7 +137,7 @@ def test_installing_twice_is_installing_once():
 def test_the_report():
     with installed() as report:
         assert report.startswith(f"shardformer.legacy: jax {jax.__version__}, provided ")
-        assert "jax.experimental.maps (12), " in report
+        assert "jax.experimental.maps (14), " in report
         assert "jax.tree_* (8), " in report
         assert "\n" not in report
         groups = [int(part.partition(")")[0]) for part in report.split(" (")[1:]]

@@ -25,6 +25,8 @@ NOT_RECORDED = {
     "jax.experimental.gda_serialization.serialization": "the list leaves modules of this name out; in 0.3.25",
     "jax.lib.xla_extension.DeviceArray": "defined in jaxlib, whose sources the list lacks",
     "jax.lib.xla_extension.PyTreeDef": "defined in jaxlib, whose sources the list lacks",
+    "jax.experimental.maps._PositionalSemantics": "never public; dm-haiku 0.0.6 to 0.0.9 set it",
+    "jax.experimental.maps._positional_semantics": "never public; dm-haiku 0.0.6 to 0.0.9 set it",
     **dict.fromkeys((f"jax.ad.{name}" for name in removed_names.AD_NAMES), "jax.ad was jax.interpreters.ad"),
     "jax.ad.linearize": "jax.ad was jax.interpreters.ad",
     "jax._src.util.prod": "never public; all who used it imported it from jax's private module",
