@@ -15,6 +15,8 @@ from shardformer.legacy import frozen_dicts
 # What Python says where a script calls one of them, and the advice.
 ADVICE = {
     "'dict' object has no attribute 'unfreeze'": frozen_dicts.ADVICE,
+    "incompatible devices for jitted computation": "jax: the result of a pmap met arrays on one device up to jax 0.4; "
+    "today write jax.device_put(x, device) around it, or around the other",
     "Device' object is not callable": "jax: x.device() is x.device today, without the parentheses",
     "Sharding' object is not callable": "jax: x.device() of an array on several devices is x.devices() today",
 }
@@ -40,7 +42,7 @@ def put_back(stack: contextlib.ExitStack) -> None:
 def advise(error: BaseException) -> None:
     """Adds to an error what today's way is, where it comes of a member that cannot be put back."""
     for words, advice in ADVICE.items():
-        if isinstance(error, AttributeError | TypeError) and words in str(error):
+        if isinstance(error, AttributeError | TypeError | ValueError) and words in str(error):
             error.add_note(advice)
 
 

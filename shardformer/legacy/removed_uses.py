@@ -3,7 +3,7 @@
 import ast
 from typing import NamedTuple
 
-from shardformer.legacy import frozen_dicts, installed_libraries
+from shardformer.legacy import frozen_dicts, installed_libraries, pmap_uses
 from shardformer.legacy.array_methods import LOST_METHODS, lost_method
 from shardformer.legacy.lost_names import FLAX_MODELS, NOT_COVERED, advice_of_module, flax_model
 from shardformer.legacy.removed_keywords import LOST_KEYWORDS, REMOVED_KEYWORDS
@@ -29,7 +29,9 @@ class RemovedUse(NamedTuple):
 def find_removed_uses(source: bytes | str) -> list[RemovedUse]:
     """In the order of their lines, through whatever alias a name was imported by."""
     finder = _Finder()
-    finder.visit(ast.parse(source))
+    tree = ast.parse(source)
+    finder.plain_classes = pmap_uses.plain_classes(tree)
+    finder.visit(tree)
     return sorted({use for use in finder.uses if use.name not in finder.assigned_names})
 
 
@@ -38,6 +40,7 @@ class _Finder(ValueVisitor):
         super().__init__()
         self.uses: list[RemovedUse] = []
         self.assigned_names: set[str] = set()  # those that the file itself gives to a library
+        self.plain_classes: set[str] = set()
 
     def visit_Import(self, node: ast.Import):
         for imported in node.names:
@@ -87,6 +90,10 @@ class _Finder(ValueVisitor):
             called = self._resolve(node.args[0]) or ""
         for keyword in node.keywords:
             self._note_keyword(node, called, keyword.arg or "")
+        if called == "jax.pmap" and pmap_uses.names_axis_by_enum(node, self.plain_classes):
+            self._add(node, "jax.pmap(axis_name=Enum.member)", COVERED, pmap_uses.AXIS_TODAY)
+        if pmap_uses.mixes_devices(node, self):
+            self._add(node, pmap_uses.MIXED, NOT_PUT_BACK, pmap_uses.MIXED_TODAY)
         self.generic_visit(node)
 
     def visit_ClassDef(self, node: ast.ClassDef):

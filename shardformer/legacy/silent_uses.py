@@ -26,7 +26,7 @@ from shardformer.legacy.silent_changes import (
     differentiates_inside,
     sums_booleans_or_unsigned,
 )
-from shardformer.legacy.source_names import DERIVATIVES, ValueVisitor, calls_within
+from shardformer.legacy.source_names import DERIVATIVES, ValueVisitor, calls_within, function_and_arguments
 
 _SHARDS = {"addressable_data", "addressable_shards", "device_buffer", "device_buffers", "local_data", "local_shards"}
 _TRANSFORMS = {f"haiku.{start}transform{end}" for start in ("", "multi_") for end in ("", "_with_state")}
@@ -86,7 +86,7 @@ class _Finder(ValueVisitor):
 
     def visit_Attribute(self, node: ast.Attribute):
         self._note_name(node)
-        if node.attr in _SHARDS and self._is_mapped(node.value):
+        if node.attr in _SHARDS and self.is_result_of("jax.pmap", node.value):
             self._add(node, f"x.{node.attr}", PMAP_SHARD)
         if node.attr == "init" and self._is_transformed(node.value):
             self._add(node, "haiku.transform(f).init", THREEFRY)
@@ -94,7 +94,8 @@ class _Finder(ValueVisitor):
             self.generic_visit(node)
 
     def visit_Subscript(self, node: ast.Subscript):
-        if isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, int) and self._is_mapped(node.value):
+        is_number = isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, int)
+        if is_number and self.is_result_of("jax.pmap", node.value):
             self._add(node, "x[i]", PMAP_INDEX)
         self.generic_visit(node)
 
@@ -111,7 +112,7 @@ class _Finder(ValueVisitor):
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef):
         for decorator in node.decorator_list:
-            names = set(map(self.resolve, _function_and_arguments(decorator)))
+            names = set(map(self.resolve, function_and_arguments(decorator)))
             if DERIVATIVES & names:
                 self._note_derivatives(node)
             if SHARD_MAP in names and isinstance(decorator, ast.Call) and differentiates_inside(decorator, node, self):
@@ -164,17 +165,6 @@ class _Finder(ValueVisitor):
         for end in range(2, len(parts) + 1):
             self.needs = max(self.needs, FIRST_RELEASE.get(".".join(parts[:end]), ()))
 
-    def _is_mapped(self, node: ast.expr) -> bool:
-        """Returns True for the result of a pmapped function."""
-        value = self.assigned(node.id) if isinstance(node, ast.Name) else node
-        if not isinstance(value, ast.Call):
-            return False
-        function = self.assigned(value.func.id) if isinstance(value.func, ast.Name) else value.func
-        if isinstance(function, ast.Call):
-            return self.resolve(function.func) == "jax.pmap"
-        decorators = function.decorator_list if isinstance(function, ast.FunctionDef) else []
-        return any("jax.pmap" in map(self.resolve, _function_and_arguments(each)) for each in decorators)
-
     def _is_transformed(self, node: ast.expr) -> bool:
         value = self.assigned(node.id) if isinstance(node, ast.Name) else node
         if isinstance(value, ast.Call) and self.resolve(value.func) == "haiku.without_apply_rng" and value.args:
@@ -186,8 +176,3 @@ class _Finder(ValueVisitor):
 
     def _add(self, node: ast.expr, name: str, change: SilentChange):
         self.uses.append(SilentUse(node.lineno, name, change))
-
-
-def _function_and_arguments(decorator: ast.expr) -> list[ast.expr]:
-    """Returns the function of `@f` and `@f(...)`, and the arguments of the latter: `@partial(f, ...)`."""
-    return [decorator.func, *decorator.args] if isinstance(decorator, ast.Call) else [decorator]

@@ -91,6 +91,18 @@ class ValueVisitor(ScopedVisitor):
         value = self._assigned_once(name)
         return None if value is not None and self._depends_on(value, name) else value
 
+    def is_result_of(self, transform: str, node: ast.expr) -> bool:
+        """Returns True for the result of a function that was transformed, by a call or a decorator."""
+        value = self.assigned(node.id) if isinstance(node, ast.Name) else node
+        return isinstance(value, ast.Call) and self.is_transformed_by(transform, value.func)
+
+    def is_transformed_by(self, transform: str, node: ast.expr) -> bool:
+        function = self.assigned(node.id) if isinstance(node, ast.Name) else node
+        if isinstance(function, ast.Call):
+            return self.resolve(function.func) == transform
+        decorators = function.decorator_list if isinstance(function, ast.FunctionDef) else []
+        return any(transform in map(self.resolve, function_and_arguments(each)) for each in decorators)
+
     def _assigned_once(self, name: str) -> ast.AST | None:
         result = next((scope[name] for scope in reversed(self._values) if name in scope), [])
         return result[0] if len(result) == 1 else None
@@ -209,3 +221,8 @@ def calls_within(function: ast.AST | None, file: Resolver) -> Iterator[tuple[ast
                 yield inner, file.resolve(inner.func) or ""
             elif isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load):
                 pending.append(file.assigned(inner.id))
+
+
+def function_and_arguments(decorator: ast.expr) -> list[ast.expr]:
+    """Returns the function of `@f` and `@f(...)`, and the arguments of the latter: `@partial(f, ...)`."""
+    return [decorator.func, *decorator.args] if isinstance(decorator, ast.Call) else [decorator]
