@@ -21,7 +21,6 @@ from shardformer.legacy import (
     flax_names,
     install_options,
     installed_libraries,
-    mesh_in_scope,
     removed_imports,
     removed_keywords,
     removed_names,
@@ -163,8 +162,8 @@ def _exchanges_shared_values(_) -> bool:
     return all_to_all_fix.keeps_shared_shapes(jax.lax.all_to_all)
 
 
-def _sees_entered_meshes(_) -> bool:
-    return mesh_in_scope.JAX_RECORDS_MESHES
+def _is_ours(function: Callable) -> bool:
+    return function.__module__.startswith("shardformer.")
 
 
 def _knows_named_einsum(_) -> bool:
@@ -210,7 +209,7 @@ KEEPS_ITS_MEANING = {
     "jax.interpreters.ad.linearize": _accepts_separate_primals,
     "jax.lax.all_to_all": _exchanges_shared_values,
     "jax.lax.pswapaxes": _exchanges_shared_values,
-    "jax.lax.with_sharding_constraint": _sees_entered_meshes,
+    "jax.lax.with_sharding_constraint": _is_ours,
     "jax.numpy.einsum": _knows_named_einsum,
     **{f"jax.random.{name}": _knows_named_shapes for name in ("bernoulli", "normal", "truncated_normal", "uniform")},
     "jax.nn.initializers.variance_scaling": _knows_named_shapes,

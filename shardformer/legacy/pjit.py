@@ -8,6 +8,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardformer.legacy.mesh_in_scope import current_mesh
+from shardformer.legacy.migration import shard_map_helpers
 from shardformer.legacy.relocation import relocate
 
 NOT_GIVEN = object()
@@ -119,10 +120,7 @@ def with_sharding_constraint(x: Any, axis_resources: Any):
     shardings = _shardings(
         _replace_none(PartitionSpec(), axis_resources), _auto_mesh(current_mesh()), "with_sharding_constraint"
     )
-    return _jax_constraint(x, shardings)
-
-
-_jax_constraint = jax.lax.with_sharding_constraint  # before `install()` puts ours in its place
+    return shard_map_helpers.with_sharding_constraint(x, shardings)
 
 
 def lax_with_sharding_constraint(x: Any, shardings: Any):
@@ -132,7 +130,7 @@ def lax_with_sharding_constraint(x: Any, shardings: Any):
     def resolve(spec):
         return NamedSharding(mesh, spec) if mesh is not None and isinstance(spec, PartitionSpec) else spec
 
-    return _jax_constraint(x, jax.tree.map(resolve, shardings))
+    return shard_map_helpers.with_sharding_constraint(x, jax.tree.map(resolve, shardings))
 
 
 def _specs(side: str, resources: Any, shardings: Any):

@@ -16,9 +16,9 @@ import pytest
 from shardformer.legacy import install_options, removed_keywords, removed_names, replacements
 from shardformer.legacy.install import KEEPS_ITS_MEANING, _lacks, install, installed, uninstall
 
-# pjit and gensym stand in no dict; with_sharding_constraint changes once jax has dropped `with mesh:`.
+# pjit and gensym stand in no dict.
 IN_NO_DICT = {"jax.core.gensym", "jax.experimental.pjit.pjit"}
-CHANGED = set(KEEPS_ITS_MEANING) - IN_NO_DICT - {"jax.lax.with_sharding_constraint"}
+CHANGED = set(KEEPS_ITS_MEANING) - IN_NO_DICT
 OLD_CODE = """
 import jax
 import multiprocessing

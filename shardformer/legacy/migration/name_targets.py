@@ -14,8 +14,6 @@ _TREE_FUNCTIONS = ("all", "flatten", "leaves", "map", "reduce", "structure", "tr
 # By removed name, the dotted name of today.
 MOVED = {name: provider.replace(":", ".") for name, provider in RENAMED.items()} | {
     **{f"jax.Array.{method}": today for method, today in LOST_METHODS.items()},
-    "jax.experimental.pjit.with_sharding_constraint": "jax.lax.with_sharding_constraint",
-    "jax.experimental.with_sharding_constraint": "jax.lax.with_sharding_constraint",
     "jax.experimental.pjit.pjit": "jax.jit",
     **{f"jax.api.{name}": f"jax.{name}" for name in dir(jax) if not name.startswith("_")},
     "optax.additive_weight_decay": "optax.add_decayed_weights",
@@ -50,9 +48,14 @@ def _copied(provider: str) -> tuple[str, str]:
 
 
 # By removed name, the helper file and the name that it has there; "" for a whole module.
-IN_HELPERS = {f"jax.{name}": (HELPERS, name) for name in ("device_put_replicated", "device_put_sharded")} | {
-    name: _copied(provider) for name, (provider, _) in REWRITTEN.items() if _copied(provider)[0] in HELPER_FILES
-}
+IN_HELPERS = (
+    {f"jax.{name}": (HELPERS, name) for name in ("device_put_replicated", "device_put_sharded")}
+    | {
+        f"jax.experimental.{home}with_sharding_constraint": (HELPERS, "with_sharding_constraint")
+        for home in ("", "pjit.")
+    }
+    | {name: _copied(provider) for name, (provider, _) in REWRITTEN.items() if _copied(provider)[0] in HELPER_FILES}
+)
 WHOLE_MODULES = {name for name, (_, part) in IN_HELPERS.items() if not part}
 # Values, with the module that their text starts with.
 VALUES = {
