@@ -57,6 +57,14 @@ def lattice_join(x: ShapedArray | None, y: ShapedArray | None) -> ShapedArray:
     return ShapedArray(x.shape, x.dtype, weak_type=x.weak_type and y.weak_type)
 
 
+def raise_to_shaped(aval: Any, weak_type: bool | None = None) -> Any:
+    """Returns an abstract value without its concrete value: none has one today. weak_type: of the result, if given."""
+    return aval if weak_type is None else aval.update(weak_type=weak_type)
+
+
+raise_to_shaped_mappings: dict[type, Callable] = {}  # rules of types that a program defines; nothing asks for them
+
+
 def _define_zeros_like() -> Primitive:
     """Returns a primitive as `zeros_like_p` was; no function of jax binds it any more."""
     primitive = Primitive("zeros_like")

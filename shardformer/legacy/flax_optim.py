@@ -69,11 +69,50 @@ class OptimizerDef:
         return hyper_params.replace(**overrides) if overrides else hyper_params
 
     def create(self, target, focus=None) -> "Optimizer":
-        if focus is not None:
-            raise NotImplementedError(
-                "flax.optim got focus=, which shardformer.legacy does not put back; write optax.masked"
+        definition = self if focus is None else MultiOptimizer((focus, self))
+        return Optimizer(definition, definition.init_state(target), target)
+
+
+class MultiOptimizer(OptimizerDef):
+    """An optimizer for each part of the parameters, given as pairs of a flax Traversal and an optimizer.
+
+    Parameters of no part stay as they are, and have the state None.
+    """
+
+    def __init__(self, *parts):
+        super().__init__([optimizer.hyper_params for _, optimizer in parts])
+        self.parts = parts
+
+    def _owners(self, params) -> dict[int, int]:
+        """Returns the part of each parameter, both by number."""
+        tree: Any = jax.tree.structure(params)
+        numbers = tree.unflatten(range(tree.num_leaves))
+        found = [(leaf, part) for part, (focus, _) in enumerate(self.parts) for leaf in focus.iterate(numbers)]
+        if len(dict(found)) < len(found):
+            raise ValueError(f"MultiOptimizer got parts that overlap, as (parameter, part): {sorted(found)}")
+        return dict(found)
+
+    def init_state(self, params) -> OptimizerState:
+        tree: Any = jax.tree.structure(params)
+        leaves = tree.flatten_up_to(params)
+        states: list[Any] = [None] * len(leaves)
+        for leaf, part in self._owners(params).items():
+            states[leaf] = self.parts[part][1].init_param_state(leaves[leaf])
+        return OptimizerState(jnp.zeros((), jnp.int32), tree.unflatten(states))
+
+    def apply_gradient(self, hyper_params, params, state: OptimizerState, grads):
+        tree: Any = jax.tree.structure(params)
+        leaves = tree.flatten_up_to(params)
+        states, gradients = tree.flatten_up_to(state.param_states), tree.flatten_up_to(grads)
+        for leaf, part in self._owners(params).items():
+            leaves[leaf], states[leaf] = self.parts[part][1].apply_param_gradient(
+                state.step, hyper_params[part], leaves[leaf], states[leaf], gradients[leaf]
             )
-        return Optimizer(self, self.init_state(target), target)
+        return tree.unflatten(leaves), OptimizerState(state.step + 1, tree.unflatten(states))
+
+    def update_hyper_params(self, **overrides):
+        hyper_params = overrides.pop("hyper_params", self.hyper_params)
+        return [each.replace(**overrides) for each in hyper_params] if overrides else hyper_params
 
 
 @_pytree("optimizer_def")
@@ -304,6 +343,8 @@ class Adafactor(OptimizerDef):
 
 
 def __getattr__(name: str):
+    if name == "ModelParamTraversal":
+        return importlib.import_module("flax.traverse_util").ModelParamTraversal
     raise AttributeError(f"flax.optim.{name} was removed, and shardformer.legacy does not put it back; write optax")
 
 

@@ -6,7 +6,7 @@ A sampler draws its positional shape once for each index along the named axes, f
 import functools
 import inspect
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -56,6 +56,10 @@ class NamedShape(tuple):
 
     def __repr__(self):
         return f"NamedShape({', '.join([*map(str, self), *(f'{name}={size}' for name, size in self._named.items())])})"
+
+
+def as_named_shape(shape: Sequence[int]) -> NamedShape:
+    return shape if isinstance(shape, NamedShape) else NamedShape(*shape)
 
 
 def _taking_named_shapes(sampler: Callable) -> Callable:

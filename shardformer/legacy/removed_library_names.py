@@ -7,7 +7,6 @@ _OPTIMIZERS = {
     "AdaBelief": "optax.adabelief", "Adadelta": "optax.adadelta", "Adagrad": "optax.adagrad",
     "LARS": "optax.lars", "RMSProp": "optax.rmsprop",
     "DynamicScale": "flax.training.dynamic_scale.DynamicScale",
-    "MultiOptimizer": "optax.multi_transform", "ModelParamTraversal": "flax.traverse_util.ModelParamTraversal",
     "WeightNorm": "flax.linen.WeightNorm",
 }  # fmt: skip
 _TFP = "tensorflow_probability.substrates"

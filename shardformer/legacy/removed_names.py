@@ -83,6 +83,7 @@ RENAMED = {
     "jax.core.get_aval": "jax:typeof",
     "jax.core.source_info_util": "jax.extend.source_info_util",
     "jax.experimental.array.Array": "jax:Array",
+    "jax.experimental.array_api": "jax.numpy",
     "jax.experimental.export": "jax.export",
     "jax.experimental.layout.DeviceLocalLayout": "jax.experimental.layout:Layout",
     "jax.experimental.optix": "optax",
@@ -230,6 +231,11 @@ REWRITTEN = {
     "jax.interpreters.batching.BatchTracer": (
         "shardformer.legacy.core_functions:BatchTracer", "jax.core.Tracer"),
     "jax.interpreters.batching.not_mapped": ("shardformer.legacy.core_functions:not_mapped", "None"),
+    "jax.core.as_named_shape": ("shardformer.legacy.named_shapes:as_named_shape", "the shape itself"),
+    "jax.core.raise_to_shaped": (
+        "shardformer.legacy.core_functions:raise_to_shaped", "the abstract value itself, with its shape and dtype"),
+    "jax.core.raise_to_shaped_mappings": (
+        "shardformer.legacy.core_functions:raise_to_shaped_mappings", "nothing: no type needs such a rule"),
     "jax.core.NamedShape": ("shardformer.legacy.named_shapes:NamedShape", "a shape; fold_in axis_index for the names"),
     "jax.dlpack.to_dlpack": ("shardformer.legacy.replacements:to_dlpack", "x itself, or x.__dlpack__()"),
     "jax.lax.pdot": ("shardformer.legacy.named_products:pdot", "jax.numpy.einsum and jax.lax.psum"),
@@ -273,6 +279,13 @@ REWRITTEN = {
     "jax.sharding.PmapSharding": ("shardformer.legacy.pmap_shardings:PmapSharding", "jax.sharding.NamedSharding"),
     "jax.sharding.PositionalSharding": (
         "shardformer.legacy.positional_sharding:PositionalSharding", "jax.sharding.NamedSharding"),
+    **{
+        f"jax.{name}": ("shardformer.legacy.gspmd_sharding:GSPMDSharding", "jax.sharding.NamedSharding")
+        for name in (
+            "sharding.GSPMDSharding", "sharding.OpShardingSharding", "experimental.sharding.OpShardingSharding")
+    },
+    "jax.tools.colab_tpu.setup_tpu": (
+        "shardformer.legacy.replacements:setup_tpu", "delete it: a TPU runtime needs no setup"),
     "jax.experimental.x64_context.enable_x64": ("shardformer.legacy.replacements:enable_x64", "jax.enable_x64(True)"),
     "jax.experimental.x64_context.disable_x64": (
         "shardformer.legacy.replacements:disable_x64", "jax.enable_x64(False)"),
@@ -318,7 +331,9 @@ REWRITTEN = {
             "Adam": "optax.adam, or optax.adamw with weight_decay",
             "GradientDescent": "optax.sgd",
             "LAMB": "optax.lamb",
+            "ModelParamTraversal": "flax.traverse_util.ModelParamTraversal",
             "Momentum": "optax.sgd with momentum",
+            "MultiOptimizer": "optax.multi_transform",
             "Optimizer": "optax, and flax.training.train_state.TrainState",
             "OptimizerDef": "optax.GradientTransformation",
             "OptimizerState": "the state of an optax transformation",
@@ -368,6 +383,7 @@ MODULES = (
     "jax.experimental.maps",
     "jax.experimental.x64_context",
     "jax.lib.xla_bridge",
+    "jax.tools.colab_tpu",
 )
 
 

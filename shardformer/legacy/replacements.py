@@ -27,6 +27,10 @@ def disable_x64():
     return jax.enable_x64(False)
 
 
+def setup_tpu(tpu_driver_version: str | None = None) -> None:
+    """Does nothing: jax finds the TPU of a notebook by itself."""
+
+
 def tie_in(x, y):
     return y
 

@@ -106,6 +106,37 @@ def test_step_without_a_learning_rate_is_rejected():
         take_steps(flax_optim.Adam())
 
 
+class Part:
+    """A Traversal of flax over the parameters of some names."""
+
+    def __init__(self, *names):
+        self.names = names
+
+    def iterate(self, inputs):
+        yield from (inputs[name] for name in sorted(inputs) if name in self.names)
+
+
+def test_each_part_is_trained_by_its_optimizer():
+    adam, momentum = DEFINITIONS["Adam"](), DEFINITIONS["Momentum"]()
+    both = take_steps(flax_optim.MultiOptimizer((Part("w"), adam), (Part("b"), momentum)))
+    np.testing.assert_allclose(both.target["w"], take_steps(adam).target["w"], rtol=1e-6)
+    np.testing.assert_allclose(both.target["b"], take_steps(momentum).target["b"], rtol=1e-6)
+    assert int(both.state.step) == 3
+
+
+def test_a_parameter_of_no_part_stays():
+    with_focus = flax_optim.GradientDescent(0.5).create({"b": jnp.ones(2), "w": jnp.ones(2)}, focus=Part("w"))
+    new = with_focus.apply_gradient({"b": jnp.ones(2), "w": jnp.ones(2)}, hyper_params=[flax_optim._Rate(1.0)])
+    assert (new.target["b"].tolist(), new.target["w"].tolist()) == ([1, 1], [0, 0])
+    assert new.state.param_states["b"] is None
+
+
+def test_parts_that_overlap_are_rejected():
+    definition = flax_optim.MultiOptimizer((Part("w", "b"), DEFINITIONS["Adam"]()), (Part("b"), DEFINITIONS["LAMB"]()))
+    with pytest.raises(ValueError, match="parts that overlap"):
+        definition.create({"b": jnp.ones(2), "w": jnp.ones(2)})
+
+
 def test_install_completes_flax_when_it_is_imported(flax_folder, capsys):
     with installed():
         assert "flax" not in sys.modules

@@ -1,0 +1,68 @@
+"""Names of notebooks, of named shapes, of layouts and of abstract values that `install()` puts back."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxlib import xla_client
+
+from shardformer.legacy.gspmd_sharding import GSPMDSharding
+from shardformer.legacy.install import installed
+from shardformer.legacy.removed_uses import find_removed_uses
+
+MESH = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
+NOTEBOOK = """
+import jax.tools.colab_tpu
+jax.tools.colab_tpu.setup_tpu()
+from jax.experimental import array_api as xp
+import jax.experimental.array_api
+from jax.core import as_named_shape, raise_to_shaped, raise_to_shaped_mappings
+from jax.sharding import GSPMDSharding
+from jax.experimental.sharding import OpShardingSharding
+assert xp.__array_api_version__ and jax.experimental.array_api.sum is jax.numpy.sum
+"""
+
+
+def test_a_notebook_finds_the_names_while_installed_and_only_then():
+    with installed():
+        exec(NOTEBOOK, {})
+    with pytest.raises(ImportError):
+        exec(NOTEBOOK, {})
+
+
+def test_check_lists_the_names_as_covered():
+    uses = find_removed_uses(NOTEBOOK)
+    assert {use.status for use in uses} == {"covered"}
+    assert {"jax.tools.colab_tpu.setup_tpu", "jax.core.raise_to_shaped", "jax.sharding.GSPMDSharding"} <= {
+        use.name for use in uses}  # fmt: skip
+
+
+def test_shapes_and_abstract_values_are_what_they_were():
+    with installed():
+        named = jax.core.as_named_shape((2, 3))
+        assert (named, named.rank, list(named.names)) == ((2, 3), 2, [])
+        assert jax.core.as_named_shape(named) is named
+        assert jax.random.normal(jax.random.PRNGKey(0), named).shape == (2, 3)
+        aval = jax.core.ShapedArray((2,), jnp.float32)
+        assert jax.core.raise_to_shaped(aval) is aval
+        assert jax.core.raise_to_shaped(aval, weak_type=True).weak_type
+        assert not aval.weak_type
+
+
+@pytest.mark.parametrize("spec", [("a", "b"), ("b", "a"), (("a", "b"),), (None, "b"), (("b", "a"), None), ("a",), ()])
+def test_a_layout_of_xla_is_a_named_sharding(spec):
+    """jax's own sharding, written as XLA writes it, comes back with the same parts on the same devices."""
+    own = NamedSharding(MESH, PartitionSpec(*spec))
+    description = own._to_xla_hlo_sharding(2)
+    for given in (description, description.to_proto()):
+        result = GSPMDSharding(list(MESH.devices.flat), given)
+        assert result.devices_indices_map((8, 16)) == own.devices_indices_map((8, 16))
+
+
+def test_replicated_layouts_are_made_by_name():
+    devices = jax.devices()[:2]
+    replicated = GSPMDSharding.get_replicated(devices)
+    assert replicated.is_fully_replicated
+    assert GSPMDSharding(devices, xla_client.HloSharding.replicate()) == replicated
+    assert not isinstance(replicated, GSPMDSharding)
