@@ -10,13 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 
-from shardformer.legacy import frozen_dicts
+from shardformer.legacy import frozen_dicts, missing_packages
 
 # What Python says where a script calls one of them, and the advice.
 ADVICE = {
     "'dict' object has no attribute 'unfreeze'": frozen_dicts.ADVICE,
     "incompatible devices for jitted computation": "jax: the result of a pmap met arrays on one device up to jax 0.4; "
     "today write jax.device_put(x, device) around it, or around the other",
+    "has no attribute 'max_model_input_sizes'": "transformers: pip install 'transformers<4.40'; today it is the "
+    "tokenizer's model_max_length",
     "Device' object is not callable": "jax: x.device() is x.device today, without the parentheses",
     "Sharding' object is not callable": "jax: x.device() of an array on several devices is x.devices() today",
 }
@@ -41,6 +43,8 @@ def put_back(stack: contextlib.ExitStack) -> None:
 
 def advise(error: BaseException) -> None:
     """Adds to an error what today's way is, where it comes of a member that cannot be put back."""
+    if isinstance(error, ModuleNotFoundError) and (line := missing_packages.advice(error.name or "")):
+        error.add_note(f"{error.name} is not installed: {line}")
     for words, advice in ADVICE.items():
         if isinstance(error, AttributeError | TypeError | ValueError) and words in str(error):
             error.add_note(advice)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardformer.errors import UsageError
-from shardformer.legacy import installed_libraries, notebooks
+from shardformer.legacy import installed_libraries, missing_packages, notebooks
 from shardformer.legacy.removed_uses import COVERED, NOT_PUT_BACK, find_removed_uses
 from shardformer.legacy.silent_uses import Findings, find_silent_changes, relevant_uses
 from shardformer.tables import escape, format_table
@@ -28,6 +28,7 @@ class Use(NamedTuple):
 class _FileReport(NamedTuple):
     uses: list[Use]
     silent: Findings
+    missing: list[tuple[int, str]]  # the line and the package
     places: list[str]  # of each line
 
 
@@ -48,6 +49,8 @@ def check(paths: Iterable[Path]) -> int:
         _print_table(uses, ["place", "name", "status", "today"])
     if silent:
         _print_table(silent, ["place", "name", "since: the result; the old one"])
+    if missing := _missing_packages(reports):
+        _print_table(missing, ["place", "package", "not installed"])
     print(_summary(files, uses, len(silent)))
     return 0 if all(use.status == COVERED for use in uses) else 1
 
@@ -65,6 +68,15 @@ def _silent_lines(tree: list[_FileReport]) -> list[tuple[str, str, str]]:
         for report, result in zip(tree, relevant, strict=True)
         for use in result
     ]
+
+
+def _missing_packages(reports: list[list[_FileReport]]) -> list[tuple[str, str, str]]:
+    """Returns the first place of each package that a tree imports and that is not installed, and how to install it."""
+    first: dict[str, str] = {}
+    for report in (report for tree in reports for report in tree):
+        for line, package in report.missing:
+            first.setdefault(package, report.places[line - 1])
+    return [(place, package, missing_packages.advice(package)) for package, place in sorted(first.items())]
 
 
 def _summary(files: list[Path], uses: list[Use], silent: int) -> str:
@@ -116,14 +128,14 @@ def _report_on(file: Path) -> _FileReport:
 
 
 def _unread(use: Use) -> _FileReport:
-    return _FileReport([use], find_silent_changes(""), [])
+    return _FileReport([use], find_silent_changes(""), [], [])
 
 
 def _report_on_module(file: Path) -> _FileReport:
     source = file.read_bytes()
     uses = [Use(f"{file}:{use.line}", *use[1:]) for use in find_removed_uses(source)]
     places = [f"{file}:{line}" for line in range(1, source.count(b"\n") + source.count(b"\r") + 2)]
-    return _FileReport(uses, find_silent_changes(source), places)
+    return _FileReport(uses, find_silent_changes(source), list(missing_packages.missing_imports(source)), places)
 
 
 def _report_on_notebook(file: Path) -> _FileReport:
@@ -131,7 +143,8 @@ def _report_on_notebook(file: Path) -> _FileReport:
     places = [f"{file}: {location}" for location in notebook.places]
     uses = [Use(places[use.line - 1], *use[1:]) for use in find_removed_uses(notebook.source)]
     uses += [_not_python(f"{file}: {location}", why) for location, why in notebook.broken]
-    return _FileReport(uses, find_silent_changes(notebook.source), places)
+    missing = list(missing_packages.missing_imports(notebook.source))
+    return _FileReport(uses, find_silent_changes(notebook.source), missing, places)
 
 
 def _not_python(location: str, why: str) -> Use:

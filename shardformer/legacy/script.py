@@ -27,7 +27,7 @@ def run(script: str, arguments: list[str], verbose: bool = False, **options: boo
     _keep_frozen_dicts(Path(script))
     report = install(**options)
     print(report if verbose else short_report(), file=sys.stderr)
-    warnings.filterwarnings("ignore", "`with mesh:`", DeprecationWarning)  # unedited code cannot write it otherwise
+    _ignore_warnings()
     sys.argv = [script, *arguments]
     sys.path[0] = os.path.dirname(os.path.realpath(script))
     path = os.path.abspath(script)
@@ -40,6 +40,13 @@ def run(script: str, arguments: list[str], verbose: bool = False, **options: boo
         error.__traceback__ = _from_script(error.__traceback__, path)
         sys.excepthook(type(error), error, error.__traceback__)
         raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1) from None
+
+
+def _ignore_warnings() -> None:
+    """Ignores warnings about what unedited code cannot write otherwise."""
+    warnings.filterwarnings("ignore", "`with mesh:`", DeprecationWarning)
+    # jax.host_count and its siblings, as long as jax has them: "jax.process_count has been renamed to ...".
+    warnings.filterwarnings("ignore", r"jax\.process_\w+ has been renamed to", UserWarning)
 
 
 def _keep_frozen_dicts(script: Path) -> None:
