@@ -11,12 +11,14 @@ import numpy as np
 from jax.extend.core import Primitive
 
 from shardformer.legacy import frozen_dicts, missing_packages
+from shardformer.legacy.lost_names import FLAX_MODELS
 
 # What Python says where a script calls one of them, and the advice.
 ADVICE = {
     "'dict' object has no attribute 'unfreeze'": frozen_dicts.ADVICE,
     "incompatible devices for jitted computation": "jax: the result of a pmap met arrays on one device up to jax 0.4; "
     "today write jax.device_put(x, device) around it, or around the other",
+    "cannot import name 'Flax": f"transformers: install {FLAX_MODELS}",
     "has no attribute 'max_model_input_sizes'": "transformers: pip install 'transformers<4.40'; today it is the "
     "tokenizer's model_max_length",
     "Device' object is not callable": "jax: x.device() is x.device today, without the parentheses",
@@ -46,7 +48,7 @@ def advise(error: BaseException) -> None:
     if isinstance(error, ModuleNotFoundError) and (line := missing_packages.advice(error.name or "")):
         error.add_note(f"{error.name} is not installed: {line}")
     for words, advice in ADVICE.items():
-        if isinstance(error, AttributeError | TypeError | ValueError) and words in str(error):
+        if isinstance(error, AttributeError | ImportError | TypeError | ValueError) and words in str(error):
             error.add_note(advice)
 
 

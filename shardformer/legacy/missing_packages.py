@@ -4,30 +4,17 @@ import ast
 import importlib.util
 from collections.abc import Iterator
 
-# By imported name, what pip installs: often an older release, whose names the scripts use.
-PACKAGES = {
-    "cloudpickle": "cloudpickle",
-    "datasets": "datasets",
-    "einops": "einops",
-    "fabric": "fabric",
-    "fastapi": "fastapi",
-    "flask": "flask",
-    "flax": "flax",
-    "ftfy": "ftfy",
-    "func_timeout": "func_timeout",
+from shardformer.legacy.lost_names import FLAX_MODELS, flax_model
+
+_UNDER_THEIR_NAMES = """
+cloudpickle datasets einops fabric fastapi flask flax ftfy func_timeout lm_dataformat ml_collections pathy ray torch
+tqdm transformers uvicorn wandb zstandard
+"""
+# By imported name, what pip installs.
+PACKAGES = {name: name for name in _UNDER_THEIR_NAMES.split()} | {
     "google.cloud": "google-cloud-storage",
-    "lm_dataformat": "lm_dataformat",
-    "lm_eval": "'lm_eval<0.4'",
-    "ml_collections": "ml_collections",
-    "pathy": "pathy",
-    "ray": "ray",
+    "lm_eval": "'lm_eval<0.4'",  # the scripts use lm_eval.base
     "smart_open": "'smart_open[gcs]'",
-    "torch": "torch",
-    "tqdm": "tqdm",
-    "transformers": "transformers",
-    "uvicorn": "uvicorn",
-    "wandb": "wandb",
-    "zstandard": "zstandard",
 }
 # What else to know about one.
 REMARKS = {
@@ -44,7 +31,9 @@ def package_of(name: str) -> str | None:
 
 
 def advice(name: str) -> str:
-    """Returns how to install a package of the table; "" for any other."""
+    """Returns how to install a package of the table, or what replaces a Flax model; "" for any other name."""
+    if flax_model(name) is not None:
+        return FLAX_MODELS
     package = package_of(name)
     if package is None:
         return ""

@@ -8,6 +8,7 @@ import pytest
 
 from shardformer.__main__ import main
 from shardformer.legacy import array_members, missing_packages, script
+from shardformer.legacy.lost_names import FLAX_MODELS
 from shardformer.legacy.missing_packages import PACKAGES, REMARKS, missing_imports
 
 SOURCE = "import os, ray\nfrom google.cloud import storage\nfrom smart_open import open\nfrom . import wandb\n"
@@ -47,6 +48,7 @@ def test_check_names_each_package_once_and_passes(nothing_installed, tmp_path, c
     [
         ("wandb", "wandb is not installed: pip install wandb (WANDB_MODE=disabled runs it without an account)"),
         ("google.cloud.storage", "google.cloud.storage is not installed: pip install google-cloud-storage"),
+        ("transformers.modeling_flax_utils", f"transformers.modeling_flax_utils is not installed: {FLAX_MODELS}"),
         ("their_own_module", None),
     ],
 )
@@ -54,6 +56,13 @@ def test_error_says_how_to_install(name, note):
     error = ModuleNotFoundError(f"No module named {name!r}", name=name)
     array_members.advise(error)
     assert getattr(error, "__notes__", [None])[-1] == note
+
+
+def test_error_about_a_flax_model_says_what_has_it():
+    for name, advised in (("FlaxGPT2Model", True), ("GPT2Model", False)):
+        error = ImportError(f"cannot import name {name!r} from 'transformers'")
+        array_members.advise(error)
+        assert hasattr(error, "__notes__") == advised
 
 
 def test_remarks_are_about_packages_of_the_table():
