@@ -10,6 +10,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -120,8 +121,12 @@ def _jax_resources():
         return getattr(pxla, "thread_resources", None)
 
 
-# jax's functions look up the entered mesh, as long as jax has `with mesh:`.
-JAX_RECORDS_MESHES = hasattr(Mesh, "__enter__")
+def _jax_records_meshes() -> bool:
+    """Returns True as long as jax has `with mesh:`, whose mesh its functions look up, and allows it."""
+    return _jax_enter is not None and not getattr(jax.config, "jax_disallow_mesh_context_manager", False)
+
+
+_jax_enter, _jax_exit = getattr(Mesh, "__enter__", None), getattr(Mesh, "__exit__", None)
 
 
 def _record_entered_meshes() -> None:
@@ -129,17 +134,16 @@ def _record_entered_meshes() -> None:
 
     jax may drop `Mesh.__enter__` and its record of the mesh at any release: both are deprecated.
     """
-    jax_enter, jax_exit = getattr(Mesh, "__enter__", None), getattr(Mesh, "__exit__", None)
 
     def enter(self):
-        if jax_enter is not None:
-            jax_enter(self)
+        if _jax_records_meshes():
+            _jax_enter(self)
         thread_resources.enter(self)
         return self
 
     def leave(self, *error):
         thread_resources.leave()
-        return jax_exit(self, *error) if jax_exit is not None else False
+        return _jax_exit(self, *error) if _jax_records_meshes() else False
 
     def decorate(self, function):
         @functools.wraps(function)

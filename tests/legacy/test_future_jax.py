@@ -5,7 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from shardformer.legacy import installed, mesh_in_scope, xmap
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -41,3 +46,22 @@ def test_plugin_removes_the_parts_from_jax():
     code += "shardformer.legacy.install(); print(dict(pxla.thread_resources.env.shape))\n"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.stdout.splitlines() == ["False False False", "True True", "{}"], done.stderr
+
+
+@pytest.fixture
+def no_mesh_contexts():
+    jax.config.update("jax_disallow_mesh_context_manager", True)
+    yield
+    jax.config.update("jax_disallow_mesh_context_manager", False)
+
+
+def test_a_mesh_is_entered_where_jax_disallows_it(no_mesh_contexts):
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    with installed(), mesh:
+        total = xmap(lambda x: jax.lax.psum(x, "i"), ["i", ...], [...], axis_resources={"i": "x"})(np.ones((2, 3)))
+        split = jax.jit(lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec("x")))(total[:2])
+    assert total.tolist() == [2, 2, 2]
+    assert split.sharding.spec == PartitionSpec("x")
+    assert mesh_in_scope.current_mesh() is None
+    with pytest.raises(RuntimeError, match="disabled"):
+        mesh_in_scope._jax_enter(mesh)
