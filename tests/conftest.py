@@ -70,8 +70,11 @@ LONG_FILES = (
 
 LEGACY = "tests/legacy/"
 LEGACY_IN_SHORT_TIER = tuple(
-    f"tests/legacy/test_{name}.py" for name in ("xmap", "xmap_messages", "check", "gradient_programs")
-)
+    f"tests/legacy/test_{name}.py"
+    for name in (
+        "after_import", "check", "constraint", "flax_names", "gradient_programs", "missing_packages", "pmap_uses",
+        "removed_parts", "xmap", "xmap_messages")
+)  # fmt: skip
 
 
 def pytest_addoption(parser):
