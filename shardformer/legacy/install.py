@@ -259,6 +259,9 @@ def _set_options(legacy_random: bool, strict: bool) -> None:
     _options.close()
     _options.callback(setattr, install_options, "strict", install_options.strict)
     install_options.strict = strict
+    # Unedited code passes keys of jax.random.PRNGKey, which a later jax may reject by default.
+    _options.callback(jax.config.update, "jax_legacy_prng_key", jax.config.jax_legacy_prng_key)  # type: ignore[attr-defined]
+    jax.config.update("jax_legacy_prng_key", "allow")
     if legacy_random:
         before = jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]  # jax adds options as attributes
         _options.callback(jax.config.update, "jax_threefry_partitionable", before)

@@ -98,3 +98,14 @@ def test_arrays_are_whole_whatever_haiku_sets():
         exec(f"from jax.experimental import maps\n{from_old_haiku}", {})
     with pytest.raises(ImportError):
         exec("from jax.experimental import maps", {})
+
+
+def test_old_keys_are_allowed_while_installed():
+    jax.config.update("jax_legacy_prng_key", "error")
+    try:
+        with installed():
+            assert jax.random.split(jax.random.PRNGKey(0)).shape == (2, 2)
+        with pytest.raises(ValueError, match="Legacy uint32 key"):
+            jax.random.split(jax.random.PRNGKey(0))
+    finally:
+        jax.config.update("jax_legacy_prng_key", "allow")
