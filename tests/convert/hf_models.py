@@ -3,6 +3,7 @@
 `python -m tests.convert.hf_models` writes goldens/hf: weights in bfloat16, logits in float32, a greedy continuation.
 """
 
+import copy
 import json
 import sys
 from pathlib import Path
@@ -481,7 +482,8 @@ def make_model(name: str, seed: int = 0, wrapper: str = "", **changes):
     import transformers
 
     family, options = MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**options | changes)
+    settings = copy.deepcopy(options | changes)  # transformers writes into the dictionaries of rope_parameters
+    config = getattr(transformers, f"{family}Config")(**settings)
     if wrapper:
         config = getattr(transformers, f"{wrapper}Config")(text_config=config.to_dict(), **WRAPPER)
     torch.manual_seed(seed)
