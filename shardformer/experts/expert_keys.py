@@ -64,7 +64,7 @@ class ExpertKeys(KeyGroup):
         needs="experts",
     )
     router_scale: float = key(
-        1.0, "factor on the gates of a token's experts, as DeepSeek-V3", least=0, fixed=True, needs="experts"
+        1.0, "factor on the gates of a token's experts, as DeepSeek-V3", fixed=True, needs="experts"
     )
     balance_loss: float = key(
         0.0,

@@ -226,6 +226,7 @@ def or_code(name: str) -> str:
         *(({name: -1}, f"{name} must not be negative, got -1")
           for name in ("experts", "dense_first", "shared_width", "balance_loss", "router_z_loss", "balance_rate")),
         ({"experts_per_token": 0}, "experts_per_token must be at least 1, got 0"),
+        ({"experts": 4, "bias": "none", "router_scale": 0.0}, "router_scale must be above 0, got 0.0"),
         ({"expert_width": 0}, "expert_width must be at least 1, or auto, got 0"),
         ({"zero": "3"}, "zero is one of 0, 1, 3; got '3'; give 3 without quotes"),
         ({"experts": 10**9}, "experts must be below 100001, got 1000000000"),
