@@ -10,7 +10,7 @@ from shardformer.kernels.blockwise_attention import Blocks
 from shardformer.kernels.fused_attention import Kernel
 from shardformer.layout import resolve
 from shardformer.layout.attention_limits import Rows, reason_against_kernel
-from shardformer.layout.choose_attention import choose_attention
+from shardformer.layout.choose_attention import choose_attention, without_kernel
 from shardformer.layout.choose_context import EXCHANGE, choose_ring_or_gather, find_waits, reason_against_ring
 from shardformer.layout.choose_layers import Loop
 from shardformer.parallel.ring_attention import Gathered, Ring
@@ -177,3 +177,15 @@ def test_show_prints_the_choice_and_its_reason():
     shown = format_choices(shared.tiny(**FEW_KEYS | {"batch": 2, "seq": 65_536, "d_model": 1024}))
     assert "gather, blocks of 128 tokens  keys and values of complete rows take 1 times" in shown
     assert "ring, blocks of 128 tokens    a layer waits" in shown
+
+
+def test_split_context_without_a_kernel_is_in_blocks():
+    """A trace without the device: the ring's kernel becomes a ring of blocks, and plain attention stays."""
+    on_tpu = shared.tiny(**KERNEL | {"seq": 4096, "mesh": "dp1.cp2.mp1", "context_parallel": "ring"})
+    layout = resolve(on_tpu, TPU)
+    ring = without_kernel(layout.attention, on_tpu, layout.rows)
+    assert layout.attention.uses_kernel
+    assert isinstance(ring, Ring)
+    assert not ring.uses_kernel
+    plain = chosen(shared.tiny(mesh="1x1"), CPU, 16)
+    assert without_kernel(plain, shared.tiny(mesh="1x1"), Rows(16)) is plain
