@@ -40,7 +40,7 @@ def parse_preset(arguments: list[str]) -> Config:
 
 def check_preset(arguments: list[str]) -> None:
     """Rejects wrong words of 'PRESET key=value ...'; whatever else `train` takes, it checks itself."""
-    if not any(word.startswith(("--resume", "base=", "task=", "teacher=")) for word in arguments):
+    if not any(word.startswith(("--resume", "base=")) for word in arguments):
         parse_preset(arguments)
 
 

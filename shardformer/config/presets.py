@@ -68,12 +68,12 @@ def gptj_6b_finetune() -> Config:
 
 
 def gpt2() -> Config:
-    """Returns GPT-2 of 124M parameters as nanoGPT trains it: 10 billion tokens in batches of half a million."""
+    """Returns GPT-2 of 124M parameters as build-nanogpt trains it: 10 billion tokens, batches of half a million."""
     return Config.of(
         layers=12, d_model=768, heads=12, seq=1024, batch=512, vocab=50257, steps=19_073,
         block="sequential", positions="learned", bias="all", head_bias=False, tied=True,
         vocab_multiple=128,  # a TPU multiplies tiles of 128 columns
-        dtype="bfloat16", lr=6e-4, lr_min=6e-5, warmup=700, beta2=0.95,
+        dtype="bfloat16", lr=6e-4, lr_min=6e-5, warmup=715, beta2=0.95,
     )  # fmt: skip
 
 
@@ -116,11 +116,11 @@ def qwen3_0_6b() -> Config:
 
 
 def smollm2_135m() -> Config:
-    """Returns SmolLM2 135M with its authors' rate and initial values; 2.7 billion tokens in place of 2 trillion."""
+    """Returns SmolLM2 135M with its authors' peak rate; 2.6 billion tokens in place of their 2 trillion."""
     return _llama().replace(
         layers=30, d_model=576, heads=9, kv_heads=3, d_ff=1536, seq=2048, batch=256, vocab=49_152, steps=5000,
         warmup=500, rotary_theta=100_000.0, tied=True, lr=3e-3, lr_min=0.0,
-        init_std=None,  # 1 / sqrt(fan in): theirs is 0.0417, which is 1 / sqrt(576)
+        init_std=0.0417,  # theirs: 1 / sqrt(576)
     )  # fmt: skip
 
 

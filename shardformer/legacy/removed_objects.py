@@ -34,7 +34,7 @@ ResourceSet = Hashable | tuple[Hashable, ...]
 
 
 class _PositionalSemantics(enum.Enum):
-    """Whether an array was a part or the whole: today it is always the whole."""
+    """The two meanings of an array, a part or the whole: today it is always the whole."""
 
     LOCAL = 0
     GLOBAL = 1

@@ -183,7 +183,7 @@ def test_layer_is_that_of_numpy(case):
 
 
 def test_compiled_layer_is_that_of_numpy():
-    """Of the cases, integration tests compile the others as models."""
+    """One case: integration tests compile the others as models."""
     got = apply_layer("adapters", run=sharded.compile_on_mesh)
     assert asserts.relative(got, apply_in_numpy("adapters")) < 1e-6
 

@@ -152,6 +152,17 @@ def share_rotating(c: Config) -> float:
     return share if int(c.model.head_size * share) == c.model.rotary_size else math.nextafter(share, 1)
 
 
+def write_partial_rotary(c: Config) -> dict:
+    """Returns their keys of rotary positions in heads of which a share rotates."""
+    share = share_rotating(c)
+    return {
+        # Libraries of before `rope_parameters` read the older names.
+        "rope_theta": c.model.rotary_theta,
+        "partial_rotary_factor": share,
+        "rope_parameters": write_rope(c) | {"partial_rotary_factor": share},
+    }
+
+
 def _format_exactly(number: float) -> str:
     """Formats a number as short as possible without rounding it."""
     short = f"{number:g}"

@@ -11,8 +11,7 @@ from shardformer.convert.families.family import (
     Family,
     read_activation,
     read_partial_rotary,
-    share_rotating,
-    write_rope,
+    write_partial_rotary,
 )
 from shardformer.convert.families.hf_qwen2 import list_qkv_biases
 from shardformer.convert.families.layout import Stored, half_split, head, linear, norm, plain, table
@@ -31,12 +30,7 @@ def _read(theirs: dict) -> dict:
 
 
 def _write(c: Config) -> dict:
-    share = share_rotating(c)
-    return {
-        # Libraries of before `rope_parameters` read the older names.
-        "rope_theta": c.model.rotary_theta,
-        "partial_rotary_factor": share,
-        "rope_parameters": write_rope(c) | {"partial_rotary_factor": share},
+    return write_partial_rotary(c) | {
         "num_key_value_heads": c.model.key_value_heads,
         "hidden_act": TO_ACTIVATIONS[c.model.activation],
     }
