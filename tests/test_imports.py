@@ -29,6 +29,7 @@ LAYERS = (
     ("analysis", "convert", "legacy"),
     ("start_messages",),
     ("session",),
+    ("sweep",),
     ("bench", "course"),
     ("cli",),
     ("__main__",),
@@ -265,8 +266,9 @@ def expensive_imports(code: str) -> set[str]:
         "from shardformer.__main__ import main\nmain(['train', '--help'])",
         "from shardformer.__main__ import main\nassert main(['train', 'tiny', 'lrr=3']) == 2",
         "from shardformer.__main__ import main\nassert main(['train', 'tiny', 'mesh=3x2']) == 2",
+        "from shardformer.__main__ import main\nassert main(['sweep', 'tiny', 'lr=1,x']) == 2",
     ],
-    ids=["import", "help", "help of train", "wrong key", "wrong mesh"],
+    ids=["import", "help", "help of train", "wrong key", "wrong mesh", "wrong value of a sweep"],
 )
 def test_what_is_answered_at_once_imports_no_jax(code):
     assert expensive_imports(code) == set()

@@ -5,12 +5,20 @@ from shardformer.checkpoint.folders import list_steps, newest_step_folder, prune
 from shardformer.checkpoint.restoring import StoredLeaf, keep_as_read, restore, verify
 from shardformer.checkpoint.saver import Saver, save, save_snapshot
 from shardformer.checkpoint.snapshot import Snapshot, take_snapshot
-from shardformer.checkpoint.store import Damaged, FolderLost, Lock
+from shardformer.checkpoint.store import Damaged, FolderLost, FolderTaken, Lock
 from shardformer.checkpoint.stores import lock_folder
 
-__all__ = ["Damaged", "FolderLost", "Lock", "Saver", "Snapshot", "StoredLeaf", "keep_as_read", "list_steps"]
-__all__ += [
+__all__ = [
+    "Damaged",
+    "FolderLost",
+    "FolderTaken",
+    "Lock",
+    "Saver",
+    "Snapshot",
+    "StoredLeaf",
     "describe_no_run",
+    "keep_as_read",
+    "list_steps",
     "lock_folder",
     "newest_step_folder",
     "prune",
@@ -22,5 +30,5 @@ __all__ += [
     "set_aside",
     "step_folder",
     "take_snapshot",
+    "verify",
 ]
-__all__ += ["verify"]

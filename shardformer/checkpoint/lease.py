@@ -12,8 +12,8 @@ import time
 
 from shardformer.checkpoint.lock import NAME
 from shardformer.checkpoint.lock_owner import Owner, is_known_dead, parse_owner, this_process
-from shardformer.checkpoint.store import FolderLost, Lock, LockTimes
-from shardformer.errors import RunError, UsageError
+from shardformer.checkpoint.store import FolderLost, FolderTaken, Lock, LockTimes
+from shardformer.errors import RunError
 from shardformer.messages import log
 from shardformer.storage import BucketPath, bucket
 
@@ -101,7 +101,7 @@ class Lease(Lock):
         try:
             self._version = bucket.swap(self._path, make_record(self._name), version)
         except bucket.ChangedError:
-            raise UsageError(f"another run has just begun in {self._out}; give this one another out=") from None
+            raise FolderTaken(f"another run has just begun in {self._out}; give this one another out=") from None
 
     def _wait_until_released(self, owner: Owner, version: bucket.Version) -> bucket.Version:
         """Returns the version of the record to replace: the expired one, or the one that released the folder."""
@@ -114,7 +114,7 @@ class Lease(Lock):
             if current != version and not holder.host:
                 return current
             if current != version:
-                raise UsageError(f"{self._out} is in use by {owner}; stop that run, or give this one another out=")
+                raise FolderTaken(f"{self._out} is in use by {owner}; stop that run, or give this one another out=")
         return version
 
     def _read_owner(self) -> tuple[Owner, bucket.Version]:

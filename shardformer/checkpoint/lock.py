@@ -15,8 +15,8 @@ from pathlib import Path
 
 from shardformer import files
 from shardformer.checkpoint.lock_owner import Owner, is_known_dead, parse_owner, this_process
-from shardformer.checkpoint.store import FolderLost, Lock, LockTimes
-from shardformer.errors import RunError, UsageError
+from shardformer.checkpoint.store import FolderLost, FolderTaken, Lock, LockTimes
+from shardformer.errors import RunError
 from shardformer.messages import log
 
 NAME = ".lock"
@@ -111,18 +111,18 @@ def _lock(descriptor: int, path: Path, times: LockTimes) -> None:
     if is_same_host and owner[2:4] != here[2:4]:  # before a restart, or in another container or machine of this name
         _wait_until_stale(descriptor, path, owner, times)
         return
-    raise UsageError(
+    raise FolderTaken(
         f"{path.parent} was in use by {owner} {age:.0f} s ago; stop that run first. "
         f"If it is dead, wait {times.expire} s or delete {path}"
     )
 
 
-def _in_use(path: Path, owner: Owner) -> UsageError:
-    return UsageError(f"{path.parent} is in use by {owner}; stop that run, or give this one another out=")
+def _in_use(path: Path, owner: Owner) -> FolderTaken:
+    return FolderTaken(f"{path.parent} is in use by {owner}; stop that run, or give this one another out=")
 
 
 def _wait_until_stale(descriptor: int, path: Path, owner: Owner, times: LockTimes) -> None:
-    """Waits until the lock is stale; raises UsageError if its run renews it meanwhile."""
+    """Waits until the lock is stale; raises FolderTaken if its run renews it meanwhile."""
     log.info(
         f"{path.parent} was last used by {owner}, before a restart or on another machine of this name: "
         f"waiting up to {times.expire} s to see whether that run is still alive"

@@ -14,7 +14,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from shardformer.errors import RunError
+from shardformer.errors import RunError, UsageError
 from shardformer.storage import BucketPath
 
 Location = Path | BucketPath
@@ -35,6 +35,10 @@ class FolderLost(RunError):
         self.moved_to = moved_to
 
 
+class FolderTaken(UsageError):
+    """Another run uses the run folder, or has trained in it."""
+
+
 class LockTimes(NamedTuple):
     """The times of a run folder's lock, in seconds."""
 
@@ -44,7 +48,7 @@ class LockTimes(NamedTuple):
 
 
 class Lock(abc.ABC):
-    """The lock of a run folder: entering raises UsageError if another run uses the folder, leaving releases it."""
+    """The lock of a run folder: entering raises FolderTaken if another run uses the folder, leaving releases it."""
 
     @abc.abstractmethod
     def __enter__(self) -> "Lock": ...

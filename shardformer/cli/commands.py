@@ -41,6 +41,19 @@ COMMANDS = {
         "(gs://, s3://). Ctrl-C or SIGTERM saves a checkpoint and stops.",
         check="cli.arguments:check_preset",
     ),
+    "sweep": Command(
+        "cli.sweep_command:sweep",
+        "train every combination of some keys' values, and compare",
+        (
+            "sweep PRESET lr=1e-3,3e-3 layers=2,4 [seeds=3] [halvings=2] [key=value ...]",
+            "sweep base=RUN|HF_FOLDER data=... lr=1e-5,3e-5 [key=value ...]",
+        ),
+        ("cli.sweep_command:SweepOptions", RUN_KEYS),
+        "Every run is an ordinary one, in a folder of `out`. The same command continues a sweep; processes that see "
+        "the folder, such as the tasks of a SLURM array, share its runs. A table and sweep.png rank the combinations "
+        "by the mean validation loss of their seeds.",
+        check="cli.sweep_command:check",
+    ),
     "eval": Command(
         "cli.eval_command:evaluate",
         "loss and accuracy of a checkpoint",
@@ -224,7 +237,7 @@ COMMANDS = {
 }
 
 GROUPS = {
-    "Train and use a model": ("train", "eval", "sample", "generate", "score", "serve", "harness"),
+    "Train and use a model": ("train", "sweep", "eval", "sample", "generate", "score", "serve", "harness"),
     "Plan and inspect": ("show", "plan", "memory", "verify", "explain", "learn", "bench"),
     "Compare runs and checkpoints": ("plot", "inspect", "diff"),
     "Data and checkpoints": ("data", "convert"),

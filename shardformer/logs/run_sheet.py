@@ -45,7 +45,7 @@ def draw_runs(folders: list[Path], by: str, path: Path) -> Path:
         best = find_best_validation(series)
         label = f"{name}: {format_count(find_last_step(series), 'step')}"
         label += f", best {best[1]:.4f}" if best else ""
-        style = _choose_style(number, len(folders))
+        style = choose_style(number, len(folders))
         for key, panel in panels.items():
             _draw_series(panel, key, series, label, style)
     for key, panel in panels.items():
@@ -60,7 +60,7 @@ def draw_runs(folders: list[Path], by: str, path: Path) -> Path:
     return path
 
 
-def _choose_style(number: int, runs: int) -> dict[str, str]:
+def choose_style(number: int, runs: int) -> dict[str, str]:
     """Returns the colour and line style of a run; the styles differ first while there are enough colours."""
     styles_used = number if runs <= len(_COLOURS) else number // len(_COLOURS)
     return {"color": _COLOURS[number % len(_COLOURS)], "linestyle": _STYLES[styles_used % len(_STYLES)]}

@@ -2,16 +2,16 @@
 
 from pathlib import Path
 
-from shardformer.errors import UsageError
+from shardformer.checkpoint import FolderTaken
 from shardformer.storage import BucketPath
 
 DOCUMENTS = ("config.json", "vocabulary.json", "tokenizer.json", "special_tokens.json", "chat_template.json")
 
 
 def check(out: Path | BucketPath, resume_arguments: str) -> None:
-    """Raises UsageError unless the run in a folder failed before its first step."""
+    """Raises FolderTaken unless the run in a folder failed before its first step."""
     if not _never_trained(out):
-        raise UsageError(
+        raise FolderTaken(
             f"{out} already holds a run; go on with `train --resume {resume_arguments}`, or give the new one another "
             "out="
         )

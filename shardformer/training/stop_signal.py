@@ -64,6 +64,11 @@ class StopSignal:
         finally:
             self._show, self._plan = before
 
+    def request(self, name: str) -> None:
+        """Asks for a stop without a signal; `name` is what the run's last line says of it."""
+        self.name = self.name or name
+        self._is_announced.set()
+
     def is_requested(self) -> bool:
         """Returns whether to stop now: the same answer to the same call on every process.
 

@@ -49,6 +49,9 @@ NOT_RUN = (
 def check(line: str) -> None:
     command, *words = shlex.split(line)
     assert command in commands.COMMANDS, line
+    if command == "sweep":  # a key may have several values
+        commands.load(commands.COMMANDS[command].check)(words)
+        return
     kinds = [commands.load(place) for place in commands.COMMANDS[command].options]
     if command == "bench":
         assert words[0] in command_line.BENCHES, line
