@@ -61,7 +61,16 @@ def ignore_progress(done: int, total: int) -> None:
 class Session:
     """One start of a run: from its newest checkpoint, or from step 0, to its last step or to a stop.
 
+    >>> from shardformer import Session, preset
+    >>> session = Session.create(preset("tiny", out="checkpoints/no_such_run"))
+    >>> session.is_new, len(session.corpus.vocabulary)
+    (True, 63)
+
+    `session.train()` trains it and returns `Trained`; `Session.resume("checkpoints/tiny", steps=80)` continues a run.
+
     Arguments:
+      run: its folder, configuration and vocabulary.
+      corpus: its batches.
       features: what the run does on the host besides its steps.
       previous: the configuration of the checkpoint that the run continues; None for a run from step 0.
       is_new: the run's folder does not exist yet.
@@ -80,9 +89,12 @@ class Session:
         progress: Progress = ignore_progress,
         task: "Task | None" = None,
     ) -> "Session":
-        """Opens a new run; `corpus` replaces the data that the configuration names.
+        """Opens a new run.
 
-        `task` is trained instead of the language model; `resume` takes it too.
+        Arguments:
+          corpus: replaces the data that the configuration names.
+          progress: is called with (done, total) while documents are tokenised.
+          task: is trained instead of the language model; `resume` takes it too.
         """
         config = config.replace(task=task) if task else config
         if config.lora.lora_rank and not config.training.base:
@@ -135,7 +147,8 @@ class Session:
     ) -> "Session":
         """Opens a new run that continues the checkpoint that its `base` names, created with `previous`.
 
-        names_data: the user has named the data of `config`, which a run without a fingerprint needs.
+        Arguments:
+          names_data: the user has named the data of `config`, which a run without a fingerprint needs.
         """
         source = Run.open(config.training.base_run)
         run = dataclasses.replace(source, config=config)
@@ -213,12 +226,18 @@ class Session:
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """A run after training."""
+    """A run after training.
 
-    run: Run  # with the mesh on which it was trained
+    Arguments:
+      run: with the mesh on which it was trained.
+      best: the step and the validation loss of the best checkpoint.
+      stopped: a signal stopped it before its last step.
+    """
+
+    run: Run
     evaluator: Evaluator
     best: Best
-    stopped: bool  # before its last step, by a signal
+    stopped: bool
 
     def evaluate(self, is_stopped: Callable[[], bool] = lambda: False) -> dict[str, Evaluation]:
         """Evaluates the best checkpoint on all held-out data by split, and writes final.json."""

@@ -23,8 +23,30 @@ def verify_function(
 
     Compares what every device returned, and names a psum that is missing or one too many, a wrong axis, a bias added
     before the sum, ..., and the line where one psum makes the outputs right. Then, if the functions take (parameters,
-    batch) and return one loss, it compares the gradients. `meshes` are such as [{"dp": 64, "mp": 8}]: no device is
-    needed. The specs are those of `jax.shard_map`.
+    batch) and return one loss, it compares the gradients. No device is needed.
+
+    >>> import numpy as np
+    >>> from jax import lax
+    >>> from jax.sharding import PartitionSpec as P
+    >>> from shardformer import verify_function
+    >>> def dense(x, w):
+    ...     return x @ w
+    >>> def on_shard(x, w):
+    ...     return lax.psum(x @ w, "mp")
+    >>> draw = np.random.default_rng(0).normal
+    >>> arguments = draw(size=(8, 4)).astype("f"), draw(size=(4, 2)).astype("f")
+    >>> specs, meshes = (P("dp", "mp"), P("mp")), [{"dp": 4, "mp": 2}]
+    >>> verify_function(on_shard, dense, arguments, specs, P("dp"), meshes)
+    []
+    >>> verify_function(dense, dense, arguments, specs, P("dp"), meshes)[0]
+    'on the mesh dp=4 mp=2: `result`: every device holds only its own part of a sum; ...'
+
+    Arguments:
+      shard_function: takes the blocks of one shard, and calls collectives over named axes.
+      dense_function: takes the full arrays.
+      arguments: the full arrays.
+      in_specs, out_specs: those of `jax.shard_map`.
+      meshes: the sizes of the axes of each mesh.
     """
     sentences = []
     for sizes in meshes:

@@ -4,6 +4,8 @@ import dataclasses
 import importlib
 from typing import Any
 
+from shardformer.errors import UsageError
+
 
 @dataclasses.dataclass(frozen=True)
 class Command:
@@ -21,6 +23,30 @@ def load(path: str) -> Any:
     """Imports the object of "module:name", a path within this package."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(f"shardformer.{module}"), name)
+
+
+def run_command(name: str, /, *words: object, **keys: object) -> int:
+    """Runs a command from Python, such as `run_command("serve", "checkpoints/tiny", port=8001)`.
+
+    Returns its exit status: 0, or 1 if it found a difference. Raises UsageError for wrong arguments, RunError for a
+    failure.
+
+    >>> from shardformer import run_command
+    >>> run_command("train", "tiny", mesh="3x2")
+    Traceback (most recent call last):
+    shardformer.errors.UsageError: ...
+
+    Arguments:
+      name: the command: `convert`, `serve`, `generate`, ...; `python -m shardformer --help` lists all.
+      words: its arguments without a key, such as a preset or folders.
+      keys: its other arguments; `COMMAND --help` lists them.
+    """
+    if name not in COMMANDS:
+        raise UsageError(f"unknown command {name!r}; the commands are {', '.join(COMMANDS)}")
+    command, arguments = COMMANDS[name], [*map(str, words), *(f"{key}={value}" for key, value in keys.items())]
+    if command.check:
+        load(command.check)(arguments)
+    return load(command.function)(arguments) or 0
 
 
 RUN_KEYS = "config:Config"

@@ -28,7 +28,15 @@ from shardformer.quantized.weight_keys import WeightKeys
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """One run. Sizes are global: those of the full mesh, whatever its shape."""
+    """The keys of one run. Sizes are global: those of the full mesh, whatever its shape.
+
+    >>> from shardformer import Config
+    >>> config = Config.of(layers=2, mesh="4x2", lr=0.01)
+    >>> config.model.layers, config.optimizer.lr, config.get("lr")
+    (2, 0.01, 0.01)
+    >>> config.replace(layers=3).model.layers
+    3
+    """
 
     # In the order of `--help` and config.json.
     model: ModelKeys = dataclasses.field(default_factory=ModelKeys)
@@ -183,6 +191,7 @@ class Config:
         return without_code(self.get(name))
 
     def to_json(self) -> str:
+        """Returns the text of config.json: every key but those of one start."""
         lasting = {name: self.get_stored(name) for name in FIELDS if name not in LAUNCH_ONLY_KEYS}
         return json.dumps(lasting, indent=2) + "\n"
 

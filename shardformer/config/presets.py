@@ -143,7 +143,15 @@ PRESETS = {
 
 
 def preset(name: str, **given) -> Config:
-    """Returns a preset with the keys that are given; rejects a given key that has no effect."""
+    """Returns a preset with the keys that are given; rejects a given key that has no effect.
+
+    >>> from shardformer import preset
+    >>> preset("tiny", mesh="4x2", zero=3).parallel.dp
+    4
+    >>> preset("tinny")
+    Traceback (most recent call last):
+    shardformer.errors.UsageError: unknown preset 'tinny'; did you mean 'tiny'?...
+    """
     if name not in PRESETS:
         raise UsageError(f"unknown preset {name!r}{suggest_closest(name, PRESETS)}; there are {', '.join(PRESETS)}")
     config = PRESETS[name]()

@@ -17,11 +17,26 @@ OWN = "own"  # stands in a stored config.json for FILE.py:NAME, as no stored run
 
 
 class Registry(dict[str, Callable]):
-    """The functions that are the values of a key, by name."""
+    """The functions that are the values of a key, by name; `file` of this package registers its own."""
+
+    def __init__(self, file: str):
+        super().__init__()
+        self._file = file
 
     def register(self, function: F) -> F:
-        """Adds a function under its own name; a decorator."""
+        """Adds a function under its own name, which is a value of the key from then on; a decorator.
+
+        A program adds its own before it makes a `Config`, and before it resumes a run that has one.
+
+        >>> from shardformer import ACTIVATIONS, preset
+        >>> @ACTIVATIONS.register
+        ... def cube(x):
+        ...     return x**3
+        >>> preset("tiny", activation="cube").model.activation
+        'cube'
+        """
         self[function.__name__] = function
+        read_parameters(self._file).setdefault(function.__name__, tuple(inspect.signature(function).parameters))
         return function
 
 

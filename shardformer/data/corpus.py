@@ -209,6 +209,11 @@ def load_corpus(
     """Opens the sources that `config.data` names, under a given vocabulary or the one that `config.tokenizer` names.
 
     Stored data is compared with its checksums in the background; resumes=True reads all of it first.
+
+    >>> from shardformer import load_corpus, preset
+    >>> corpus = load_corpus(preset("tiny", data="builtin"))
+    >>> len(corpus.vocabulary), corpus.held_out
+    (63, ('validation', 'test'))
     """
     if not config.data.source:
         raise UsageError(f"this run has no data yet; give data=...: {TAKES}")

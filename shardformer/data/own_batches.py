@@ -18,10 +18,20 @@ NAMES = ("tokens", "targets", "weights", "documents")  # of the arrays of a batc
 class OwnBatches(Data):
     """Training batches and validation batches of the caller, instead of a `Corpus`.
 
-    For a user's task, a batch has the arrays of `Task.rows`; see model/task.py. For the language model, a batch has
-    integer arrays `tokens` and `targets` [batch, seq], and may have `weights` of the
-    targets. The weight of a target of -100 is 0. Attention stays within each document of a batch with `documents`
-    [batch, seq].
+    For a user's task, a batch has the arrays of `Task.rows`. For the language model, a batch has integer arrays
+    `tokens` and `targets` [batch, seq], and may have `weights` of the targets. The weight of a target of -100 is 0.
+    Attention stays within each document of a batch with `documents` [batch, seq].
+
+    >>> import numpy as np
+    >>> from shardformer import OwnBatches, preset
+    >>> def count_up(step):
+    ...     while True:
+    ...         tokens = (np.arange(17) + step) % 50 + np.zeros((8, 1), int)
+    ...         yield {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    ...         step += 1
+    >>> own = OwnBatches(count_up, vocab=50)
+    >>> next(own.train_batches(preset("tiny")))["tokens"].shape
+    (8, 16)
 
     Arguments:
       train: returns the global batches from a step on, counted from 0. A resumed run starts at its step.

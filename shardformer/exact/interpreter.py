@@ -64,6 +64,15 @@ def run(
 ) -> Run:  # fmt: skip
     """Runs `function(*arguments)` for all devices of the meshes of its shard_maps, without any device.
 
+    >>> import jax, numpy as np
+    >>> from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
+    >>> from shardformer import exact
+    >>> mesh = AbstractMesh((64, 8), ("dp", "mp"), axis_types=(AxisType.Auto,) * 2)
+    >>> add = jax.shard_map(lambda x: jax.lax.psum(x, "mp"), mesh=mesh, in_specs=P("dp", "mp"), out_specs=P("dp"))
+    >>> done = exact.run(add, np.ones((64, 8), np.float32))
+    >>> done.outputs.shape, float(done.outputs.sum()), done.wire[0].axes
+    ((64, 1), 512.0, ('mp',))
+
     Arguments:
         function: any function that JAX can trace. Its shard_maps may be on a `Mesh` or an `AbstractMesh`.
         arguments: trees of arrays. Floats become float64. Give every array as an argument: what the function computes

@@ -70,6 +70,11 @@ def explain(function: Callable, *arguments) -> list[str]:
     """Returns a sentence for devices that should agree and do not, and for results that are not finite.
 
     Each names the line where the mistake begins. JAX itself checks the former for a shard_map with `check_vma=True`.
+
+    >>> import jax.numpy as jnp, numpy as np
+    >>> from shardformer import exact
+    >>> exact.explain(lambda x: jnp.log(x) * 2, np.zeros(3, np.float32))
+    ['a result is not finite: the first such value is from ...']
     """
     closed, leaves = jax.make_jaxpr(function)(*arguments), jax.tree.leaves(arguments)
     result, sentences = run_jaxpr(closed, leaves), []

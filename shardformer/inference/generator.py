@@ -71,7 +71,7 @@ def ignore(row: int, ids: list[int]) -> None:
 
 
 class Generator:
-    """Draws text from one model.
+    """The text of one model, drawn token by token.
 
     Compiles once for each number of rows and each cache length, both rounded up to powers of 2.
     """

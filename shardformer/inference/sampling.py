@@ -20,7 +20,15 @@ MOST_TOKENS = 10_000_000  # of one text: more would run for days without a resul
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """The keys of a generation: how many tokens, and how each is drawn."""
+    """The keys of a generation: how many tokens, and how each is drawn.
+
+    >>> from shardformer import Sampling
+    >>> Sampling(tokens=20, temperature=0).top_k
+    0
+    >>> Sampling(tokens=0)
+    Traceback (most recent call last):
+    shardformer.errors.UsageError: tokens must be at least 1, got 0
+    """
 
     tokens: int = key(500, "number of tokens to generate; ids that the tokenizer lacks are never drawn, which "
                            "transformers may do")  # fmt: skip

@@ -8,7 +8,7 @@ from jax import Array
 
 from shardformer.config.registries import Registry
 
-ACTIVATIONS = Registry()
+ACTIVATIONS = Registry("kernels/activations.py")
 SCALE, CUBE = math.sqrt(8 / math.pi), 0.044715
 
 

@@ -29,12 +29,20 @@ def xmap(
 ) -> Callable:
     """Maps `fun` over named axes; shardformer/legacy/README.md says what each part means.
 
-    in_axes, out_axes: a pytree prefix of specs: `["i", ...]`, `["i", None, "j"]` or `{0: "i", 2: "j"}`.
-    axis_sizes: sizes of axes that no argument carries.
-    axis_resources: the mesh axes (or SerialLoops) that a named axis is spread over. They never change a value.
-    donate_argnums: arguments whose arrays may become the results' memory; they are deleted.
-    backend: accepted for old callers; the mesh, or jax's default device, says where to run.
-    strict: raise where a result varies over an axis that its spec omits, rather than return its value at index 0.
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from shardformer import xmap
+    >>> share = xmap(lambda x: x / jax.lax.psum(x, "rows"), in_axes=["rows", ...], out_axes=["rows", ...])
+    >>> share(jnp.array([1.0, 3.0])).tolist()
+    [0.25, 0.75]
+
+    Arguments:
+      in_axes, out_axes: a pytree prefix of specs: `["i", ...]`, `["i", None, "j"]` or `{0: "i", 2: "j"}`.
+      axis_sizes: sizes of axes that no argument carries.
+      axis_resources: the mesh axes (or SerialLoops) that a named axis is spread over. They never change a value.
+      donate_argnums: arguments whose arrays may become the results' memory; they are deleted.
+      backend: accepted for old callers; the mesh, or jax's default device, says where to run.
+      strict: raise where a result varies over an axis that its spec omits, rather than return its value at index 0.
     """
     mapped = _MappedFunction(
         fun,

@@ -18,11 +18,30 @@ Batch = dict[str, np.ndarray]  # arrays that lead with the rows
 
 
 class Task:
-    """A loss with its data. A subclass has `rows`, `batches` and `loss`; training/README.md shows one."""
+    """A loss with its data. A subclass has `rows`, `batches` and `loss`; training/README.md shows a split one.
+
+    >>> import itertools, haiku as hk, numpy as np
+    >>> from shardformer import Task
+    >>> class Mean(Task):
+    ...     def rows(self):
+    ...         return {"x": np.zeros(3, np.float32)}
+    ...     def batches(self, first_step, count):
+    ...         for step in itertools.count(first_step):
+    ...             yield {"x": np.random.default_rng(step).normal(size=(count, 3)).astype(np.float32)}
+    ...     def loss(self, batch):
+    ...         mean = hk.get_parameter("mean", [3], init=hk.initializers.Constant(1))
+    ...         return ((batch["x"] - mean) ** 2).mean()
+    >>> next(Mean().batches(5, count=8))["x"].shape
+    (8, 3)
+
+    `Session.create(config, task=Mean())` trains it, and so does `train task=FILE.py:Mean`.
+    """
 
     def rows(self) -> Mapping[str, Any]:
-        """Returns the arrays of a batch by name: for each, the shape and dtype of one row (as an array or as a
-        jax.ShapeDtypeStruct)."""
+        """Returns one row of each array of a batch, by name: an array or a jax.ShapeDtypeStruct.
+
+        Only its shape and its dtype count.
+        """
         raise NotImplementedError
 
     def batches(self, first_step: int, count: int) -> Iterator[Batch]:

@@ -12,7 +12,7 @@ from optax.transforms import chain  # while shardformer.legacy is installed, opt
 from shardformer.config.optimizer_keys import OptimizerKeys
 from shardformer.config.registries import Registry
 
-OPTIMIZERS = Registry()
+OPTIMIZERS = Registry("optim/optimizers.py")
 
 
 @OPTIMIZERS.register

@@ -7,7 +7,7 @@ import optax
 from shardformer.config import Config
 from shardformer.config.registries import Registry, call_with
 
-SCHEDULES = Registry()
+SCHEDULES = Registry("optim/schedule.py")
 
 
 def decay_end(config: Config) -> int:

@@ -16,7 +16,7 @@ from shardformer.config.names import MP
 from shardformer.config.registries import Registry
 from shardformer.shards.parameters import add_bias, ones, zeros
 
-NORMS = Registry()
+NORMS = Registry("shards/norm.py")
 
 
 @dataclasses.dataclass

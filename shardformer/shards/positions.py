@@ -18,7 +18,7 @@ from shardformer.kernels.rotary import find_frequencies
 from shardformer.shards.layer import LayerFeature, LayerInputs
 from shardformer.shards.parameters import weight
 
-POSITIONS = Registry()
+POSITIONS = Registry("shards/positions.py")
 T5_BUCKETS = 32
 NO_WINDOW = np.iinfo(np.int32).max
 
