@@ -5,10 +5,12 @@ import contextlib
 import dataclasses
 import resource
 from collections.abc import AsyncIterator
-
-from starlette.requests import Request
+from typing import TYPE_CHECKING
 
 from shardformer.inference.serve.request_fields import ApiError
+
+if TYPE_CHECKING:  # `serve --help`, and its advice to install the extra, work without starlette
+    from starlette.requests import Request
 
 
 def count_connections() -> int:
@@ -40,7 +42,7 @@ class Bodies:
         return len(self._arriving)
 
     @contextlib.asynccontextmanager
-    async def receive(self, request: Request) -> AsyncIterator[bytes]:
+    async def receive(self, request: "Request") -> AsyncIterator[bytes]:
         """Receives a body, which counts until the block ends."""
         content = await self._read(request)
         self._waiting += len(content)
@@ -49,7 +51,7 @@ class Bodies:
         finally:
             self._waiting -= len(content)
 
-    async def _read(self, request: Request) -> bytes:
+    async def _read(self, request: "Request") -> bytes:
         limit, content, deadline = self._limits.body_bytes, bytearray(), asyncio.timeout(self._limits.body_seconds)
         too_large = ApiError(413, f"the body has more than {limit:,} bytes; send less at once", code="body_too_large")
         declared = request.headers.get("content-length", "0")
