@@ -8,7 +8,7 @@ import types
 import typing
 from typing import Any, NamedTuple, TypeVar
 
-from shardformer.config.registries import read_parameters
+from shardformer.config.registries import list_functions
 from shardformer.errors import UsageError
 
 MAX_FACTOR = 1e6  # for lr_rules: a factor times a rate and an update must stay in the range of float32
@@ -64,7 +64,7 @@ OTHER_NAMES = {
 def choices(field: dataclasses.Field) -> tuple:
     """Returns the values of a key of a Literal type, or the functions of its registry; else ()."""
     if file := field.metadata.get("registry"):
-        return tuple(read_parameters(file))
+        return tuple(list_functions(file))
     kind = plain_type(field.type)
     return typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
 

@@ -11,8 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from shardformer.errors import UsageError
+
 F = TypeVar("F", bound=Callable)
 PACKAGE = Path(__file__).parents[1]
+ADDED: dict[str, dict[str, tuple[str, ...]]] = {}  # by file: the functions that programs register, as read_parameters
 OWN = "own"  # stands in a stored config.json for FILE.py:NAME, as no stored run names code
 
 
@@ -35,8 +38,12 @@ class Registry(dict[str, Callable]):
         >>> preset("tiny", activation="cube").model.activation
         'cube'
         """
-        self[function.__name__] = function
-        read_parameters(self._file).setdefault(function.__name__, tuple(inspect.signature(function).parameters))
+        name = function.__name__
+        if name not in read_parameters(self._file):
+            ADDED.setdefault(self._file, {})[name] = tuple(inspect.signature(function).parameters)
+        elif name in self:
+            raise UsageError(f"{name} is a function of this package already; give yours another name")
+        self[name] = function
         return function
 
 
@@ -52,9 +59,14 @@ def read_parameters(file: str) -> dict[str, tuple[str, ...]]:
     }
 
 
+def list_functions(file: str) -> dict[str, tuple[str, ...]]:
+    """Returns the registered functions of a file and those that programs have added, with their parameters."""
+    return read_parameters(file) | ADDED.get(file, {})
+
+
 def asks_for(file: str, name: str, parameter: str) -> bool:
     """Returns whether a registered function has a parameter of this name; False for a function that is not there."""
-    return parameter in read_parameters(file).get(name, ())
+    return parameter in list_functions(file).get(name, ())
 
 
 def call_with(function: Callable, available: dict):

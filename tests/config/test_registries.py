@@ -52,6 +52,46 @@ def test_only_marked_functions_are_values(tmp_path):
     assert not registries.asks_for(str(file), "helper", "size")
 
 
+@pytest.fixture
+def activations(monkeypatch):
+    """The activations, without what a test registers afterwards."""
+    monkeypatch.setattr(registries, "ADDED", {})
+    monkeypatch.setitem(ACTIVATIONS, "cube", None)
+    return ACTIVATIONS
+
+
+def test_function_of_a_program_is_a_value_from_then_on(activations):
+    def cube(x): ...
+
+    with pytest.raises(UsageError, match=r"activation is one of gelu, .*; got 'cube'"):
+        Config.of(activation="cube")
+    assert activations.register(cube) is cube
+    assert Config.of(activation="cube").get("activation") == "cube"
+    assert activations["cube"] is cube
+    assert not Config.of(activation="cube").model.gated
+
+
+def test_function_that_is_registered_again_replaces_the_first(activations):
+    def cube(x): ...
+
+    def gated(x, gate): ...
+
+    gated.__name__ = "cube"
+    activations.register(cube)
+    activations.register(gated)
+    assert activations["cube"] is gated
+    assert Config.of(activation="cube").model.gated
+
+
+def test_function_of_the_package_is_not_replaced(activations):
+    def gelu(x): ...
+
+    before = activations["gelu"]
+    with pytest.raises(UsageError, match="gelu is a function of this package already; give yours another name"):
+        activations.register(gelu)
+    assert activations["gelu"] is before
+
+
 @pytest.mark.parametrize("value", ["mine.py:lion", "~/a b/mine.py:lion", "/x/y.py:f"])
 def test_code_has_no_name_in_a_run(value):
     assert registries.without_code(value) == "own"

@@ -6,7 +6,7 @@ from jax import lax
 
 from shardformer import collectives
 from shardformer.analysis import verify, verify_exact
-from shardformer.config import FIELDS, registries
+from shardformer.config import registries
 from shardformer.errors import UsageError
 from shardformer.kernels.activations import ACTIVATIONS
 from shardformer.shards.norm import NORMS
@@ -49,11 +49,11 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
-    for key, (registry, functions) in CASES.items():
-        read = registries.read_parameters(FIELDS[key].metadata["registry"])
+    monkeypatch.setattr(registries, "ADDED", {})
+    for registry, functions in CASES.values():
         for function in functions:
-            monkeypatch.setitem(registry, function.__name__, function)
-            monkeypatch.setitem(read, function.__name__, function.__code__.co_varnames[: function.__code__.co_argcount])
+            monkeypatch.setitem(registry, function.__name__, function)  # removes it after the test
+            registry.register(function)
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,10 @@ def test_function_that_forgets_its_shard_is_noticed(monkeypatch):
 
 
 def test_positions_without_a_known_parameter_are_rejected(monkeypatch):
-    read = registries.read_parameters(FIELDS["positions"].metadata["registry"])
-    monkeypatch.setitem(read, "misspelt", ("config", "distances_TS"))
+    def misspelt(config, distances_TS): ...
+
+    monkeypatch.setitem(POSITIONS, "misspelt", misspelt)
+    POSITIONS.register(misspelt)
     with pytest.raises(UsageError, match="positions=misspelt has no parameter of position_BT, distance_TS, long_rows"):
         shared.tiny(positions="misspelt")
     assert shared.tiny(positions="none").model.positions == "none"
