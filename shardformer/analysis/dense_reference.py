@@ -368,7 +368,11 @@ def _attention(c, params, p, h, masks=None, documents=None):
     seen = jnp.asarray((distance >= 0) & (distance < (c.model.window or T)))[None]
     if documents is not None:
         seen = seen & (documents[:, :, None] == documents[:, None, :])
-    weights = jax.nn.softmax(jnp.where(seen[:, None], logits, -jnp.inf), axis=-1)
+    logits = jnp.where(seen[:, None], logits, -jnp.inf)
+    if c.model.sinks:  # a further key, of which the value is zero
+        sinks = jnp.broadcast_to(p["sinks"][None, :, None, None], (B, H, T, 1))
+        logits = jnp.concatenate([logits, sinks], axis=-1)
+    weights = jax.nn.softmax(logits, axis=-1)[..., :T]
     weights = masks.drop_weights(weights) if masks else weights
     y = jnp.einsum("bhts,bshk->bthk", weights, v).reshape(B, T, H * K) @ p["o"]
     return y + p["o_bias"][None, None] if "o_bias" in p else y

@@ -93,6 +93,9 @@ class ModelKeys(KeyGroup):
     window: int | None = key(
         None,
         "tokens that a windowed layer attends to, its own token included; none: all",
+    sinks: bool = key(
+        False, "give each head a trainable logit that only the denominator of its softmax has, as gpt-oss"
+    )
         least=1,
         none="none",
     )

@@ -45,6 +45,7 @@ class AttentionOptions(NamedTuple):
     rotary_factor: Array | float = 1.0  # of rotated queries and keys
     slot: Array | int = 0  # number of the first new token; its slot in a cache of S slots is slot % S
     stored: Array | None = None  # new tokens that are stored, the others are padding; None: there is one, not padded
+    sink_1h11: Array | None = None  # each head's logit that only the denominators of its softmaxes have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +82,8 @@ class Attention:
         if options.window is not None:
             visible_TS &= distance_TS < options.window
         logits_BhTS = jnp.where(visible_TS[None, None], logits_BhTS, -1e30)
-        values_BgqK = self.weigh_values(logits_BhTS.reshape(B, g, -1, S), v_BgSK)
+        sink_1gq1 = None if options.sink_1h11 is None else jnp.repeat(options.sink_1h11, T, axis=2).reshape(1, g, -1, 1)
+        values_BgqK = self.weigh_values(logits_BhTS.reshape(B, g, -1, S), v_BgSK, sink_1gq1)
         return jnp.moveaxis(values_BgqK.reshape(B, h, T, K), 1, 2), cache
 
     def store(self, cached_BgSK: Array, new_BTgK: Array, options: AttentionOptions) -> Array:
@@ -136,9 +138,9 @@ class Attention:
         """Writes one token's heads into a slot."""
         return put_in_slot(cached_BgSK, jnp.swapaxes(new_B1gK, 1, 2), slot)
 
-    def weigh_values(self, logits_BgrS: Array, v_BgSK: Array) -> Array:
+    def weigh_values(self, logits_BgrS: Array, v_BgSK: Array, sink_1gr1: Array | None = None) -> Array:
         """Returns values_BgrK weighted by the softmax over the slots."""
-        weights_BgrS = jax.nn.softmax(logits_BgrS, axis=-1)
+        weights_BgrS = softmax_with_sink(logits_BgrS, sink_1gr1)
         return jnp.einsum("bgrs,bgsk->bgrk", weights_BgrS.astype(v_BgSK.dtype), v_BgSK)
 
 
@@ -154,7 +156,7 @@ class Plain(Attention):
     def attend(self, q_BThK: Array, k_BSgK: Array, v_BSgK: Array, options: AttentionOptions) -> Array:
         if self.groups > 1:
             return checkpoint_name(self._attend_in_groups(q_BThK, k_BSgK, v_BSgK, options), ATTENDED)
-        weights_BhTS = jax.nn.softmax(_masked_logits(q_BThK, k_BSgK, options), axis=-1)
+        weights_BhTS = softmax_with_sink(_masked_logits(q_BThK, k_BSgK, options), options.sink_1h11)
         weights_BhTS = checkpoint_name(weights_BhTS, ATTENTION_WEIGHTS)
         if options.dropout:
             weights_BhTS = options.dropout.at(0).heads(weights_BhTS)
@@ -169,7 +171,11 @@ class Plain(Attention):
                 bias=None if bias is None else bias[:, :, first:end, :end],
                 documents_BT=None if documents is None else documents[:, :end],
             )
-            weights_Bhts = softmax(_masked_logits(q_BThK[:, first:end], k_BSgK[:, :end], local))
+            logits_Bhts = _masked_logits(q_BThK[:, first:end], k_BSgK[:, :end], local)
+            if options.sink_1h11 is None:
+                weights_Bhts = softmax(logits_Bhts)
+            else:
+                weights_Bhts = checkpoint_name(softmax_with_sink(logits_Bhts, options.sink_1h11), ATTENTION_WEIGHTS)
             if options.dropout:
                 weights_Bhts = options.dropout.at(0).heads(weights_Bhts, first, T)
             values.append(_weigh_values(weights_Bhts.astype(q_BThK.dtype), v_BSgK[:, :end]))
@@ -233,6 +239,18 @@ def _backward(weights, d_weights):
 
 
 softmax.defvjp(_forward, _backward)
+
+
+def softmax_with_sink(logits: Array, sink: Array | None) -> Array:
+    """Returns the softmax over the last axis, whose denominator has one more logit; without a sink, the softmax.
+
+    `sink` broadcasts to logits[..., :1]. The weights add up to less than 1.
+    """
+    if sink is None:
+        return jax.nn.softmax(logits, axis=-1)
+    largest = lax.stop_gradient(jnp.maximum(logits.max(-1, keepdims=True), sink))
+    weights = jnp.exp(logits - largest)
+    return weights / (weights.sum(-1, keepdims=True) + jnp.exp(sink - largest))
 
 
 def _masked_logits(q_BThK, k_BSgK, options: AttentionOptions):

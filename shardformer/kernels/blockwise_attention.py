@@ -29,6 +29,7 @@ class Mask(NamedTuple):
     documents_BT: Array | None = None  # each token's document, the only one that it attends to
     keys_Bh2: Array | None = None  # keys of dropout
     window: Array | int | None = None  # tokens in range, the query's included
+    sink_1h1: Array | None = None  # each head's logit that only the denominators have
 
 
 class Sizes(NamedTuple):
@@ -78,7 +79,9 @@ def prepare(q_BThK, k_BSgK, v_BSgK, options: AttentionOptions) -> tuple[tuple[Ar
     keys, rate = None, 0.0
     if options.dropout:
         keys, rate = options.dropout.at(0).head_keys(q_BhTK.shape[1]), options.dropout.rate
-    mask = Mask(vary_like(options.bias, q_BhTK), options.documents_BT, keys, options.window)
+    sink_1h1 = None if options.sink_1h11 is None else options.sink_1h11[..., 0]
+    bias, sink_1h1 = vary_like((options.bias, sink_1h1), q_BhTK)
+    mask = Mask(bias, options.documents_BT, keys, options.window, sink_1h1)
     return (q_BhTK, k_BgTK, v_BgTK), mask, rate
 
 
@@ -121,7 +124,7 @@ def _forward(q, k, v, mask: Mask, sizes: Sizes):
         def add_block(j, running):
             return add_keys(running, q_i, k, v, j, mask, sizes, (i, j))
 
-        zeros = no_keys((B, h, block, K))
+        zeros = no_keys((B, h, block, K), mask.sink_1h1)
         first = 0 if mask.window is None else jnp.maximum(i * block - mask.window + 1, 0) // block
         values, largest, total = lax.fori_loop(first, i + 1, add_block, vary_like(zeros, q))
         return (values / total[..., None]).astype(q.dtype), largest + jnp.log(total)
@@ -130,9 +133,11 @@ def _forward(q, k, v, mask: Mask, sizes: Sizes):
     return join_blocks(values), join_blocks(log_total)
 
 
-def no_keys(shape: tuple[int, ...]) -> Running:
-    """Returns the softmax of queries [..., K] over no keys."""
-    return Running(jnp.zeros(shape), jnp.full(shape[:-1], MASKED), jnp.zeros(shape[:-1]))
+def no_keys(shape: tuple[int, ...], sink_1h1: Array | None = None) -> Running:
+    """Returns the softmax of queries [..., h, x, K] over no keys, and over each head's sink if there are sinks."""
+    if sink_1h1 is None:
+        return Running(jnp.zeros(shape), jnp.full(shape[:-1], MASKED), jnp.zeros(shape[:-1]))
+    return Running(jnp.zeros(shape), jnp.broadcast_to(sink_1h1, shape[:-1]), jnp.ones(shape[:-1]))
 
 
 def add_keys(running: Running, q_i, k, v, position, mask: Mask, sizes: Sizes, indices) -> Running:
@@ -181,7 +186,8 @@ def _backward(sizes, saved, d_values):
 
     zeros = vary_like((jnp.zeros((B, h, padded_T, K)), None if bias is None else jnp.zeros((h, sizes.tokens))), q)
     (dq, d_bias), (dk, dv) = lax.scan(compute_columns, zeros, jnp.arange(padded_T // block))
-    return dq.astype(q.dtype), join_blocks(dk), join_blocks(dv), Mask(bias_hT=d_bias)
+    d_mask = Mask(bias_hT=d_bias, sink_1h1=sink_gradients(mask, queries))
+    return dq.astype(q.dtype), join_blocks(dk), join_blocks(dv), d_mask
 
 
 _attend.defvjp(keep_for_backward(_forward), _backward)
@@ -190,6 +196,14 @@ _attend.defvjp(keep_for_backward(_forward), _backward)
 def expected_gradients(d_values_BhTK: Array, values_BhTK: Array) -> Array:
     """Returns each row's weighted mean of the gradients in its weights."""
     return _product("bhtk,bhtk->bht", d_values_BhTK.astype(jnp.float32), values_BhTK.astype(jnp.float32))
+
+
+def sink_gradients(mask: Mask, queries: Queries) -> Array | None:
+    """Returns the gradients in the sinks, of which no value is weighted: each lowers its row's expected gradient."""
+    if mask.sink_1h1 is None:
+        return None
+    weights_BhT = jnp.exp(mask.sink_1h1 - queries.log_total_BhT)
+    return -(weights_BhT * queries.expected_BhT).sum((0, 2), keepdims=True)
 
 
 def add_gradients(sums: tuple, queries: Queries, position, k_j, v_j, mask: Mask, sizes: Sizes, indices) -> tuple:

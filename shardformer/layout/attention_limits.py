@@ -90,6 +90,8 @@ def reason_against_kernel(config: Config, hardware: Hardware, rows: Rows) -> str
         return "no kernel takes dropout"
     if config.model.biased_by_distance:
         return f"no kernel takes the bias of positions={config.model.positions}"
+    if config.model.sinks:
+        return "no kernel takes sinks"
     if config.parallel.pp > 1 and config.stage_layers % config.model.window_period:
         pattern, size = config.model.window_pattern, format_count(config.stage_layers, "layer")
         stages = f"window_pattern={pattern} in stages of {size}"

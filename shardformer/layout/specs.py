@@ -18,6 +18,7 @@ RULES = (
     ("*/layers/[qkv]_bias", P(None, "mp")),
     ("*/layers/[qk]_head_scale", P()),
     ("*/layers/[qk]_scale", P(None, "mp")),
+    ("*/layers/sinks", P(None, "mp")),
     ("*/layers/o", P(None, "mp", None)),
     ("*/layers/up", P(None, None, "mp")),
     ("*/layers/gate", P(None, None, "mp")),

@@ -83,14 +83,19 @@ class SplitContext(Attention):
         new_Bg1K = jnp.where(local == slot, new_Bg1K, present)
         return lax.dynamic_update_slice_in_dim(cached_BgSK, new_Bg1K, slot, axis=SLOTS)
 
-    def weigh_values(self, logits_BgrS: Array, v_BgSK: Array) -> Array:
+    def weigh_values(self, logits_BgrS: Array, v_BgSK: Array, sink_1gr1: Array | None = None) -> Array:
         """Returns values_BgrK weighted by the softmax over the slots of all shards."""
-        weights_BgrS = jnp.exp(logits_BgrS - lax.pmax(logits_BgrS.max(-1, keepdims=True), CP))
+        largest_Bgr1 = lax.pmax(logits_BgrS.max(-1, keepdims=True), CP)
+        if sink_1gr1 is not None:
+            largest_Bgr1 = jnp.maximum(largest_Bgr1, sink_1gr1)
+        weights_BgrS = jnp.exp(logits_BgrS - largest_Bgr1)
         weighed = jnp.einsum(
             "bgrs,bgsk->bgrk", weights_BgrS.astype(v_BgSK.dtype), v_BgSK, preferred_element_type=jnp.float32
         )
-        values_BgrK, total_Bgr = lax.psum((weighed, weights_BgrS.sum(-1)), CP)
-        return (values_BgrK / total_Bgr[..., None]).astype(v_BgSK.dtype)
+        values_BgrK, total_Bgr1 = lax.psum((weighed, weights_BgrS.sum(-1, keepdims=True)), CP)
+        if sink_1gr1 is not None:  # after the sum, as all shards have it
+            total_Bgr1 = total_Bgr1 + jnp.exp(sink_1gr1 - largest_Bgr1)
+        return (values_BgrK / total_Bgr1).astype(v_BgSK.dtype)
 
 
 def positions(shard: Array | int, cp: int, tokens: int) -> Array:

@@ -38,6 +38,7 @@ from shardformer.kernels.blockwise_attention import (
     keep_for_backward,
     no_keys,
     prepare,
+    sink_gradients,
     take_block,
 )
 from shardformer.parallel import context, ring_kernel
@@ -110,7 +111,7 @@ def indices_in_ring(step: int, sizes: Sizes) -> tuple[Array, Array]:
 def _forward(q, k, v, mask: Mask, sizes: Sizes):
     """Returns the values and the logarithm of each row's denominator."""
     cp, visiting = lax.axis_size(CP), (k, v)
-    running: Any = start_rows(q, sizes) if sizes.block else ring_kernel.start(q)
+    running: Any = start_rows(q, mask, sizes) if sizes.block else ring_kernel.start(q)
     for step in range(cp):
         arriving = send(visiting) if step < cp - 1 else visiting
         if sizes.block:
@@ -137,7 +138,8 @@ def _backward(sizes, saved, d_values):
     local, of_other_devices = parts  # those of step 0 wait here for those of all other steps
     dk, dv = jax.tree.map(jnp.add, local, send(of_other_devices))
     dq, d_bias = sums
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), Mask(bias_hT=d_bias)
+    d_mask = Mask(bias_hT=d_bias, sink_1h1=sink_gradients(mask, queries))
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), d_mask
 
 
 attend_in_ring.defvjp(keep_for_backward(_forward), _backward)
@@ -157,7 +159,7 @@ def indices_in_rows(sizes: Sizes) -> tuple[Array, Array]:
 
 def _forward_gathered(q, k, v, mask: Mask, sizes: Sizes):
     """Returns the values and the logarithm of each row's denominator."""
-    running, keys = start_rows(q, sizes), context.gather((k, v), TOKENS)
+    running, keys = start_rows(q, mask, sizes), context.gather((k, v), TOKENS)
     return finish_rows(add_to_rows(running, q, keys, indices_in_rows(sizes), mask, sizes), q)
 
 
@@ -167,7 +169,8 @@ def _backward_gathered(sizes, saved, d_values):
     keys, sums = context.gather((k, v), TOKENS), start_gradients(q, mask)
     (dq, d_bias), parts = add_to_gradients(sums, queries, keys, indices_in_rows(sizes), mask, sizes)
     dk, dv = jax.tree.map(_scatter, parts)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), Mask(bias_hT=d_bias)
+    d_mask = Mask(bias_hT=d_bias, sink_1h1=sink_gradients(mask, queries))
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), d_mask
 
 
 def _scatter(x_BgTK: Array) -> Array:
@@ -181,10 +184,10 @@ attend_to_gathered.defvjp(keep_for_backward(_forward_gathered), _backward_gather
 # The blocks of this shard's queries with blocks of any shard's keys: sums that further keys are added to.
 
 
-def start_rows(q_BhtK: Array, sizes: Sizes) -> Running:
+def start_rows(q_BhtK: Array, mask: Mask, sizes: Sizes) -> Running:
     """Returns the softmax over no keys for each block of the queries: arrays of [blocks, B, h, block, ...]."""
     B, h, t, K = q_BhtK.shape
-    return vary_like(no_keys((t // sizes.block, B, h, sizes.block, K)), q_BhtK)
+    return vary_like(no_keys((t // sizes.block, B, h, sizes.block, K), mask.sink_1h1), q_BhtK)
 
 
 def add_to_rows(

@@ -105,6 +105,9 @@ class TransformerLayerShard(hk.Module):
             q_BThK, k_BThK = (rotate(x, *angles) for x in (q_BThK, k_BThK))
         if self.config.model.attention_scale:  # attention itself divides by sqrt(K)
             q_BThK = q_BThK * (self.config.model.attention_scale * math.sqrt(self.config.model.head_size))
+        if self.config.model.sinks:
+            sink_h = zeros("sinks", q_BThK.shape[2]).astype(jnp.float32)
+            options = options._replace(sink_1h11=sink_h.reshape(1, -1, 1, 1))
         if cache is None:
             a_BThK = self._attend(q_BThK, k_BThK, v_BThK, options)
             cache = Cache(jnp.swapaxes(k_BThK, 1, 2), jnp.swapaxes(v_BThK, 1, 2))

@@ -81,6 +81,8 @@ def test_layout_holds_the_choice_and_its_reason():
         (Hardware("gpu", 7.5), {}, {}, "compute capability 8.0 or more, got 7.5"),
         (AMPERE, {}, {"documents": True}, "does not stop where documents do"),
         (AMPERE, {"attention_cap": 5.0}, {}, "cuDNN's kernel takes no attention_cap"),
+        (TPU, {"sinks": True}, {}, "no kernel takes sinks"),
+        (AMPERE, {"sinks": True}, {}, "no kernel takes sinks"),
     ],
 )
 def test_limits_of_a_kernel_lead_to_blocks_or_an_error(hardware, changes, rows, reason):

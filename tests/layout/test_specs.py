@@ -21,7 +21,7 @@ OPTIONS = [
     {"embed": "bias"}, {"embed": "norm", "positions": "alibi"},
     {"lora_rank": 2, "lora_targets": "q,k,v,o,up,down"},
     {"qk_norm": "head"}, {"qk_norm": "all"}, {"block": "sequential_four_norms"}, {"block": "sequential_post_norms"},
-    {"norm": "plain_layernorm", "bias": "none"},
+    {"norm": "plain_layernorm", "bias": "none"}, {"sinks": True},
     {"activation": "swiglu", "lora_rank": 2, "lora_targets": "gate"},
     {"experts": 4, "bias": "none", "activation": "swiglu", "shared_width": 8, "shared_gate": True, "balance_rate": 0.1},
     {"experts": 4, "bias": "none", "activation": "swiglu", "shared_width": 8, "lora_rank": 2,

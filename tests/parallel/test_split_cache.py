@@ -12,20 +12,32 @@ LOGITS = sharded.normal(0, 2, 1, 3, 8) + np.repeat(np.float32([0, 200, -200, 50]
 VALUES = sharded.normal(1, 2, 1, 8, 4)
 
 
-def weigh(cp: int, run=sharded.on_mesh) -> np.ndarray:
-    split = P(None, None, None, "cp"), P(None, None, "cp")
-    return run(SplitContext().weigh_values, (cp,), split, P(), axes=("cp",))(LOGITS, VALUES)
+SINKS = sharded.normal(2, 1, 1, 3, 1) + np.float32(200)
 
 
-def expected() -> np.ndarray:
+def weigh(cp: int, run=sharded.on_mesh, sinks=None) -> np.ndarray:
+    split = P(None, None, None, "cp"), P(None, None, "cp"), P()
+    return run(SplitContext().weigh_values, (cp,), split, P(), axes=("cp",))(LOGITS, VALUES, sinks)
+
+
+def expected(sinks=-np.inf) -> np.ndarray:
     logits = np.asarray(LOGITS, np.float64)
     weights = np.exp(logits - logits.max(-1, keepdims=True))
-    return np.einsum("bgrs,bgsk->bgrk", weights / weights.sum(-1, keepdims=True), np.asarray(VALUES, np.float64))
+    total = weights.sum(-1, keepdims=True) + np.exp(np.float64(sinks) - logits.max(-1, keepdims=True))
+    return np.einsum("bgrs,bgsk->bgrk", weights / total, np.asarray(VALUES, np.float64))
 
 
 @pytest.mark.parametrize("cp", [2, 4])
 def test_softmax_over_shards_is_that_of_one_device(cp):
     np.testing.assert_allclose(weigh(cp), expected(), rtol=1e-13)
+
+
+@pytest.mark.parametrize("above", [0, 300])
+def test_sink_is_counted_once_whatever_its_size(above):
+    """Above all logits, and among them: their exponentials would overflow without the largest taken off."""
+    sinks = SINKS + np.float32(above)
+    np.testing.assert_allclose(weigh(4, sinks=sinks), expected(sinks), rtol=1e-12)
+    assert asserts.relative(expected(), expected(sinks)) > 0.1
 
 
 def test_compiled_softmax_is_that_of_one_device():

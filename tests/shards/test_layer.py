@@ -43,6 +43,7 @@ CASES = {
         "bias": "qkv_norm",
         "norm": "rmsnorm_plus_one",
     },
+    "sinks": {"sinks": True, "kv_heads": 4, "bias": "attention", "activation": "clamped_swiglu", "norm": "rmsnorm"},
     "adapters": {"lora_rank": 3, "lora_targets": "q,v,o,up,down", "lora_alpha": 2.0},
     "patterns": {
         "lora_rank": 3,
@@ -133,7 +134,8 @@ def attend(c, p, h):
     scale = np.float32(c.model.attention_scale or q.shape[-1] ** -0.5)
     logits = np.einsum("bthk,bshk->bhts", rotate(c, q), rotate(c, k)) * scale
     weights = np.exp(np.where(np.tril(np.ones((T, T), bool)), logits, -np.inf))
-    values = np.einsum("bhts,bshk->bthk", weights / weights.sum(-1, keepdims=True), v)
+    sinks = np.exp(p["sinks"])[:, None, None] if c.model.sinks else 0.0
+    values = np.einsum("bhts,bshk->bthk", weights / (weights.sum(-1, keepdims=True) + sinks), v)
     return multiply_in_numpy(c, p, "o", values.reshape(B, T, -1))
 
 

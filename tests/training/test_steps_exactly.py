@@ -35,6 +35,12 @@ CASES = {
     "ring": LLAMA | ON_CP | {"context_parallel": "ring", "documents": "masked"},
     "ring_windows": LLAMA | {"mesh": "dp2.cp2.mp2", "context_parallel": "ring", "window": 5, "zero": 3},
     "gather": LLAMA | ON_CP | {"context_parallel": "gather"},
+    "sinks": LLAMA | {"sinks": True, "bias": "attention", "window": 5, "window_pattern": "wf", "dropout": 0.3},
+    "sinks_blocks": LLAMA | {
+        "sinks": True, "mesh": "1x4", "attention": "blocks", "rotary_scaling": "yarn_untruncated:4,0.5,3,12,1.5",
+    },
+    "sinks_ring": LLAMA | ON_CP | {"sinks": True, "context_parallel": "ring", "documents": "masked"},
+    "sinks_gather": LLAMA | {"mesh": "dp2.cp2.mp1", "sinks": True, "context_parallel": "gather"},
     "pipeline": {"mesh": "2x1x2", "accum": 2, "layers": 4, "pipeline_rounds": 2, "dropout": 0.3, "window": 5,
                  "window_pattern": "wf"},
     "pipeline_of_six": {"mesh": "1x1x2", "accum": 6, "batch": 6},
