@@ -303,18 +303,19 @@ def _norm_heads(c, p, name, x):
 
 
 def _feed_forward(p, h, activation="gelu"):
-    u = h @ p["up"]
-    if "up_bias" in p:
-        u = u + p["up_bias"][None, None]
-    active = ACTIVATIONS[GATES.get(activation, activation)]
-    u = active(h @ p["gate"]) * u if activation in GATES else active(u)
-    y = u @ p["down"]
-    return y + p["down_bias"][None, None] if "down_bias" in p else y
+    u = _multiply(p, "up", h)
+    u = GATES[activation](u, _multiply(p, "gate", h)) if activation in GATES else ACTIVATIONS[activation](u)
+    return _multiply(p, "down", u)
+
+
+def _multiply(p, name, x):
+    y = x @ p[name]
+    return y + p[f"{name}_bias"][None, None] if f"{name}_bias" in p else y
 
 
 def _mix_experts(c, p, h, routes: list | None):
     """Returns the sum of all experts' outputs, in which those that a token did not choose have the gate 0."""
-    keys, logits_ = c.experts, h @ p["router"]
+    keys, logits_ = c.experts, h @ p["router"] + (p["router_shift"][None, None] if c.experts.expert_bias else 0.0)
     scores = jax.nn.softmax(logits_) if keys.router == "softmax" else jax.nn.sigmoid(logits_)
     ranked = scores + p["router_bias"][None, None] if keys.balance_rate else scores
     place = jnp.argsort(jnp.argsort(-ranked, axis=-1, stable=True), axis=-1)  # equal scores: the lowest number first

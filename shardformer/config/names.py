@@ -12,6 +12,7 @@ MATRICES = ("q", "k", "v", "o", "up", "gate", "down")  # of a layer
 EXPERT_MATRICES = ("expert_up", "expert_gate", "expert_down")  # [experts, inputs, outputs] in each layer
 SHARED_MATRICES = ("shared_up", "shared_gate", "shared_down")  # of the expert that every token uses
 ALL_MATRICES = (*MATRICES, *EXPERT_MATRICES, *SHARED_MATRICES)  # of layers of any kind
+ROUTER_SHIFT = "router_shift"  # a bias of the router's logits, with expert_bias
 ROUTER_BIAS = "router_bias"  # by which a router ranks experts if balance_rate balances their load
 LORA_IN, LORA_OUT = "_lora_in", "_lora_out"  # the two factors of a matrix's adapter
 CODES, SCALES = "_codes", "_scales"  # the parameters of a quantised matrix

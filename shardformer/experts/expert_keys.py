@@ -54,6 +54,9 @@ class ExpertKeys(KeyGroup):
     shared_gate: bool = key(
         False, "multiply the shared expert by a sigmoid of each token, as Qwen2-MoE", fixed=True, needs="shared_width"
     )
+    expert_bias: bool = key(
+        False, "biases of the router and of each expert's products, as gpt-oss", fixed=True, needs="experts"
+    )
     router: Literal["softmax", "sigmoid"] = key(
         "softmax", "scores of the experts, computed in float32 before the top-k", fixed=True, needs="experts"
     )
@@ -187,8 +190,8 @@ class Mixture:
         )
         require(
             "up" not in c.model.biased,
-            f"experts have no biases, and bias={c.model.bias} has them in the feed-forward; give bias=none or "
-            "bias=norm",
+            f"bias={c.model.bias} has biases in a dense feed-forward, and not in experts; give bias=none or bias=norm, "
+            "and expert_bias=true for biases of the experts",
         )
         require(
             not c.optimizer.searches_rate,

@@ -14,13 +14,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardformer import collectives
 from shardformer.collectives import vary_over_mp
-from shardformer.config.names import DP, EXPERT_MATRICES, LAYERS, LORA_IN, LORA_OUT, MP, ROUTER_BIAS
+from shardformer.config.names import DP, EXPERT_MATRICES, LAYERS, LORA_IN, LORA_OUT, MP, ROUTER_BIAS, ROUTER_SHIFT
 from shardformer.experts import grouped_product
 from shardformer.kernels.activations import ACTIVATIONS
 from shardformer.kernels.remat import PRODUCT
 from shardformer.layout import Layout
 from shardformer.shards.layer import Records, TransformerLayerShard
-from shardformer.shards.parameters import weight, zeros
+from shardformer.shards.parameters import add_bias, weight, zeros
 
 
 class Routes(NamedTuple):
@@ -58,6 +58,8 @@ class ExpertFeedForward:
         w_DE = weight("router", [D, keys.experts], self.config.model.init_std or D**-0.5)
         logits_BTE = jnp.matmul(h_BTD.astype(jnp.float32), vary_over_mp(w_DE), precision=lax.Precision.HIGHEST)
         logits_BTE = checkpoint_name(logits_BTE, PRODUCT)
+        if keys.expert_bias:
+            logits_BTE = add_bias(logits_BTE, vary_over_mp(zeros(ROUTER_SHIFT, keys.experts)))
         score_BTE = jax.nn.softmax(logits_BTE) if keys.router == "softmax" else jax.nn.sigmoid(logits_BTE)
         ranked_BTE, bias_E = score_BTE, None
         if keys.balance_rate:
@@ -88,14 +90,21 @@ class ExpertFeedForward:
         return Routes(count_BE, share_BTE.sum(1), square_B, excess_B)
 
     def read_weights(self, layer: TransformerLayerShard, D: int) -> dict[str, Array]:
-        """Returns this shard's matrices of its experts, by name."""
+        """Returns this shard's matrices and biases of its experts, by name."""
         c, e = self.config, self.local_experts
         f = c.mixture.expert_size if c.mixture.splits_experts else collectives.local(c.mixture.expert_size)
         init = c.model.init_std or D**-0.5
         weights = {"expert_up": weight("expert_up", [e, D, f], init)}
         if c.model.gated:
             weights["expert_gate"] = weight("expert_gate", [e, D, f], init)
-        return weights | {"expert_down": weight("expert_down", [e, f, D], layer.residual_stddev(c.mixture.expert_size))}
+        weights["expert_down"] = weight("expert_down", [e, f, D], layer.residual_stddev(c.mixture.expert_size))
+        if c.experts.expert_bias:
+            weights |= {f"{name}_bias": zeros(f"{name}_bias", e, w.shape[-1]) for name, w in weights.items()}
+            if not c.mixture.splits_experts:
+                # All shards of the model have a part of each expert's width, and one of them adds its last bias.
+                bias_ED = vary_over_mp(weights["expert_down_bias"])
+                weights["expert_down_bias"] = jnp.where(collectives.index(MP) == 0, bias_ED, jnp.zeros_like(bias_ED))
+        return weights
 
     @property
     def local_experts(self) -> int:
@@ -113,11 +122,16 @@ class ExpertFeedForward:
         first = collectives.index((MP, DP) if self.over_dp else MP) * e if self.config.mixture.splits_experts else 0
         groups = grouped_product.group_tokens(choice_NC, first, e, self.product.block, self.product.tile)
         x_MD = grouped_product.dispatch(h_ND, groups)
-        u_Mf = self.multiply("expert_up", weights, x_MD, groups.size_E)
-        gate_Mf = self.multiply("expert_gate", weights, x_MD, groups.size_E) if self.config.model.gated else None
-        y_MD = self.multiply("expert_down", weights, self._activate(u_Mf, gate_Mf), groups.size_E)
+        u_Mf = self.project("expert_up", weights, x_MD, groups.size_E)
+        gate_Mf = self.project("expert_gate", weights, x_MD, groups.size_E) if self.config.model.gated else None
+        y_MD = self.project("expert_down", weights, self._activate(u_Mf, gate_Mf), groups.size_E)
         y_ND = grouped_product.combine(y_MD, gate_NC, groups)
         return lax.psum_scatter(y_ND, DP, scatter_dimension=0, tiled=True) if self.over_dp else y_ND
+
+    def project(self, name: str, weights: dict[str, Array], x_MI: Array, size_E: Array) -> Array:
+        """Returns the product with each row's expert, plus the expert's bias if it has one."""
+        y_MO, bias_EO = self.multiply(name, weights, x_MI, size_E), weights.get(f"{name}_bias")
+        return y_MO if bias_EO is None else grouped_product.add_biases(y_MO, bias_EO, size_E)
 
     def multiply(self, name: str, weights: dict[str, Array], x_MI: Array, size_E: Array) -> Array:
         """Returns the product of each group of rows and its expert's matrix of this name, in the rows' dtype."""

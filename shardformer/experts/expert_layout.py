@@ -23,9 +23,13 @@ BYTES_OF_CODES = {"int8": 1.0, "int4": 0.5, "nf4": 0.5}  # which ZeRO gathers as
 RULES = (
     ("*/layers/router", P()),
     ("*/layers/router_bias", P()),
+    ("*/layers/router_shift", P()),
     ("*/layers/expert_up", P(None, None, None, MP)),
     ("*/layers/expert_gate", P(None, None, None, MP)),
     ("*/layers/expert_down", P(None, None, MP, None)),
+    ("*/layers/expert_up_bias", P(None, None, MP)),
+    ("*/layers/expert_gate_bias", P(None, None, MP)),
+    ("*/layers/expert_down_bias", P()),
     ("*/layers/shared_up", P(None, None, MP)),
     ("*/layers/shared_gate", P(None, None, MP)),
     ("*/layers/shared_down", P(None, MP, None)),
@@ -157,8 +161,9 @@ def _bytes_of_rows(config: Config) -> float:
 
 
 def split_experts(name: str, spec: P, config: Config) -> P:
-    """Returns the spec of a leaf of a layer, from that of its rule: a matrix of all experts may be split by expert."""
+    """Returns the spec of a leaf of a layer, from that of its rule: a leaf of all experts may be split by expert."""
     if not (is_of_experts(name) and config.mixture.splits_experts):
         return spec
     axes = choose_expert_axes(config).axes
-    return P(None, axes if len(axes) > 1 else axes[0], None, None)
+    inside = () if name.endswith("_bias") else (None, None)
+    return P(None, axes if len(axes) > 1 else axes[0], *inside)

@@ -113,6 +113,16 @@ def group_tokens(choice_NC: Array, first: Array | int, experts: int, block: int,
     return Groups(token_M, row_of_pair.reshape(tokens, choices), size_E)
 
 
+def add_biases(x_MO: Array, bias_EO: Array, size_E: Array) -> Array:
+    """Returns each row plus its expert's bias, in the rows' dtype; rows after the last group stay as they are.
+
+    The sum is computed in float32, as in `add_broadcast`.
+    """
+    expert_M = jnp.searchsorted(jnp.cumsum(size_E), jnp.arange(x_MO.shape[0], dtype=size_E.dtype), side="right")
+    bias_MO = bias_EO.astype(jnp.float32).at[expert_M].get(mode="fill", fill_value=0, indices_are_sorted=True)
+    return (x_MO.astype(jnp.float32) + bias_MO).astype(x_MO.dtype)
+
+
 def _take(x: Array, index: Array) -> Array:
     """Returns the rows of these indices; zeros for an index beyond the last row."""
     return x.at[index].get(mode="fill", fill_value=0)

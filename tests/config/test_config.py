@@ -94,7 +94,7 @@ def test_model_batch_and_state_keys_are_fixed_on_resume():
               "moment_dtype", "lora_rank", "lora_targets", "lora_alpha", "weights",
               "rslora"}  # fmt: skip
     experts = {"experts", "dense_first", "expert_pattern", "experts_per_token", "expert_width", "shared_width",
-               "shared_gate", "router", "router_norm", "router_scale", "balance_rate"}  # fmt: skip
+               "shared_gate", "expert_bias", "router", "router_norm", "router_scale", "balance_rate"}  # fmt: skip
     assert set(key_names(ModelKeys)) == shapes
     assert set(config.ARCHITECTURE) == shapes | experts
     assert set(config.FIXED_ON_RESUME) == shapes | experts | batches | arrays

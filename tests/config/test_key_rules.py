@@ -239,7 +239,8 @@ def or_code(name: str) -> str:
          "dense_first=1 expert_pattern=; give mesh=2x1"),
         ({"experts": 4, "bias": "none", "dense_first": 1, "d_ff": 6, "expert_width": 8, "mesh": "1x4"},
          "feed-forward width=6 does not divide over mp=4"),
-        ({"experts": 4}, "experts have no biases, and bias=ff has them in the feed-forward; give bias=none"),
+        ({"experts": 4}, "bias=ff has biases in a dense feed-forward, and not in experts; give bias=none or bias=norm, "
+                         "and expert_bias=true for biases of the experts"),
         ({"experts": 4, "bias": "none", "grad_metrics": True},
          "that of an expert mixes the tokens of all dp and the balance of the batch; give grad_metrics=false"),
         ({"experts": 4, "bias": "none", "optimizer": "lbfgs", "clip": 0.0, "weight_decay": 0.0},
@@ -309,6 +310,7 @@ def test_following_the_advice_leads_to_a_valid_configuration(dp, mp, **changes):
                 "experts_per_token": 1,
                 "expert_width": 8,
                 "shared_width": 8,
+                "expert_bias": True,
                 "router": "sigmoid",
                 "router_norm": False,
                 "router_scale": 2.0,

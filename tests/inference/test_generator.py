@@ -44,7 +44,7 @@ ROWS = {
     ),
     "experts": (EXPERTS | {"experts": 4, "shared_width": 8, "shared_gate": True}, 3, 1),
     "experts, widths split": (
-        EXPERTS | {"dense_first": 1, "experts": 6, "router": "sigmoid", "block": "sequential"},
+        EXPERTS | {"dense_first": 1, "experts": 6, "router": "sigmoid", "expert_bias": True, "block": "sequential"},
         5,
         2,
     ),

@@ -16,7 +16,7 @@ MODEL = {
     "activation": ("gelu_exact", "relu", "silu", "swiglu", "geglu"),
     "block": ("parallel_two_norms", "sequential", "sequential_four_norms", "sequential_post_norms"),
     "norm": ("rmsnorm", "rmsnorm_plus_one", "plain_layernorm"), "qk_norm": ("head", "all"),
-    "bias": ("none", "all_but_qkv", "all", "qkv", "norm", "qkv_norm"), "head_bias": (False,),
+    "bias": ("none", "all_but_qkv", "all", "attention", "qkv", "norm", "qkv_norm"), "head_bias": (False,),
     "positions": ("learned", "t5", "alibi", "none"), "rotary_dims": (2,), "rotary_theta": (50.0,),
     "rotary_scaling": ("linear:4", "yarn:4,0.5,3,12,1.5", "longrope:8,1.5,1,1.2,2,4"), "attention_scale": (0.3,),
     "attention_cap": (0.8,), "window": (5,), "window_pattern": ("wf", "wwf", "wn"), "window_rotary_theta": (20.0,),
@@ -39,8 +39,9 @@ OPTIMIZER = {
 }  # fmt: skip
 EXPERTS = {
     "experts_per_token": (1, 3), "expert_width": (8,), "shared_width": (16,), "shared_gate": (True,),
-    "router": ("sigmoid",), "router_norm": (False,), "balance_loss": (0.1,), "router_z_loss": (0.01,),
-    "balance_rate": (0.01,), "expert_axes": ("mp", "dp"), "dense_first": (1,), "expert_pattern": ("de", "ed"),
+    "expert_bias": (True,), "router": ("sigmoid",), "router_norm": (False,), "balance_loss": (0.1,),
+    "router_z_loss": (0.01,), "balance_rate": (0.01,), "expert_axes": ("mp", "dp"), "dense_first": (1,),
+    "expert_pattern": ("de", "ed"),
 }  # fmt: skip
 ADAPTERS = {
     "lora_targets": ("q,o", "v:3,up,down:1:4", "q,expert_up,expert_down"), "lora_alpha": (4.0,),

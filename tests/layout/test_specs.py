@@ -23,7 +23,8 @@ OPTIONS = [
     {"qk_norm": "head"}, {"qk_norm": "all"}, {"block": "sequential_four_norms"}, {"block": "sequential_post_norms"},
     {"norm": "plain_layernorm", "bias": "none"}, {"sinks": True},
     {"activation": "swiglu", "lora_rank": 2, "lora_targets": "gate"},
-    {"experts": 4, "bias": "none", "activation": "swiglu", "shared_width": 8, "shared_gate": True, "balance_rate": 0.1},
+    {"experts": 4, "bias": "none", "activation": "swiglu", "shared_width": 8, "shared_gate": True, "balance_rate": 0.1,
+     "expert_bias": True},
     {"experts": 4, "bias": "none", "activation": "swiglu", "shared_width": 8, "lora_rank": 2,
      "lora_targets": "expert_up,shared_up,shared_gate,shared_down"},
 ]  # fmt: skip
