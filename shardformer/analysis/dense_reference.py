@@ -23,7 +23,12 @@ ACTIVATIONS: dict[str, Callable] = {
     "relu2": lambda u: jnp.maximum(u, 0) ** 2,
     "silu": lambda u: u * jax.nn.sigmoid(u),
 }
-GATES = {"swiglu": "silu", "geglu": "gelu"}  # the activation of the gate
+GATES: dict[str, Callable] = {
+    "swiglu": lambda u, gate: ACTIVATIONS["silu"](gate) * u,
+    "geglu": lambda u, gate: ACTIVATIONS["gelu"](gate) * u,
+    # min and max share the slope of equal numbers.
+    "clamped_swiglu": lambda u, gate: _silu_of_gpt_oss(jnp.minimum(gate, 7)) * (jnp.maximum(jnp.minimum(u, 7), -7) + 1),
+}
 NORMS = {
     "parallel": ("norm",),
     "parallel_two_norms": ("attention_norm", "feed_forward_norm"),
@@ -38,6 +43,10 @@ KNOWN = {
     "norm": ("layernorm", "layernorm_plus_one", "rmsnorm", "rmsnorm_plus_one", "plain_layernorm"),
     "positions": ("learned", "rotary", "t5", "alibi", "none"),
 }
+
+
+def _silu_of_gpt_oss(gate):
+    return gate / (1 + jnp.exp(-1.702 * gate))
 
 
 def find_missing(config) -> str:

@@ -42,7 +42,7 @@ class ModelKeys(KeyGroup):
     activation: str = key(
         "gelu",
         "feed-forward activation; gelu: tanh form; gelu_exact: erf; relu2: squared relu; swiglu: gated silu; geglu: "
-        "gated gelu (tanh form)",
+        "gated gelu (tanh form); clamped_swiglu: gpt-oss's",
         registry=ACTIVATIONS,
     )
     seq: int = key(64, "context length in tokens", least=1)

@@ -10,6 +10,7 @@ from shardformer.config.registries import Registry
 
 ACTIVATIONS = Registry("kernels/activations.py")
 SCALE, CUBE = math.sqrt(8 / math.pi), 0.044715
+STEEPNESS, LIMIT = 1.702, 7.0  # of gpt-oss
 
 
 @ACTIVATIONS.register
@@ -72,6 +73,12 @@ def silu(x: Array) -> Array:
 @ACTIVATIONS.register
 def swiglu(x: Array, gate: Array) -> Array:
     return jax.nn.silu(gate) * x
+
+
+@ACTIVATIONS.register
+def clamped_swiglu(x: Array, gate: Array) -> Array:
+    gate = jnp.minimum(gate, LIMIT)
+    return gate * jax.nn.sigmoid(STEEPNESS * gate) * (jnp.clip(x, -LIMIT, LIMIT) + 1)
 
 
 @ACTIVATIONS.register

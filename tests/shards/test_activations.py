@@ -11,7 +11,7 @@ from shardformer.config import FIELDS, parsing
 from shardformer.kernels.activations import ACTIVATIONS
 from tests import meshes, shared
 
-GATED = {"swiglu", "geglu"}  # test_layer.py compares them, as they take a second matrix
+GATED = {"swiglu", "geglu", "clamped_swiglu"}  # test_layer.py compares them, as they take a second matrix
 
 
 def gelu_exact(x):
@@ -32,6 +32,16 @@ def test_each_value_of_the_key_has_a_function_and_a_formula():
     values = set(parsing.choices(FIELDS["activation"]))
     assert values == {*ACTIVATIONS} == {*FORMULAS, *GATED}
     assert values == {*dense_reference.ACTIVATIONS, *dense_reference.GATES}
+
+
+def test_clamped_swiglu_is_that_of_gpt_oss():
+    """At values beyond its limits, of which test_layer.py has none."""
+    x, gate = np.meshgrid(np.linspace(-9, 9, 73), np.linspace(-9, 9, 73))
+    bounded = np.minimum(gate, 7)
+    expected = bounded / (1 + np.exp(-1.702 * bounded)) * (np.clip(x, -7, 7) + 1)
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(ACTIVATIONS["clamped_swiglu"](x, gate), expected, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(dense_reference.GATES["clamped_swiglu"](x, gate), expected, rtol=1e-12, atol=1e-12)
 
 
 def distance(name, formula) -> float:

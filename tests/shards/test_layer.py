@@ -108,6 +108,11 @@ def multiply_in_numpy(c, p, name, x):
     return y
 
 
+def clamped_swiglu(up, gate):
+    gate = np.minimum(gate, 7)
+    return gate / (1 + np.exp(-np.float32(1.702) * gate)) * (np.clip(up, -7, 7) + 1)
+
+
 def activate(name, x):
     if name == "gelu":
         return 0.5 * x * (1 + np.tanh(np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x**3)))
@@ -141,6 +146,8 @@ def attend(c, p, h):
 
 def feed_forward(c, p, h):
     up = multiply_in_numpy(c, p, "up", h)
+    if c.model.activation == "clamped_swiglu":
+        return multiply_in_numpy(c, p, "down", clamped_swiglu(up, multiply_in_numpy(c, p, "gate", h)))
     if c.model.activation in GATES:
         return multiply_in_numpy(
             c, p, "down", activate(GATES[c.model.activation], multiply_in_numpy(c, p, "gate", h)) * up
