@@ -20,6 +20,7 @@ BIASES: dict[str, tuple[str, ...]] = {
     "ff": _LATE,
     "all_but_qkv": ("o", *_LATE),
     "all": ("q", "k", "v", "o", *_LATE),
+    "attention": ("q", "k", "v", "o"),
     "qkv": ("q", "k", "v"),
     "norm": ("norm",),
     "qkv_norm": ("q", "k", "v", "norm"),
@@ -66,8 +67,10 @@ class ModelKeys(KeyGroup):
     qk_norm: Literal["none", "head", "all"] = key(
         "none", "RMSNorm of queries and keys before rotary; head: of each head, as Qwen3; all: over heads, as OLMo 2"
     )
-    bias: Literal["none", "ff", "all_but_qkv", "all", "qkv", "norm", "qkv_norm"] = key(
-        "ff", "biases; ff: feed-forward, norms and head, as GPT-J; all_but_qkv: GPT-Neo; qkv: Qwen2; norm: StableLM"
+    bias: Literal["none", "ff", "all_but_qkv", "all", "attention", "qkv", "norm", "qkv_norm"] = key(
+        "ff",
+        "biases; ff: feed-forward, norms and head, as GPT-J; all_but_qkv: GPT-Neo; attention: q, k, v and o, as "
+        "gpt-oss; qkv: Qwen2; norm: StableLM",
     )
     head_bias: bool = key(True, "give an untied output head a bias, if bias= has biases in the feed-forward")
     positions: str = key(
@@ -90,12 +93,12 @@ class ModelKeys(KeyGroup):
         least=0,
         none="none",
     )
-    window: int | None = key(
-        None,
-        "tokens that a windowed layer attends to, its own token included; none: all",
     sinks: bool = key(
         False, "give each head a trainable logit that only the denominator of its softmax has, as gpt-oss"
     )
+    window: int | None = key(
+        None,
+        "tokens that a windowed layer attends to, its own token included; none: all",
         least=1,
         none="none",
     )

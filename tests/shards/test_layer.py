@@ -212,14 +212,14 @@ def test_every_parameter_of_a_layer_counts():
 @pytest.mark.parametrize(
     ("bias", "names"),
     [("none", ""), ("ff", "down up"), ("all_but_qkv", "down o up"), ("all", "down k o q up v"), ("qkv", "k q v"),
-     ("norm", ""), ("qkv_norm", "k q v")],
+     ("attention", "k o q v"), ("norm", ""), ("qkv_norm", "k q v")],
 )  # fmt: skip
 def test_bias_key_chooses_the_biases(block, bias, names):
     shapes = Model.abstract_parameters(shared.tiny(mesh="1x1", block=block, bias=bias))
     found = sorted(name for name in shapes["transformer/layers"] if name.endswith("_bias"))
     assert found == [f"{name}_bias" for name in names.split()]
     norms = [leaves for module, leaves in shapes.items() if "norm" in module]
-    assert all(("offset" in leaves) == (bias not in ("none", "qkv")) for leaves in norms)
+    assert all(("offset" in leaves) == (bias not in ("none", "attention", "qkv")) for leaves in norms)
     assert ("bias" in shapes["transformer/head"]) == (bias in ("ff", "all_but_qkv", "all"))
 
 
