@@ -338,7 +338,7 @@ def _mix_experts(c, p, h, routes: list | None):
         routes.append((chosen, shares, jax.nn.logsumexp(logits_, axis=-1)))
     y = jnp.zeros_like(h)
     for e in range(keys.experts):
-        expert = {n: p[f"expert_{n}"][e] for n in ("up", "gate", "down") if f"expert_{n}" in p}
+        expert = {name.removeprefix("expert_"): leaf[e] for name, leaf in p.items() if name.startswith("expert_")}
         y = y + gates[..., e, None] * _feed_forward(expert, h, c.model.activation)
     if not keys.shared_width:
         return y
@@ -404,7 +404,8 @@ def _rotate(c, x):
     angle = (jnp.arange(x.shape[1], dtype=np.float32)[:, None] * frequencies[None]).astype(x.dtype)[None, :, None]
     pairs = jax.lax.complex(x[..., 0:dims:2], x[..., 1:dims:2])
     kind, _, values = c.model.rotary_scaling.partition(":")
-    factor = float(values.split(",")[{"yarn": 4, "longrope": 1}[kind]]) if kind in ("yarn", "longrope") else 1.0
+    place = {"yarn": 4, "yarn_untruncated": 4, "longrope": 1}.get(kind)
+    factor = 1.0 if place is None else float(values.split(",")[place])
     turned = pairs * jax.lax.complex(jnp.cos(angle), jnp.sin(angle)) * factor
     pairs = jnp.stack([turned.real, turned.imag], axis=-1).reshape(*x.shape[:-1], dims)
     return jnp.concatenate([pairs, x[..., dims:]], axis=-1)
@@ -429,10 +430,12 @@ def _frequencies(c, dims: int, tokens: int) -> np.ndarray:
     if kind == "linear":
         return frequencies / factor
     low, high, old_seq = bounds[:3]
-    if kind == "yarn":  # as in the paper's published code: the pairs that turn `high` and `low` times bound a ramp
+    if kind.startswith("yarn"):  # as in the paper's published code: pairs that turn `high` and `low` times bound a ramp
         first, last = (dims * math.log(old_seq / (rounds * 2 * math.pi)) / 2 / math.log(c.model.rotary_theta)
                        for rounds in (high, low))  # fmt: skip
-        first, last = max(math.floor(first), 0), min(math.ceil(last), dims - 1)
+        if kind == "yarn":
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, dims - 1)
         ramp = np.clip((np.arange(dims // 2) - first) / (last - first if last != first else 0.001), 0, 1)
         return frequencies * (1 - ramp) + frequencies / factor * ramp
     scaled = []

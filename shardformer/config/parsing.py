@@ -240,16 +240,19 @@ class RotaryScaling(NamedTuple):
     high: float = 4.0
     old_seq: float = 8192.0
     attention: float = 1.0  # yarn's and longrope's factor on rotated queries and keys
+    truncate: bool = True  # yarn blends from one pair to another, not from a fraction of the way between pairs
     # longrope divides the frequency of each pair by its number: of `short` in rows of at most old_seq tokens, of `long`
     # in longer ones.
     short: tuple[float, ...] = ()
     long: tuple[float, ...] = ()
 
 
+UNTRUNCATED = "_untruncated"
 ROTARY_SCALINGS = {
     "linear": "linear:FACTOR",
     "llama3": "llama3:FACTOR,LOW,HIGH,OLD_SEQ",
     "yarn": "yarn:FACTOR,LOW,HIGH,OLD_SEQ,ATTENTION",
+    "yarn_untruncated": "yarn_untruncated:FACTOR,LOW,HIGH,OLD_SEQ,ATTENTION",
     "longrope": "longrope:OLD_SEQ,ATTENTION,SHORT,...,LONG,...",
 }
 
@@ -278,7 +281,8 @@ def parse_rotary_scaling(text: str) -> RotaryScaling | None:
         return RotaryScaling(kind, old_seq=values[0], attention=values[1], short=short, long=long)
     if kind != "linear" and values[1] >= values[2]:
         raise UsageError(f"rotary_scaling={text}: LOW must be below HIGH")
-    return RotaryScaling(kind, *values)  # type: ignore[arg-type]  # values has no more numbers than the fields before `short`
+    scaling = RotaryScaling(kind.removesuffix(UNTRUNCATED), *values)  # type: ignore[arg-type]  # fields before `truncate`
+    return scaling._replace(truncate=not kind.endswith(UNTRUNCATED))
 
 
 def split_checkpoint(path: str) -> tuple[str, int]:

@@ -41,8 +41,10 @@ def _share_by_yarn(size: int, theta: float, scaling: RotaryScaling) -> np.ndarra
     def pair_with(turns: float) -> float:
         return size * math.log(scaling.old_seq / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    first = max(math.floor(pair_with(scaling.high)), 0)
-    last = min(math.ceil(pair_with(scaling.low)), size - 1)
+    first, last = pair_with(scaling.high), pair_with(scaling.low)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, size - 1)
     stretched = (np.arange(size // 2, dtype=np.float32) - first) / np.float32(last - first or 0.001)
     return 1 - np.clip(stretched, 0, 1)
 

@@ -147,7 +147,7 @@ def or_code(name: str) -> str:
                              "try rotary_dims=2"),
         ({"rotary_dims": 64}, "try rotary_dims=32"),
         ({"heads": 128}, "try positions=learned"),
-        ({"rotary_scaling": "yarn:4,1,32,64"}, "yarn:FACTOR,LOW,HIGH,OLD_SEQ,ATTENTION or longrope:"),
+        ({"rotary_scaling": "yarn:4,1,32,64"}, "yarn:FACTOR,LOW,HIGH,OLD_SEQ,ATTENTION or yarn_untruncated:FACTOR,"),
         ({"rotary_scaling": "yarn:4,32,1,64,1.1"}, "rotary_scaling=yarn:4,32,1,64,1.1: LOW must be below HIGH"),
         *(({"rotary_scaling": "longrope:64,1,1,1", "head_dim": 2, "window": 8} | changes,
            "rotary_scaling=longrope:64,1,1,1 has the same frequencies in all layers; give no window_rotary_theta")

@@ -43,6 +43,8 @@ CASES = {
     "llama_yarn": LLAMA | {"hidden_size": 64, "rope_theta": 500.0, "rope_scaling": YARN},
     "llama_yarn_with_all_numbers": LLAMA
     | {"hidden_size": 64, "rope_theta": 500.0, "rope_scaling": YARN | YARN_NUMBERS},
+    "llama_yarn_untruncated": LLAMA
+    | {"hidden_size": 64, "rope_theta": 500.0, "rope_scaling": YARN | YARN_NUMBERS | {"truncate": False}},
     "llama_yarn_of_one_turn": LLAMA
     | {"rope_theta": 500.0, "rope_scaling": YARN | {"original_max_position_embeddings": 6}},
 }  # fmt: skip

@@ -13,12 +13,15 @@ MESHES = (
 # Values of keys, each drawn with the same chance, and as often the default.
 MODEL = {
     "kv_heads": (1, 2, 4), "head_dim": (6,), "d_ff": (48,), "norm_eps": (1e-2,), "vocab": (57,),
-    "activation": ("gelu_exact", "relu", "silu", "swiglu", "geglu"),
+    "activation": ("gelu_exact", "relu", "silu", "swiglu", "geglu", "clamped_swiglu"),
     "block": ("parallel_two_norms", "sequential", "sequential_four_norms", "sequential_post_norms"),
     "norm": ("rmsnorm", "rmsnorm_plus_one", "plain_layernorm"), "qk_norm": ("head", "all"),
     "bias": ("none", "all_but_qkv", "all", "attention", "qkv", "norm", "qkv_norm"), "head_bias": (False,),
     "positions": ("learned", "t5", "alibi", "none"), "rotary_dims": (2,), "rotary_theta": (50.0,),
-    "rotary_scaling": ("linear:4", "yarn:4,0.5,3,12,1.5", "longrope:8,1.5,1,1.2,2,4"), "attention_scale": (0.3,),
+    "rotary_scaling": (
+        "linear:4", "yarn:4,0.5,3,12,1.5", "yarn_untruncated:4,0.5,3,12,1.5", "longrope:8,1.5,1,1.2,2,4",
+    ),
+    "attention_scale": (0.3,), "sinks": (True,),
     "attention_cap": (0.8,), "window": (5,), "window_pattern": ("wf", "wwf", "wn"), "window_rotary_theta": (20.0,),
     "embed": ("bias", "norm"), "embed_scale": (None, 2.0), "residual_scale": (0.6,), "logits_scale": (0.4,),
     "logits_cap": (2.0,), "tied": (True,),

@@ -80,6 +80,7 @@ def reject_differences(theirs: dict, ruling: str, value: Any, rest: tuple[str, .
 # Rotary positions. transformers reads `rope_scaling`, or else `rope_parameters`, before any key outside of them.
 ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 _ROPE_NAMES = {"rope_theta", "partial_rotary_factor", "rope_type", "type"}
+_ROPE_SWITCHES = {"yarn": ("truncate",)}
 _ROPE_NUMBERS = {
     "default": (),
     "linear": ("factor",),
@@ -98,7 +99,7 @@ def find_rope(theirs: dict) -> dict:
             f"rope_type={kind!r:.80} is not a scaling that we compute: there are {', '.join(_ROPE_NUMBERS)}"
         )
     for name, value in rope.items():
-        if name not in {*_ROPE_NAMES, *_ROPE_NUMBERS[kind]} and value is not None:
+        if name not in {*_ROPE_NAMES, *_ROPE_NUMBERS[kind], *_ROPE_SWITCHES.get(kind, ())} and value is not None:
             raise UsageError(
                 f"{name}={value!r:.80} of rope_type={kind} is not known here, and may change the positions"
             )
@@ -118,6 +119,8 @@ def read_scaling(rope: dict, seq: int) -> dict:
         values |= {"beta_slow": 1, "beta_fast": 32, "attention_factor": factor}
     values |= {name: value for name, value in rope.items() if value is not None}
     figures = [values[name] for name in _ROPE_NUMBERS[kind]]
+    is_truncated = kind != "yarn" or rope.get("truncate", True)
+    kind = kind if is_truncated else f"{kind}{parsing.UNTRUNCATED}"
     return {"rotary_scaling": f"{kind}:{','.join(map(_format_exactly, figures))}"}
 
 
@@ -178,6 +181,7 @@ def write_rope(c: Config) -> dict:
         rope |= {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
     if scaling and scaling.kind == "yarn":
         rope |= {"beta_slow": scaling.low, "beta_fast": scaling.high, "attention_factor": scaling.attention}
+        rope |= {} if scaling.truncate else {"truncate": False}
     if scaling and scaling.kind == "longrope":
         factors = {"short_factor": list(scaling.short), "long_factor": list(scaling.long)}
         rope |= factors | {"attention_factor": scaling.attention}

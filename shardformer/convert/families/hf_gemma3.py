@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shardformer.config import Config
+from shardformer.config import Config, parsing
 from shardformer.convert.families import gemma
 from shardformer.convert.families.family import Family, find_rope, read_scaling, write_rope
 from shardformer.convert.families.hf_llama import LLAMA, list_outside
@@ -44,6 +44,8 @@ def find_ropes(theirs: dict, family: str) -> tuple[dict, dict]:
         if rope.get("partial_rotary_factor") not in (None, 1):
             share = rope["partial_rotary_factor"]
             raise UsageError(f"partial_rotary_factor={share!r:.80} is not computed by {family}; expected 1.0")
+        if not rope.get("truncate", True):  # transformers looks for it outside of the settings of a kind of layers
+            raise UsageError(f"truncate={rope['truncate']!r:.80} is not computed by {family}; expected True")
     if read_scaling(sliding, 1):
         raise UsageError(f"rope_parameters: {SLIDING} has {sliding!r:.80}; only full layers may have a scaling here")
     return full, sliding
@@ -69,9 +71,15 @@ def _layer(c: Config) -> list[Stored]:
     return gemma.list_layer(c) + norms
 
 
-def _find_variants(c: Config) -> dict[str, tuple | None]:
+def find_rope_variants(c: Config) -> dict[str, tuple | None]:
+    """Returns the values of `rotary_scaling` and `window_rotary_theta` that `find_ropes` can have read."""
     scaled_alike = c.model.window and not c.model.window_rotary_theta  # in layers with a window too
-    return gemma.find_variants(c) | {"window_rotary_theta": None} | ({"rotary_scaling": ("",)} if scaled_alike else {})
+    has_none = scaled_alike or c.model.rotary_scaling.startswith(f"yarn{parsing.UNTRUNCATED}")
+    return {"window_rotary_theta": None, "rotary_scaling": ("",) if has_none else None}
+
+
+def _find_variants(c: Config) -> dict[str, tuple | None]:
+    return gemma.find_variants(c) | find_rope_variants(c)
 
 
 GEMMA_3 = Family(

@@ -5,10 +5,18 @@ from typing import Any
 
 from shardformer.config import Config
 from shardformer.convert.families.family import GATED_ACTIVATIONS, read_activation, read_scaling, write_rope
-from shardformer.convert.families.hf_gemma3 import find_ropes
+from shardformer.convert.families.hf_gemma3 import find_rope_variants, find_ropes
 from shardformer.convert.families.hf_llama import LLAMA
 from shardformer.convert.families.hf_olmo2 import OLMO_2
-from shardformer.convert.families.layer_types import FULL, SLIDING, list_types, read_layer_types, read_window, to_keys
+from shardformer.convert.families.layer_types import (
+    FULL,
+    SLIDING,
+    find_window_variants,
+    list_types,
+    read_layer_types,
+    read_window,
+    to_keys,
+)
 
 THETA = 500_000.0
 
@@ -37,11 +45,9 @@ def _write(c: Config) -> dict[str, Any]:
 
 
 def _find_variants(c: Config) -> dict[str, tuple | None]:
-    free = dict.fromkeys(("kv_heads", "rotary_scaling", "rotary_theta", "window", "window_pattern"))
-    scaled_alike = c.model.window and not c.model.window_rotary_theta  # in layers with a window too
-    scaling = {"rotary_scaling": ("",)} if scaled_alike else {}
-    sizes = {"activation": ("swiglu",), "rotary_dims": (None, c.model.head_size), "window_rotary_theta": None}
-    return free | sizes | scaling
+    free: dict[str, tuple | None] = {"kv_heads": None, "rotary_theta": None}
+    sizes = {"activation": ("swiglu",), "rotary_dims": (None, c.model.head_size)}
+    return free | sizes | find_window_variants(c) | find_rope_variants(c)
 
 
 OLMO_3 = dataclasses.replace(
