@@ -5,7 +5,7 @@ from typing import Any
 from shardformer.config import Config
 from shardformer.convert.families.family import ACTIVATIONS, GATED_ACTIVATIONS, read_activation
 from shardformer.convert.families.hf_llama import list_projections, read_head_size
-from shardformer.convert.families.layer_types import FULL, SLIDING, list_types
+from shardformer.convert.families.layer_types import FULL, SLIDING, find_window_variants, list_types
 from shardformer.convert.families.layout import Stored, norm
 from shardformer.errors import UsageError
 
@@ -75,8 +75,8 @@ def find_variants(c: Config) -> dict[str, tuple | None]:
         "attention_scale": (None, _to_scalar(c) ** -0.5),  # that of a whole query_pre_attn_scalar
         "rotary_dims": (None, c.model.head_size),
     }
-    free = ("head_dim", "kv_heads", "logits_cap", "rotary_scaling", "rotary_theta", "window", "window_pattern")
-    return result | dict.fromkeys(free)
+    free = ("head_dim", "kv_heads", "logits_cap", "rotary_scaling", "rotary_theta")
+    return result | dict.fromkeys(free) | find_window_variants(c)
 
 
 def list_layer(c: Config) -> list[Stored]:

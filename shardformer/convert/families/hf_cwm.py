@@ -4,7 +4,15 @@ import dataclasses
 
 from shardformer.config import Config
 from shardformer.convert.families.hf_llama import LLAMA, read_settings, write_settings
-from shardformer.convert.families.layer_types import FULL, SLIDING, list_types, read_layer_types, read_window, to_keys
+from shardformer.convert.families.layer_types import (
+    FULL,
+    SLIDING,
+    find_window_variants,
+    list_types,
+    read_layer_types,
+    read_window,
+    to_keys,
+)
 
 ROPE = {
     "rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -39,5 +47,5 @@ CWM = dataclasses.replace(
     write=_write,
     also=(*LLAMA.also, "layer_types"),
     harmless=(),
-    variants=lambda c: LLAMA.variants(c) | {"window": None, "window_pattern": None},
+    variants=lambda c: LLAMA.variants(c) | find_window_variants(c),
 )  # fmt: skip

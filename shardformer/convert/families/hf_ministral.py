@@ -5,7 +5,15 @@ import dataclasses
 from shardformer.config import Config
 from shardformer.convert.families.hf_llama import LLAMA, read_settings, write_settings
 from shardformer.convert.families.hf_mistral import MISTRAL
-from shardformer.convert.families.layer_types import FULL, SLIDING, list_types, read_layer_types, read_window, to_keys
+from shardformer.convert.families.layer_types import (
+    FULL,
+    SLIDING,
+    find_window_variants,
+    list_types,
+    read_layer_types,
+    read_window,
+    to_keys,
+)
 
 
 def _read(theirs: dict) -> dict:
@@ -25,5 +33,5 @@ MINISTRAL = dataclasses.replace(
     read=_read,
     write=_write,
     also=(*MISTRAL.also, "layer_types"),
-    variants=lambda c: LLAMA.variants(c) | {"window": None, "window_pattern": None},
+    variants=lambda c: LLAMA.variants(c) | find_window_variants(c),
 )

@@ -48,6 +48,11 @@ def to_keys(letters: str, window: int) -> dict[str, Any]:
     return {"window": window if "w" in letters else None, "window_pattern": pattern}
 
 
+def find_window_variants(c: Config) -> dict[str, tuple | None]:
+    """Returns the values of our keys that a family computes if all of its layers rotate, with a window or without."""
+    return {"window": None, "window_pattern": ("wf",) if any(c.model.layers_without_rotary) else None}
+
+
 def list_types(c: Config, windowed: str, full: str) -> list[str]:
     """Returns the name of each layer's kind."""
     return [windowed if window else full for window in c.model.layer_windows]
