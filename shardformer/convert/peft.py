@@ -179,6 +179,13 @@ def join_factors(family: str, config: Config, factors: dict[str, np.ndarray]) ->
     arrays: dict[str, np.ndarray] = {}
     adapters: dict[str, Adapter] = {}
     adapted = peft_experts.find_adapted(config)
+    targets = list_targets(family, config)
+    written = {name for target in targets for name in target.names}
+    if missing := [name for name in config.lora.lora_names if name not in written]:
+        raise UsageError(
+            f"adapters of {', '.join(missing)} of a {family} model have no form in PEFT's format here; merge them into "
+            "the weights: convert RUN MERGED merge_lora=true"
+        )
 
     @functools.cache
     def have_same_first(*names: str) -> bool:
@@ -188,7 +195,7 @@ def join_factors(family: str, config: Config, factors: dict[str, np.ndarray]) ->
             for name in names[1:]
         )
 
-    for target in list_targets(family, config):
+    for target in targets:
         names = [name for name in target.names if name in config.lora.lora_names]
         if not names:
             continue

@@ -9,6 +9,7 @@ from shardformer.adapters import adapter_keys, lora
 from shardformer.adapters.adapter_keys import scale_of
 from shardformer.convert import hf_settings, peft, runs
 from shardformer.convert.leaves import flatten
+from shardformer.errors import UsageError
 from shardformer.model import Model
 from shardformer.training.run_folder import Run
 from tests.convert.hf_models import FOLDER
@@ -97,3 +98,12 @@ def test_shape_of_another_model_is_rejected(base, tmp_path, capsys):
     make_adapters(tmp_path / "peft", Run.open(base).config.mixture.expert_size + 1)
     assert convert(tmp_path / "peft", tmp_path / "run", f"base={base}") == USAGE
     assert "which no layer of the base has a place for" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["granitemoe", "gpt_oss"])
+def test_adapters_without_a_form_in_peft_are_refused(name):
+    """Their files have the experts of a layer together, for which PEFT's parameters have no names here."""
+    family, config = hf_settings.read_config(FOLDER / name)
+    config = config.replace(lora_rank=2, lora_targets="q,expert_up,expert_down")
+    with pytest.raises(UsageError, match=rf"adapters of expert_up, expert_down of a {family} model have no form in"):
+        peft.join_factors(family, config, {})
