@@ -12,11 +12,13 @@ from shardformer.convert.families import FAMILIES, Part, Stored, list_stored
 from shardformer.convert.gptj import TABLE, TABLE_BIAS
 from shardformer.convert.hf_settings import select_text_arrays
 from shardformer.convert.leaves import Filled, Leaves, Readable, blocks, flatten
+from shardformer.convert.mxfp4 import Packed, unpack
 from shardformer.convert.safetensors_files import DTYPES, CreatedTensor
 from shardformer.convert.weight_files import Tensor
 from shardformer.errors import RunError, UsageError
 from shardformer.model import Model
 
+Source = Tensor | Packed
 MAX_FLOAT16 = 65504.0
 FLOATS = [DTYPES[name] for name in ("F32", "BF16", "F16")]
 # Masks and frequencies that older versions of transformers saved; config.json determines them.
@@ -38,8 +40,8 @@ def open_params(folder: Path, family: str, config: Config, not_finite: set[str],
     which the first config.seq are read; 0 means config.seq.
     """
     published = config.replace(seq=positions or config.model.seq)
-    tensors = _match(folder, family, published, select_text_arrays(weight_files.find_tensors(folder)))
-    sources: dict[str, list[tuple[Tensor, Stored, Part]]] = {}
+    tensors = _match(folder, family, published, unpack(select_text_arrays(weight_files.find_tensors(folder))))
+    sources: dict[str, list[tuple[Source, Stored, Part]]] = {}
     for stored, tensor in tensors:
         for part in stored.parts:
             sources.setdefault(part.ours, []).append((tensor, stored, part))
@@ -55,7 +57,7 @@ def open_params(folder: Path, family: str, config: Config, not_finite: set[str],
             if source[1].row == row:
                 copy(source, target)
 
-    def copy(source: tuple[Tensor, Stored, Part], target: np.ndarray) -> None:
+    def copy(source: tuple[Source, Stored, Part], target: np.ndarray) -> None:
         if not _copy_part(*source, target):
             not_finite.add(source[1].name)
 
@@ -70,7 +72,7 @@ def open_params(folder: Path, family: str, config: Config, not_finite: set[str],
     return {name: make(name, shape) for name, shape in shapes.items()}
 
 
-def _match(folder: Path, family: str, config: Config, tensors: dict[str, Tensor]) -> list[tuple[Stored, Tensor]]:
+def _match(folder: Path, family: str, config: Config, tensors: dict[str, Source]) -> list[tuple[Stored, Source]]:
     """Pairs the arrays of the family with those of the folder; rejects an array without a partner."""
     if config.model.layers > len(tensors):  # before all names are listed
         raise RunError(
@@ -111,7 +113,7 @@ def first_of(names: list[str]) -> str:
     return f"{names[0]:.100}{f' and {len(names) - 1} more' if names[1:] else ''}"
 
 
-def _copy_part(tensor: Tensor, stored: Stored, part: Part, target: np.ndarray) -> bool:
+def _copy_part(tensor: Source, stored: Stored, part: Part, target: np.ndarray) -> bool:
     """Copies one part of an array; returns whether all of its values are finite."""
     seen, view, finite = stored.seen or stored.shape, part.view(target), True
     if part.cut and isinstance(part.cut[0], int):

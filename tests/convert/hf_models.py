@@ -210,6 +210,14 @@ MODELS = {
         | {"intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
         | {"num_hidden_layers": 2, "rotary_dim": 4},
     ),
+    "gpt_oss": (
+        "GptOss",
+        HIDDEN
+        | EIGHT
+        | ENDS
+        | {"intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2}
+        | {"sliding_window": 5, "rope_parameters": YARN | {"truncate": False, "beta_fast": 1.5, "beta_slow": 0.25}},
+    ),
 }
 # With larger weights, transformers' float32 logits of these models would differ from its float64 logits by 1.9e-6.
 ROUNDED_BY_TRANSFORMERS = ("llama", "mistral", "gemma2", "gemma3", "qwen2", "qwen3", "olmo2", "stablelm", "phi3")
@@ -219,7 +227,7 @@ ROUNDED_BY_TRANSFORMERS += ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe")
 ROUNDED_BY_TRANSFORMERS += ("exaone4", "exaone", "internlm3", "iquestcoder", "arcee", "nemotron", "jais2", "seed_oss")
 ROUNDED_BY_TRANSFORMERS += ("ernie4_5", "helium", "glm", "glm4", "cwm", "granitemoe", "granitemoeshared", "flex_olmo")
 ROUNDED_BY_TRANSFORMERS += ("hyperclovax", "vaultgemma", "gpt_bigcode", "codegen", "progen")
-ROUNDED_BY_TRANSFORMERS += ("glm4_moe", "dots1", "solar_open", "exaone_moe", "minimax_m2")
+ROUNDED_BY_TRANSFORMERS += ("glm4_moe", "dots1", "solar_open", "exaone_moe", "minimax_m2", "gpt_oss")
 ADDS_ONE_TO_SCALES = ("gemma", "vaultgemma", "nemotron")
 # Further settings of a family, which are compared where transformers is installed.
 SHARED = {"num_key_value_heads": 1, "num_attention_heads": 8, "hidden_size": 48}
@@ -462,6 +470,11 @@ SETTINGS = {
         {"layer_types": ["full_attention"] * 2, "norm_topk_prob": False, "routed_scaling_factor": 1.0},
     ),
     "minimax_m2": ({"rope_parameters": YARN, "num_local_experts": 8}, {"rotary_dim": 8, "tie_word_embeddings": True}),
+    "gpt_oss": (
+        {"layer_types": ["full_attention", "sliding_attention"], "attention_bias": False, "rope_parameters": YARN},
+        {"num_local_experts": 8, "num_experts_per_tok": 1, "rope_parameters": LINEAR, "tie_word_embeddings": True},
+        {"layer_types": ["full_attention"] * 2, "num_local_experts": 3},
+    ),
     "flex_olmo": (
         {"num_experts": 8, "num_experts_per_tok": 1, "tie_word_embeddings": True},
         {"num_key_value_heads": 16, "norm_topk_prob": True, "rope_parameters": YARN},

@@ -183,6 +183,8 @@ WRONG_KEYS = {
     "solar_open": {"experts_per_token": 1, "rotary_theta": 9000.0},
     "exaone_moe": {"router_scale": 1.0, "window_pattern": "wf"},
     "minimax_m2": {"router": "softmax", "rotary_dims": 2, "qk_norm": "none"},
+    "gpt_oss": {"window": 6, "window_pattern": "fw", "activation": "swiglu", "router_norm": False}
+    | {"rotary_scaling": "yarn:4,0.25,1.5,12,1.138629436111989"},
     # Not router_norm, which scales all experts of a token: the norm after them takes that away.
     "flex_olmo": {"experts_per_token": 2, "qk_norm": "none"},
 }
@@ -448,6 +450,10 @@ def test_hostile_or_damaged_folders_are_refused_in_one_line(status, message, har
         ("gemma3", "rope_parameters has 'rope_theta'", {"rope_parameters": {"rope_theta": 10.0}}),
         ("gemma3", "only full layers may have a scaling here",
          {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}),
+        ("olmo3", "truncate=False is not computed by OLMo 3; expected True",
+         {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}}),
+        ("gpt_oss", "swiglu_limit=3.0 is not computed here; expected 7.0", {"swiglu_limit": 3.0}),
+        ("gpt_oss", "num_local_experts=0 is not computed here", {"num_local_experts": 0}),
         ("llama", "rope_type='dynamic' is not a scaling", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}),
         ("llama", "rope_type=longrope needs short_factor and long", {"rope_parameters": {"rope_type": "longrope"}}),
         ("qwen2", "use_sliding_window=True is not computed here", {"use_sliding_window": True}),
@@ -535,6 +541,24 @@ def test_a_run_that_no_family_computes_is_refused_by_key(changes, named):
 def test_the_family_of_a_model_is_found_again(name):
     family, config = hf_settings.read_config(FOLDER / name)
     assert hf_settings.choose_family(config, family) == family  # without its name, an OPT is a GPT-2
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "named"),
+    [
+        *((name, {"window_pattern": "wn"}, "window_pattern=wn") for name in ("ministral", "gemma2", "gpt_oss")),
+        *((name, {"window_pattern": "wn", "rotary_scaling": ""}, "window_pattern=wn") for name in ("gemma3", "olmo3")),
+        ("olmo3", {"rotary_scaling": "yarn_untruncated:4,1,32,12,1"}, "rotary_scaling=yarn_untruncated:4,1,32,12,1"),
+        ("gpt_oss", {"sinks": False}, "sinks=false"),
+        ("gpt_oss", {"expert_bias": False}, "expert_bias=false"),
+        ("gpt_oss", {"bias": "qkv"}, "bias=qkv"),
+    ],
+)
+def test_a_change_that_a_family_lacks_is_refused_by_key(name, changes, named):
+    family, config = hf_settings.read_config(FOLDER / name)
+    with pytest.raises(UsageError, match="no Hugging Face family has") as refusal:
+        hf_settings.choose_family(config.replace(**changes), family)
+    assert named in str(refusal.value)
 
 
 def test_a_mistral_without_windows_stays_one(tmp_path):

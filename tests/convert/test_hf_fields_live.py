@@ -112,6 +112,11 @@ FURTHER |= {
     | {"sliding_window": [None]}
     | {"num_shared_experts": [2], "n_group": [2], "norm_topk_prob": [False]},
     "minimax_m2": ROPE | {"rotary_dim": [None, 8], "use_qk_norm": [False], "num_local_experts": [3]},
+    "gpt_oss": ROPE
+    | LAYERS
+    | {"num_local_experts": [3], "sliding_window": [None, 1], "swiglu_limit": [0.1], "num_key_value_heads": [None, 8]}
+    | {"rope_parameters": [None, {"rope_type": "default"}], "experts_per_token": [1], "initial_context_length": [12]}
+    | {"layer_types": [None, ["full_attention"] * 2], "hidden_act": ["relu"]},
     "flex_olmo": ROPE | {"clip_qkv": [0.1], "head_dim": [4, 8], "norm_topk_prob": [True]},
 }
 FURTHER["gemma3 in a wrapper"] = FURTHER["gemma3"] | {"final_logit_softcapping": [1.0]}

@@ -7,12 +7,15 @@ import numpy as np
 import pytest
 
 from shardformer.__main__ import main
+from shardformer.convert import mxfp4, safetensors_files
+from shardformer.convert.safetensors_files import CreatedTensor
 from shardformer.model import Decoder
-from tests.convert import hf_models, test_hf
+from tests.convert import hf_models, test_hf, test_mxfp4
 from tests.convert.test_hf import SAME
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("torch")
+convert_moe_packed_tensors = pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors
 
 
 def convert(*words) -> int:
@@ -65,6 +68,33 @@ def convert_there_and_back(theirs, tmp_path):
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager").eval()
     np.testing.assert_array_equal(hf_models.compute(back, tokens), expected)
     return back
+
+
+def test_experts_in_mxfp4_are_those_of_transformers(tmp_path):
+    """All bytes and all powers; then a folder, whose logits are those of the model that transformers loads."""
+    import torch
+
+    codes = np.random.RandomState(0).randint(0, 256, (2, 8, 32, 16)).astype(np.uint8)
+    powers = np.arange(512, dtype=np.int32).astype(np.uint8).reshape(2, 8, 32)
+    made = [
+        CreatedTensor(name, x.dtype, x.shape, lambda x=x: x) for name, x in (("w_blocks", codes), ("w_scales", powers))
+    ]
+    safetensors_files.write_file(tmp_path / "model.safetensors", made)
+    ours = mxfp4.unpack(safetensors_files.read_header(tmp_path / "model.safetensors"))["w"]
+    theirs = convert_moe_packed_tensors(torch.from_numpy(codes), torch.from_numpy(powers), dtype=torch.float32)
+    np.testing.assert_array_equal(ours.read(), theirs.numpy())
+    np.testing.assert_array_equal(ours.read(slice(1, 2)), theirs.numpy()[1:])
+
+    folder, _ = test_mxfp4.pack_folder(tmp_path / "src")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32,
+        quantization_config=transformers.Mxfp4Config(dequantize=True),
+    ).eval()  # fmt: skip
+    tokens = np.random.RandomState(1).randint(0, hf_models.VOCAB, (2, hf_models.SEQ)).astype(np.int32)
+    config = test_hf.hf_settings.read_config(folder)[1].replace(mesh="1x1", batch=2)
+    ours = test_hf.Model.on(config, test_hf.mesh.make(config))
+    logits = Decoder(ours).logits(test_hf.on_devices(ours, test_hf.params_of(folder)), tokens)
+    assert np.abs(np.asarray(logits)[..., : hf_models.VOCAB] - hf_models.compute(loaded, tokens)).max() <= SAME
 
 
 def test_gpt2_with_its_own_vocabulary(tmp_path):

@@ -38,6 +38,7 @@ SIZES = {
     "CohereForAI/aya-23-8B": 8028, "CohereForAI/c4ai-command-r-v01": 34_981, "tiiuae/Falcon3-7B-Instruct": 7456,
     "mistralai/Mixtral-8x7B-v0.1": 46_703, "Qwen/Qwen3-30B-A3B": 30_532, "allenai/OLMoE-1B-7B-0125-Instruct": 6919,
     "Qwen/Qwen1.5-MoE-A2.7B-Chat-GPTQ-Int4, without its quantization": 14_316, "LGAI-EXAONE/EXAONE-4.0-32B": 32_003,
+    "openai/gpt-oss-20b": 20_915, "openai/gpt-oss-120b": 116_829,
 }  # fmt: skip
 ENDS = {
     "EleutherAI/gpt-j-6b": (50256,),
@@ -59,6 +60,7 @@ REPORTED = {
         "sliding_window_size": 4096,
     },
     "google/gemma-3-270m": {},
+    "openai/gpt-oss-20b": {"experts_per_token": 4, "hidden_act": "silu", "initial_context_length": 4096},
     "facebook/opt-125m": {"prefix": "</s>"},
     "bigscience/bloom-560m": {
         "attention_softmax_in_fp32": True,
@@ -112,6 +114,7 @@ WINDOWS = {
     "google/gemma-3-4b-it": ((*[1024] * 5, None) * 6)[:34],
     "allenai/Olmo-3.1-32B-Instruct": (4096, 4096, 4096, None) * 16,
     "LGAI-EXAONE/EXAONE-4.0-32B": (4096, 4096, 4096, None) * 16,
+    "openai/gpt-oss-20b": (128, None) * 12,
 }
 
 
@@ -129,7 +132,7 @@ def test_published_layers_without_rotary(model, layers, tmp_path):
 def test_most_published_configs_are_accepted():
     """Entries with the defaults of a class of transformers are no published files."""
     published = [model for model in PUBLISHED if not PUBLISHED[model]["source"].startswith("defaults of")]
-    assert (len(set(ACCEPTED) & set(published)), len(published)) == (79, 87)
+    assert (len(set(ACCEPTED) & set(published)), len(published)) == (81, 89)
 
 
 SHAPES = {

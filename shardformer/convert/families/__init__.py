@@ -23,6 +23,7 @@ from shardformer.convert.families.hf_gpt2 import GPT2
 from shardformer.convert.families.hf_gpt_bigcode import GPT_BIGCODE
 from shardformer.convert.families.hf_gpt_neo import GPT_NEO
 from shardformer.convert.families.hf_gpt_neox import GPT_NEOX
+from shardformer.convert.families.hf_gpt_oss import GPT_OSS
 from shardformer.convert.families.hf_gptj import GPTJ
 from shardformer.convert.families.hf_granite import GRANITE
 from shardformer.convert.families.hf_granitemoe import GRANITE_MOE, GRANITE_MOE_SHARED
@@ -116,6 +117,7 @@ FAMILIES = {
     "solar_open": SOLAR_OPEN,
     "exaone_moe": EXAONE_MOE,
     "minimax_m2": MINIMAX_M2,
+    "gpt_oss": GPT_OSS,
 }
 
 

@@ -14,7 +14,7 @@ _BY_PART = {
     ),
     "recurrent layers": "rwkv xlstm recurrent_gemma",
     "convolutions over tokens": "lfm2 lfm2_moe lfm3 inkling_text inkling2_text inkling2_loop_text",
-    "a sink in the attention of each head": "gpt_oss granite_swa granitemoe_swa flint mimo_v2_flash",
+    "a sink in the attention of each head": "granite_swa granitemoe_swa flint mimo_v2_flash",
     "an activation with parameters (xIELU)": "apertus apertus1p5_text",
     "differences of two attentions": "diffllama",
     "weights of two bits": "bitnet",
