@@ -86,8 +86,6 @@ class SplitContext(Attention):
     def weigh_values(self, logits_BgrS: Array, v_BgSK: Array, sink_1gr1: Array | None = None) -> Array:
         """Returns values_BgrK weighted by the softmax over the slots of all shards."""
         largest_Bgr1 = lax.pmax(logits_BgrS.max(-1, keepdims=True), CP)
-        if sink_1gr1 is not None:
-            largest_Bgr1 = jnp.maximum(largest_Bgr1, sink_1gr1)
         weights_BgrS = jnp.exp(logits_BgrS - largest_Bgr1)
         weighed = jnp.einsum(
             "bgrs,bgsk->bgrk", weights_BgrS.astype(v_BgSK.dtype), v_BgSK, preferred_element_type=jnp.float32
