@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 
-from shardformer.legacy import frozen_dicts, missing_packages
+from shardformer.legacy import frozen_dicts, missing_packages, package_stand_ins
 from shardformer.legacy.lost_names import FLAX_MODELS
 
 # What Python says where a script calls one of them, and the advice.
@@ -19,8 +19,6 @@ ADVICE = {
     "incompatible devices for jitted computation": "jax: the result of a pmap met arrays on one device up to jax 0.4; "
     "today write jax.device_put(x, device) around it, or around the other",
     "cannot import name 'Flax": f"transformers: install {FLAX_MODELS}",
-    "has no attribute 'max_model_input_sizes'": "transformers: pip install 'transformers<4.40'; today it is the "
-    "tokenizer's model_max_length",
     "Device' object is not callable": "jax: x.device() is x.device today, without the parentheses",
     "Sharding' object is not callable": "jax: x.device() of an array on several devices is x.devices() today",
 }
@@ -45,8 +43,10 @@ def put_back(stack: contextlib.ExitStack) -> None:
 
 def advise(error: BaseException) -> None:
     """Adds to an error what today's way is, where it comes of a member that cannot be put back."""
-    if isinstance(error, ModuleNotFoundError) and (line := missing_packages.advice(error.name or "")):
-        error.add_note(f"{error.name} is not installed: {line}")
+    module = error.name if isinstance(error, ImportError) else getattr(getattr(error, "obj", None), "__name__", "")
+    is_missing = isinstance(error, ModuleNotFoundError) or package_stand_ins.stands_in(module or "")
+    if is_missing and (line := missing_packages.advice(module or "")):
+        error.add_note(f"{module} is not installed: {line}")
     for words, advice in ADVICE.items():
         if isinstance(error, AttributeError | ImportError | TypeError | ValueError) and words in str(error):
             error.add_note(advice)

@@ -21,6 +21,7 @@ from shardformer.legacy import (
     flax_names,
     install_options,
     installed_libraries,
+    package_stand_ins,
     removed_imports,
     removed_keywords,
     removed_names,
@@ -89,6 +90,7 @@ def _put_names_back() -> None:
     array_members.put_back(_names)
     flax_names.put_back(_names)
     removed_imports.advise_about_modules(_names)
+    package_stand_ins.put_back(_names)
 
 
 def _complete(library: types.ModuleType) -> None:

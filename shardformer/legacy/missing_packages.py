@@ -16,11 +16,13 @@ PACKAGES = {name: name for name in _UNDER_THEIR_NAMES.split()} | {
     "lm_eval": "'lm_eval<0.4'",  # the scripts use lm_eval.base
     "smart_open": "'smart_open[gcs]'",
 }
-# What else to know about one.
+# What else to know about one; package_stand_ins has what runs without it.
 REMARKS = {
-    "ray": "it starts the processes of a pod; a script without it, such as device_train.py, trains on one machine",
-    "smart_open": "it reads gs:// paths with your Google account",
-    "wandb": "WANDB_MODE=disabled runs it without an account",
+    "google.cloud": "without it, gs://BUCKET/ is the folder BUCKET of the working directory",
+    "lm_eval": "or `convert` the checkpoint and run `harness`",
+    "ray": "without it, remote functions run in this process; actors need it and a pod, device_train.py does not",
+    "smart_open": "without it, gs://BUCKET/ is the folder BUCKET of the working directory",
+    "wandb": "without it, nothing is logged",
 }
 
 
@@ -51,11 +53,12 @@ def missing_imports(source: bytes | str) -> Iterator[tuple[int, str]]:
         else:
             continue
         for package in map(package_of, names):
-            if package is not None and _is_missing(package):
+            if package is not None and is_missing(package):
                 yield node.lineno, package
 
 
-def _is_missing(package: str) -> bool:
+def is_missing(package: str) -> bool:
+    """Returns True if a package is not installed."""
     try:
         return importlib.util.find_spec(package) is None
     except ModuleNotFoundError:  # the package around it

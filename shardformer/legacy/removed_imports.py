@@ -78,18 +78,18 @@ class _RemovedModules(importlib.abc.MetaPathFinder):
     """The last finder: `import jax.experimental.loops` fails with the advice of the table."""
 
     def find_spec(self, fullname, path=None, target=None):
-        if fullname in NOT_COVERED and _is_import():
+        if fullname in NOT_COVERED and importing_file() is not None:
             raise ModuleNotFoundError(_message(fullname), name=fullname)
 
 
-def _is_import() -> bool:
-    """Returns True during an import: importlib.util.find_spec asks too, and expects None."""
+def importing_file() -> str | None:
+    """Returns the file that imports now; None outside of an import: importlib.util.find_spec asks finders too."""
     frame: types.FrameType | None = sys._getframe(2)
+    importing = False
     while frame is not None and "importlib" in frame.f_code.co_filename:
-        if frame.f_code.co_name == "_find_and_load_unlocked":
-            return True
+        importing = importing or frame.f_code.co_name == "_find_and_load_unlocked"
         frame = frame.f_back
-    return False
+    return frame.f_code.co_filename if importing and frame is not None else None
 
 
 def _message(name: str) -> str:

@@ -1,0 +1,86 @@
+"""Imports a stand-in where a script imports a package that is not installed and that one machine can do without."""
+
+import contextlib
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Iterable
+from pathlib import Path
+
+from shardformer.legacy.after_import import complete_after_import
+from shardformer.legacy.missing_packages import advice, is_missing, package_of
+from shardformer.legacy.removed_imports import importing_file
+from shardformer.legacy.stand_ins import buckets
+
+FOLDER = Path(__file__).parent / "stand_ins"
+# By imported name, the file that stands in for it. A bucket is a folder only where Google's client is missing.
+FILES = {
+    "google": "__init__.py",
+    "google.cloud": "__init__.py",
+    "google.cloud.exceptions": "google_storage.py",
+    "google.cloud.storage": "google_storage.py",
+    "ray": "ray.py",
+    "smart_open": "smart_open.py",
+    "wandb": "wandb.py",
+}
+_GOOGLE = "google.cloud.storage"
+
+
+def put_back(stack: contextlib.ExitStack) -> None:
+    """Offers the stand-ins to imports, until `stack` closes."""
+    folders = is_missing(_GOOGLE)
+    finder = _StandIns(FILES.keys() if folders else FILES.keys() - {"smart_open"})
+    sys.meta_path.append(finder)
+    stack.callback(finder.remove)
+    if folders:
+        complete_after_import("smart_open", _open_buckets_as_folders, stack)
+    complete_after_import("transformers.tokenization_utils_base", _put_sizes_back, stack)
+
+
+def stands_in(package: str) -> bool:
+    """Returns True if a program has imported a stand-in under this name."""
+    return Path(getattr(sys.modules.get(package), "__file__", None) or "/").parent == FOLDER
+
+
+@functools.cache
+def _say(package: str) -> None:
+    print(f"shardformer.legacy: {package} is not installed: {advice(package)}", file=sys.stderr)
+
+
+def _open_buckets_as_folders(smart_open: types.ModuleType) -> None:
+    _say("google.cloud")
+    smart_open.open = buckets.opener(smart_open.open)  # type: ignore[attr-defined]
+
+
+def _put_sizes_back(tokenizers: types.ModuleType) -> None:
+    """A table that scripts write to, so that a tokenizer does not warn of long texts."""
+    if not hasattr(tokenizers.PreTrainedTokenizerBase, "max_model_input_sizes"):
+        tokenizers.PreTrainedTokenizerBase.max_model_input_sizes = {}
+
+
+class _StandIns(importlib.abc.MetaPathFinder):
+    """The last finder. Libraries do not see the stand-ins: they import such packages only to try."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names, self._served = frozenset(names), []  # type: frozenset[str], list[str]
+
+    def find_spec(self, fullname, path=None, target=None):
+        importer = importing_file()
+        if fullname not in self._names or importer is None or "-packages" in importer:
+            return None
+        is_package = FILES[fullname] == "__init__.py"
+        if not is_package:
+            _say(package_of(fullname))
+        self._served.append(fullname)
+        locations = [] if is_package else None
+        return importlib.util.spec_from_file_location(
+            fullname, FOLDER / FILES[fullname], submodule_search_locations=locations
+        )
+
+    def remove(self) -> None:
+        sys.meta_path.remove(self)
+        for name in self._served:
+            sys.modules.pop(name, None)

@@ -1,0 +1,190 @@
+"""Where a package is not installed, a script gets its stand-in; a library that only tries to import it does not."""
+
+import importlib.util
+import sys
+from importlib.machinery import PathFinder
+
+import pytest
+
+from shardformer.legacy import array_members, package_stand_ins
+from shardformer.legacy.install import installed
+from shardformer.legacy.stand_ins import buckets, smart_open
+
+HIDDEN = ("google.cloud", "ray", "smart_open", "wandb", "transformers")
+IMPORTS = "import ray, wandb\nfrom smart_open import open\nfrom google.cloud import storage\n"
+NOTE = "wandb is not installed: pip install wandb (without it, nothing is logged)"
+SCRIPT = IMPORTS + "from google.cloud.exceptions import NotFound\n"
+
+
+@pytest.fixture
+def nothing_installed(monkeypatch, tmp_path):
+    """Hides the packages from Python, except those in the folder that it returns, which is the working directory."""
+    find = PathFinder.find_spec
+
+    def find_others(name, path=None, target=None):
+        spec = find(name, path, target)
+        is_hidden = spec is not None and any(f"{name}.".startswith(f"{hidden}.") for hidden in HIDDEN)
+        return None if is_hidden and not str(spec.origin).startswith(str(tmp_path)) else spec
+
+    for name in [name for name in sys.modules if any(f"{name}.".startswith(f"{hidden}.") for hidden in HIDDEN)]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(PathFinder, "find_spec", find_others)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    package_stand_ins._say.cache_clear()
+    yield tmp_path
+    for name in ("transformers", "transformers.tokenization_utils_base", "smart_open"):
+        sys.modules.pop(name, None)
+
+
+def run(source: str, file: str = "script.py") -> dict:
+    names = {}
+    exec(compile(source, file, "exec"), names)
+    return names
+
+
+def test_a_script_gets_stand_ins_and_a_line_about_each(nothing_installed, capsys):
+    with installed():
+        names = run(SCRIPT)
+        run(SCRIPT)
+    assert names["NotFound"] is not None
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[1] for line in lines] == ["ray", "wandb", "smart_open", "google.cloud"]
+    assert lines[1] == f"shardformer.legacy: {NOTE}"
+
+
+@pytest.mark.parametrize("name", ["ray", "wandb", "smart_open", "google.cloud.storage"])
+def test_a_library_gets_none(nothing_installed, name):
+    with installed(), pytest.raises(ModuleNotFoundError, match=name.rpartition(".storage")[0] or name):
+        run(f"import {name}", "lib/python/site-packages/library.py")
+
+
+def test_a_question_whether_one_is_installed_is_answered_with_no(nothing_installed):
+    with installed():
+        assert importlib.util.find_spec("wandb") is None
+        assert importlib.util.find_spec("ray") is None
+
+
+def test_stand_ins_go_with_uninstall(nothing_installed):
+    with installed():
+        run(SCRIPT)
+    for name in ("ray", "wandb", "google.cloud.storage"):
+        with pytest.raises(ModuleNotFoundError):
+            run(f"import {name}")
+
+
+def test_an_installed_package_is_used(nothing_installed):
+    (nothing_installed / "wandb.py").write_text("mine = True\n")
+    with installed():
+        assert run("import wandb")["wandb"].mine
+
+
+def test_installed_smart_open_reads_buckets_as_folders_without_google(nothing_installed):
+    (nothing_installed / "smart_open.py").write_text("def open(uri, mode, **options):\n    return f'theirs: {uri}'\n")
+    (nothing_installed / "bucket").mkdir()
+    with installed():
+        opened = run("from smart_open import open")["open"]
+        assert opened("s3://bucket/a") == "theirs: s3://bucket/a"
+        with opened("gs://bucket/folder/a", "w") as file:
+            file.write("text")
+    assert (nothing_installed / "bucket" / "folder" / "a").read_text() == "text"
+
+
+@pytest.fixture
+def bucket(tmp_path, monkeypatch):
+    """A bucket with two checkpoints, each a folder of one shard."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bucket").mkdir()
+    for step in (1, 10):
+        with smart_open.open(f"gs://bucket/model/step_{step}/shard_0/0.npz", "wb") as file:
+            file.write(b"bytes")
+    return tmp_path / "bucket"
+
+
+def test_a_missing_object_is_not_found_and_a_missing_bucket_is_advised(bucket):
+    assert smart_open.open("gs://bucket/model/step_1/shard_0/0.npz", "rb").read() == b"bytes"
+    with pytest.raises(buckets.NotFound, match=r"gs://bucket/meta\.json: no file bucket/meta\.json"):
+        smart_open.open("gs://bucket/meta.json")
+    with pytest.raises(FileNotFoundError, match="no folder 'other', which would stand for the bucket; make it"):
+        smart_open.open("gs://other/meta.json", "w")
+
+
+def test_other_schemes_and_compressed_files_are_rejected(bucket):
+    (bucket / "plain.txt").write_text("text")
+    assert smart_open.open(bucket / "plain.txt").read() == "text"
+    for path in ("s3://bucket/plain.txt", "plain.txt.gz"):
+        with pytest.raises(NotImplementedError, match="pip install smart_open"):
+            smart_open.open(path)
+
+
+def test_objects_of_a_prefix_are_listed_and_deleted(bucket):
+    client = buckets.Client()
+    assert [blob.name for blob in client.list_blobs("bucket", prefix="model/step_1")] == [
+        "model/step_1/shard_0/0.npz",
+        "model/step_10/shard_0/0.npz",
+    ]
+    for blob in client.list_blobs("bucket", prefix="model/step_1/"):
+        blob.delete()
+    assert sorted(path.name for path in (bucket / "model").iterdir()) == ["step_10"]
+    for blob in client.list_blobs("bucket"):
+        blob.delete()
+    assert list(bucket.iterdir()) == []
+
+
+RAY = """
+import ray
+@ray.remote
+def plain(x): return x + 1
+@ray.remote(num_cpus=2)
+def with_options(x): return x + 2
+got = ray.get([plain.remote(1), with_options.options(num_cpus=1).remote(ray.put(1))])
+"""
+ACTOR = "import ray\n@ray.remote(resources={'tpu': 1})\nclass Runner: pass"
+
+
+def test_remote_functions_run_here_and_actors_are_rejected(nothing_installed):
+    with installed():
+        assert run(RAY)["got"] == [2, 3]
+        with pytest.raises(ModuleNotFoundError, match="Runner is an actor of ray") as caught:
+            run(ACTOR)
+        array_members.advise(caught.value)
+    assert "device_train.py does not" in caught.value.__notes__[0]
+
+
+WANDB = """
+import wandb
+with wandb.init(config={'lr': 1}) as run:
+    wandb.log({}, 1), run.log({})
+wandb.finish()
+"""
+
+
+def test_wandb_keeps_nothing_and_what_it_lacks_is_advised(nothing_installed):
+    with installed():
+        names = run(WANDB)
+        assert names["run"] is names["wandb"].run
+        assert names["run"].config == {"lr": 1}
+        for line in ("wandb.Artifact", "from wandb import Artifact"):
+            with pytest.raises((AttributeError, ImportError)) as caught:
+                run(f"import wandb\n{line}")
+            array_members.advise(caught.value)
+            assert caught.value.__notes__ == [NOTE]
+
+
+def test_an_error_of_another_module_is_not_advised():
+    with pytest.raises(AttributeError) as caught:
+        run("import json\njson.Artifact")
+    array_members.advise(caught.value)
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_tokenizers_have_the_table_of_sizes_while_installed(nothing_installed):
+    (nothing_installed / "transformers").mkdir()
+    (nothing_installed / "transformers" / "__init__.py").write_text("")
+    base = nothing_installed / "transformers" / "tokenization_utils_base.py"
+    base.write_text("class PreTrainedTokenizerBase: pass")
+    source = "from transformers.tokenization_utils_base import PreTrainedTokenizerBase as Base"
+    with installed():
+        run(f"{source}\nBase.max_model_input_sizes['gpt2'] = 1e20")
+    del sys.modules["transformers.tokenization_utils_base"]
+    assert not hasattr(run(source)["Base"], "max_model_input_sizes")
