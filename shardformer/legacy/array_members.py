@@ -18,7 +18,7 @@ ADVICE = {
     "'dict' object has no attribute 'unfreeze'": frozen_dicts.ADVICE,
     "incompatible devices for jitted computation": "jax: the result of a pmap met arrays on one device up to jax 0.4; "
     "today write jax.device_put(x, device) around it, or around the other",
-    "cannot import name 'Flax": f"transformers: install {FLAX_MODELS}",
+    "cannot import name 'Flax": f"transformers: {FLAX_MODELS}",
     "Device' object is not callable": "jax: x.device() is x.device today, without the parentheses",
     "Sharding' object is not callable": "jax: x.device() of an array on several devices is x.devices() today",
 }

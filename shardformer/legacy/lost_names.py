@@ -52,13 +52,13 @@ def advice_of_module(name: str) -> str:
     return OF_MODULES.get(home, "")
 
 
-FLAX_MODELS = "transformers 4, or a copy of the model: transformers 5 has no Flax models"
+FLAX_MODELS = "pip install 'transformers<5' flax, which run on today's JAX: transformers 5 has no Flax models"
 
 
 def flax_model(name: str) -> str | None:
     """Returns the name of a Flax model of transformers, or of its module, that `name` starts with."""
     library, *parts = name.split(".")
-    number = next((n for n, part in enumerate(parts) if part.startswith("Flax") or "_flax_" in part), None)
+    number = next((n for n, part in enumerate(parts) if part.startswith("Flax") or "flax_" in part), None)
     if library != "transformers" or number is None:
         return None
     return ".".join([library, *parts[: number + 1]])
@@ -73,11 +73,6 @@ NOT_COVERED = {
     "jax.argnums_partial": "functools.partial",
     "jax.config.disable_omnistaging": "delete it: jax always stages everything",
     "jax.custom_ivjp": "jax.custom_vjp",
-    "jax.custom_transforms": "jax.custom_jvp or jax.custom_vjp",
-    "jax.defjvp": "jax.custom_jvp",
-    "jax.defjvp_all": "jax.custom_jvp",
-    "jax.defvjp": "jax.custom_vjp",
-    "jax.defvjp_all": "jax.custom_vjp",
     "jax.experimental.callback": "jax.debug.callback",
     "jax.experimental.general_map": "jax.experimental.maps.xmap",
     "jax.experimental.loops": "jax.lax.fori_loop, jax.lax.while_loop or jax.lax.scan",

@@ -24,6 +24,8 @@ FILES = {
     "google.cloud.storage": "google_storage.py",
     "ray": "ray.py",
     "smart_open": "smart_open.py",
+    "transformers.generation_flax_logits_process": "old_generation.py",
+    "transformers.generation_flax_utils": "old_generation.py",
     "wandb": "wandb.py",
 }
 _GOOGLE = "google.cloud.storage"
@@ -72,7 +74,7 @@ class _StandIns(importlib.abc.MetaPathFinder):
         if fullname not in self._names or importer is None or "-packages" in importer:
             return None
         is_package = FILES[fullname] == "__init__.py"
-        if not is_package:
+        if not is_package and not fullname.startswith("transformers."):  # whose modules have moved
             _say(package_of(fullname))
         self._served.append(fullname)
         locations = [] if is_package else None

@@ -206,6 +206,10 @@ REWRITTEN = {
         "jax.extend.core.unsafe_am_i_under_a_jit_DO_NOT_USE()"),
     "jax.core.cur_sublevel": (
         "shardformer.legacy.core_functions:cur_sublevel", "jax.extend.core.get_opaque_trace_state()"),
+    **{
+        f"jax.{name}": (f"shardformer.legacy.custom_transforms:{name}", "jax.custom_jvp or jax.custom_vjp")
+        for name in ("custom_transforms", "defjvp", "defjvp_all", "defvjp", "defvjp_all")
+    },
     "jax.core.gensym": ("shardformer.legacy.core_functions:gensym", "jax.extend.core.Var(aval)"),
     **{
         f"jax.interpreters.xla.{name}": (

@@ -8,6 +8,7 @@ import pytest
 
 from shardformer.legacy import array_members, package_stand_ins
 from shardformer.legacy.install import installed
+from shardformer.legacy.lost_names import FLAX_MODELS
 from shardformer.legacy.stand_ins import buckets, smart_open
 
 HIDDEN = ("google.cloud", "ray", "smart_open", "wandb", "transformers")
@@ -33,8 +34,8 @@ def nothing_installed(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     package_stand_ins._say.cache_clear()
     yield tmp_path
-    for name in ("transformers", "transformers.tokenization_utils_base", "smart_open"):
-        sys.modules.pop(name, None)
+    for name in [name for name in sys.modules if name.startswith(("transformers", "smart_open"))]:
+        del sys.modules[name]
 
 
 def run(source: str, file: str = "script.py") -> dict:
@@ -188,3 +189,24 @@ def test_tokenizers_have_the_table_of_sizes_while_installed(nothing_installed):
         run(f"{source}\nBase.max_model_input_sizes['gpt2'] = 1e20")
     del sys.modules["transformers.tokenization_utils_base"]
     assert not hasattr(run(source)["Base"], "max_model_input_sizes")
+
+
+OLD_GENERATION = "from transformers.generation_flax_utils import FlaxSampleOutput as Output"
+
+
+def test_old_names_of_flax_modules_are_the_modules(nothing_installed, capsys):
+    generation = nothing_installed / "transformers" / "generation"
+    generation.mkdir(parents=True)
+    for folder in (generation, generation.parent):
+        (folder / "__init__.py").write_text("")
+    (generation / "flax_utils.py").write_text("class FlaxSampleOutput: pass")
+    with installed():
+        assert run(OLD_GENERATION)["Output"] is sys.modules["transformers.generation.flax_utils"].FlaxSampleOutput
+        (generation / "flax_utils.py").unlink()
+        for name in [name for name in sys.modules if name.startswith("transformers.")]:
+            del sys.modules[name]
+        with pytest.raises(ModuleNotFoundError) as caught:
+            run(OLD_GENERATION)
+        array_members.advise(caught.value)
+    assert caught.value.__notes__ == [f"transformers.generation.flax_utils is not installed: {FLAX_MODELS}"]
+    assert capsys.readouterr().err == ""
