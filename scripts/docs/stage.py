@@ -34,6 +34,7 @@ def find_readmes() -> dict[str, str]:
         "README.md": "index.md",
         ".github/CONTRIBUTING.md": "project/contributing.md",
         ".github/CHANGELOG.md": "project/changelog.md",
+        "shardformer/legacy/OWNERS.md": "guide/owners.md",
         EXAMPLES: "examples.md",  # written by `list_examples`
         "scripts/course": "guide/course.md",
     }
