@@ -1,18 +1,18 @@
-"""The files of weights in a Hugging Face folder: safetensors, else PyTorch's; one file, or more with an index."""
+"""The files of weights in a Hugging Face folder: safetensors, PyTorch's or Flax's; one file, or more with an index."""
 
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from shardformer.convert import safetensors_files, torch_files
+from shardformer.convert import flax_files, safetensors_files, torch_files
 from shardformer.convert.safetensors_files import MAX_HEADER, parse_json
 from shardformer.convert.tensors import Tensor
 from shardformer.errors import RunError, UsageError
 from shardformer.files import read_bytes
 
 __all__ = ["Tensor", "find_tensors"]
-_OTHER = re.compile(r".*\.(bin|pt|pth|ckpt|msgpack|h5)")
+_OTHER = re.compile(r".*\.(bin|pt|pth|ckpt|h5)")
 
 
 class Format(NamedTuple):
@@ -22,6 +22,7 @@ class Format(NamedTuple):
     index_file: str
     pattern: re.Pattern
     read: Callable[[Path], dict[str, Tensor]]
+    rename: Callable[[str], str] = str  # the name that `read` gives to an array of the index
 
 
 FORMATS = (
@@ -36,6 +37,13 @@ FORMATS = (
         "pytorch_model.bin.index.json",
         re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.bin"),
         torch_files.read_torch_file,
+    ),
+    Format(
+        "flax_model.msgpack",
+        "flax_model.msgpack.index.json",
+        re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.msgpack"),
+        flax_files.read_flax_file,
+        flax_files.to_torch_name,
     ),
 )
 
@@ -65,7 +73,8 @@ def find_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _find_by_index(folder: Path, format: Format) -> dict[str, Tensor]:
-    places = _read_index(folder / format.index_file, format)
+    stored = _read_index(folder / format.index_file, format)
+    places = {format.rename(name): file for name, file in stored.items()}
     files = {file: format.read(folder / file) for file in sorted(set(places.values()))}
     for name, file in places.items():
         if name not in files[file]:
