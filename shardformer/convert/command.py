@@ -10,6 +10,8 @@ from shardformer import data, storage
 from shardformer.config import ARCHITECTURE, Config, parsing
 from shardformer.config.keys import key
 from shardformer.convert import (
+    easylm,
+    flax_files,
     gptj,
     gptj_settings,
     gptj_state,
@@ -99,6 +101,8 @@ def _choose_converter(source: Path | BucketPath, arguments: list[str]):
         return gptj_to_run
     if isinstance(source, Path) and grok.find_checkpoint(source):
         return grok.grok_to_run
+    if isinstance(source, Path) and flax_files.is_stream(source):
+        return easylm.easylm_to_run
     if isinstance(source, Path) and seed.is_seed_folder(source):
         seed.refuse_to_convert(source)
     if isinstance(source, Path) and peft.is_peft_folder(source):
@@ -119,7 +123,7 @@ def _choose_converter(source: Path | BucketPath, arguments: list[str]):
     reason = "cannot be converted" if source.exists() else "does not exist"
     raise UsageError(
         f"{source} {reason}; expected a run, a Hugging Face folder, PEFT's adapters, GPT-J's shards "
-        f"(shard_0/0.npz) or Grok-1's checkpoint (ckpt-0/tensor00000_000)"
+        f"(shard_0/0.npz), Grok-1's checkpoint (ckpt-0/tensor00000_000) or EasyLM's stream"
         f"{f'; did you mean {inside}?' if inside else ''}"
     )
 

@@ -65,31 +65,37 @@ def hf_to_run(source: Path, target: Path, arguments: list[str]) -> str:
     if model.ignored:
         log.info(hf_settings.describe_ignored(source, model.ignored))
     config = config.replace(**changes | {"out": str(target)})
-    config = _choose_tokenizer(source, config)
+    config = choose_tokenizer(source, config)
     config, vocabulary, fingerprint = open_vocabulary(config, model.special_tokens.first)
     not_finite: set[str] = set()
     state = State(0, hf_state.open_params(source, family, config, not_finite, model.positions))
     with new_folder(target) as temporary:
         run = Run(config, vocabulary, fingerprint, model.special_tokens)
         runs.write_run(temporary, run, state)
-        _keep_tokenizer_files(source, temporary / TOKENIZER_FOLDER)
-    warning = ""
-    if not_finite:
-        warning = f"\nwarning: {len(not_finite)} arrays have weights that are NaN or infinite, {min(not_finite)} first"
+        keep_tokenizer_files(source, temporary)
     return (
         f"{target}: {describe_size(state.params)} of a {family} model, {config.data.tokenizer} as its "
-        f"tokenizer{describe_form(config)}{warning}"
+        f"tokenizer{describe_form(config)}{describe_not_finite(not_finite)}"
     )
 
 
-def _keep_tokenizer_files(source: Path, target: Path | BucketPath) -> None:
+def describe_not_finite(names: set[str]) -> str:
+    """Returns a line that warns of arrays with NaN or infinity, if there are any."""
+    if not names:
+        return ""
+    return f"\nwarning: {len(names)} arrays have weights that are NaN or infinite, {min(names)} first"
+
+
+def keep_tokenizer_files(source: Path, run: Path | BucketPath) -> None:
+    """Copies the files of the tokenizer of a folder into a run."""
+    target = run / TOKENIZER_FOLDER
     if present := [name for name in TOKENIZER_FILES if (source / name).is_file()]:
         target.mkdir()
         for name in present:
             (target / name).write_bytes(read_bytes(source / name, hf_tokenizer.MAX_FILE))
 
 
-def _choose_tokenizer(source: Path, config: Config) -> Config:
+def choose_tokenizer(source: Path, config: Config) -> Config:
     """Names the folder's tokenizer, unless another was given; an unreadable one is an error later."""
     uses_folder = config.data.tokenizer == "auto" and hf_tokenizer.has_tokenizer(source)
     return config.replace(tokenizer=str(source)) if uses_folder else config

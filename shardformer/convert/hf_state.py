@@ -2,13 +2,14 @@
 
 import functools
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from shardformer.config import Config
 from shardformer.convert import safetensors_files, weight_files
-from shardformer.convert.families import FAMILIES, Part, Stored, list_stored
+from shardformer.convert.families import FAMILIES, Family, Part, Stored, list_arrays, list_stored
 from shardformer.convert.gptj import TABLE, TABLE_BIAS
 from shardformer.convert.hf_settings import select_text_arrays
 from shardformer.convert.leaves import Filled, Leaves, Readable, blocks, flatten
@@ -40,7 +41,12 @@ def open_params(folder: Path, family: str, config: Config, not_finite: set[str],
     which the first config.seq are read; 0 means config.seq.
     """
     published = config.replace(seq=positions or config.model.seq)
-    tensors = _match(folder, family, published, unpack(select_text_arrays(weight_files.find_tensors(folder))))
+    tensors = unpack(select_text_arrays(weight_files.find_tensors(folder)))
+    return fill_params(match(folder, family, FAMILIES[family], published, tensors), config, not_finite)
+
+
+def fill_params(tensors: Sequence[tuple[Stored, Source]], config: Config, not_finite: set[str]) -> Leaves:
+    """Returns the parameters that the arrays of a folder hold, which are read when they are written elsewhere."""
     sources: dict[str, list[tuple[Source, Stored, Part]]] = {}
     for stored, tensor in tensors:
         for part in stored.parts:
@@ -68,18 +74,22 @@ def open_params(folder: Path, family: str, config: Config, not_finite: set[str],
 
     shapes = {name: leaf.shape for name, leaf in flatten(Model.abstract_parameters(config)).items()}
     if shapes.keys() != sources.keys():
-        raise RuntimeError(f"the layout of {family} and the model differ in {sorted(shapes.keys() ^ sources.keys())}")
+        raise RuntimeError(
+            f"the arrays of the family and of the model differ: {sorted(shapes.keys() ^ sources.keys())}"
+        )
     return {name: make(name, shape) for name, shape in shapes.items()}
 
 
-def _match(folder: Path, family: str, config: Config, tensors: dict[str, Source]) -> list[tuple[Stored, Source]]:
-    """Pairs the arrays of the family with those of the folder; rejects an array without a partner."""
+def match(
+    folder: Path, name: str, family: Family, config: Config, tensors: Mapping[str, Source]
+) -> list[tuple[Stored, Source]]:
+    """Pairs the arrays of the family of this name with those of the folder; rejects an array without a partner."""
     if config.model.layers > len(tensors):  # before all names are listed
         raise RunError(
             f"{folder} has {len(tensors)} arrays, fewer than the {config.model.layers} layers of its config.json"
         )
     left, result, missing = dict(tensors), [], []
-    for stored in list_stored(family, config):
+    for stored in list_arrays(family, config):
         short = stored.name.partition(".")[2]  # the name in a model that was saved without its head
         tensor = left.pop(stored.name, None) or left.pop(short, None)
         if tensor is None:
@@ -95,11 +105,11 @@ def _match(folder: Path, family: str, config: Config, tensors: dict[str, Source]
     if missing:
         raise RunError(f"{folder} lacks {first_of(missing)}; copy all of its files again")
     tied = {"lm_head.weight", "embed_out.weight"} if config.model.tied else set()
-    if FAMILIES[family].predicts_further:
-        left = {name: tensor for name, tensor in left.items() if _number_of_layer(name) < config.model.layers}
-    unknown = [name for name in left if name not in tied and not _DERIVED.fullmatch(name)]
+    if family.predicts_further:
+        left = {array: tensor for array, tensor in left.items() if _number_of_layer(array) < config.model.layers}
+    unknown = [array for array in left if array not in tied and not _DERIVED.fullmatch(array)]
     if unknown:
-        raise UsageError(f"{folder} has {first_of(unknown)}, which no {family} model with this config.json has")
+        raise UsageError(f"{folder} has {first_of(unknown)}, which no {name} model with this config.json has")
     return result
 
 

@@ -21,6 +21,13 @@ class Tensor(NamedTuple):
     # Of an array in two or more pieces: the number of each one's first value, also below 0, and its offset.
     pieces: tuple[tuple[int, int], ...] = ()
 
+    def row(self, number: int) -> "Tensor":
+        """Returns one row of an array that is stored row after row, such as a layer."""
+        shape = self.shape[1:]
+        first = number * math.prod(shape)
+        pieces = tuple((start - first, offset) for start, offset in self.pieces)
+        return self._replace(shape=shape, offset=self.offset + first * self.dtype.itemsize, pieces=pieces)
+
     def read(self, rows: slice = slice(None), seen: tuple[int, ...] | None = None) -> np.ndarray:
         """Returns rows of the array, or of the same values in another shape."""
         shape = seen or self.shape

@@ -57,7 +57,7 @@ from shardformer.convert.families.hf_vaultgemma import VAULT_GEMMA
 from shardformer.convert.families.layout import Part, Stored
 from shardformer.convert.families.rejected import REJECTED
 
-__all__ = ["FAMILIES", "REJECTED", "Family", "Part", "Stored", "list_stored"]
+__all__ = ["FAMILIES", "REJECTED", "Family", "Part", "Stored", "list_arrays", "list_stored"]
 
 FAMILIES = {
     "gptj": GPTJ,
@@ -123,10 +123,14 @@ FAMILIES = {
 
 def list_stored(family: str, config: Config) -> list[Stored]:
     """Lists all arrays of a model, in the order in which they are written."""
-    outside, layer = FAMILIES[family].outside, FAMILIES[family].layer
-    result = [stored._replace(parts=_prefixed("transformer/", stored.parts)) for stored in outside(config)]
+    return list_arrays(FAMILIES[family], config)
+
+
+def list_arrays(family: Family, config: Config) -> list[Stored]:
+    """Lists all arrays of a model of a family that FAMILIES may lack."""
+    result = [stored._replace(parts=_prefixed("transformer/", stored.parts)) for stored in family.outside(config)]
     for i in range(config.model.layers):
-        for stored in layer(config):
+        for stored in family.layer(config):
             layers = config.mixture.layers_of(stored.parts[0].ours)
             parts = _prefixed("transformer/layers/", stored.parts)
             if i in layers:

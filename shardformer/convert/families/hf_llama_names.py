@@ -1,11 +1,10 @@
 """Families that are a Llama under another name: InternLM 3, IQuest-Coder and EXAONE 3."""
 
 import dataclasses
-import re
 
 from shardformer.config import Config
 from shardformer.convert.families.hf_llama import LLAMA
-from shardformer.convert.families.layout import Stored
+from shardformer.convert.families.layout import Stored, rename
 
 INTERNLM_3 = dataclasses.replace(
     LLAMA,
@@ -40,22 +39,12 @@ _EXAONE_NAMES = {
 }  # fmt: skip
 
 
-def _rename(arrays: list[Stored]) -> list[Stored]:
-    result = []
-    for stored in arrays:
-        name = stored.name
-        for llama, exaone in _EXAONE_NAMES.items():
-            name = re.sub(llama, exaone, name)
-        result.append(stored._replace(name=name))
-    return result
-
-
 def _list_outside(c: Config) -> list[Stored]:
-    return _rename(LLAMA.outside(c))
+    return rename(LLAMA.outside(c), _EXAONE_NAMES)
 
 
 def _list_layer(c: Config) -> list[Stored]:
-    return _rename(LLAMA.layer(c))
+    return rename(LLAMA.layer(c), _EXAONE_NAMES)
 
 
 EXAONE = dataclasses.replace(

@@ -4,6 +4,7 @@ Our matrices are [inputs, outputs] and stacked over layers; a head's columns are
 """
 
 import functools
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -73,6 +74,17 @@ def head(name: str, c: Config) -> list[Stored]:
             Stored(f"{name}.bias", (c.model.vocab,), (Part("head/bias", lambda ours: ours[: c.model.vocab]),))
         )
     return arrays
+
+
+def rename(arrays: list[Stored], names: dict[str, str]) -> list[Stored]:
+    """Returns arrays under the names of another library: `names` has patterns, and what replaces each of them."""
+    result = []
+    for stored in arrays:
+        name = stored.name
+        for pattern, theirs in names.items():
+            name = re.sub(pattern, theirs, name)
+        result.append(stored._replace(name=name))
+    return result
 
 
 def half_split(ours: str, c: Config, heads: int, cut: tuple = ()) -> tuple[Part, ...]:
