@@ -12,6 +12,7 @@ from shardformer.config.keys import key
 from shardformer.convert import (
     easylm,
     flax_files,
+    gguf,
     gptj,
     gptj_settings,
     gptj_state,
@@ -82,8 +83,8 @@ def convert(arguments: list[str]) -> None:
     check_free(target)
     if isinstance(source, BucketPath) and not _is_run(source):
         source = copy_to_disk(source)
-    converter = _choose_converter(source, options)
-    if isinstance(target, BucketPath) and converter in (run_to_gptj, hf.run_to_hf, peft.run_to_peft):
+    converter = _choose_converter(source, target, options)
+    if isinstance(target, BucketPath) and converter in (run_to_gptj, hf.run_to_hf, peft.run_to_peft, gguf.run_to_gguf):
         raise UsageError(f"{target} is in a bucket, where only runs are written; give a folder on a disk, and copy it")
     mesh.use_cpu_devices(1)
     jax.config.update("jax_platforms", "cpu")  # nothing is computed: no accelerator needs to hold the model
@@ -96,7 +97,7 @@ def _is_run(folder: BucketPath) -> bool:
     return not foreign and (folder / "config.json").is_file()
 
 
-def _choose_converter(source: Path | BucketPath, arguments: list[str]):
+def _choose_converter(source: Path | BucketPath, target: Path | BucketPath, arguments: list[str]):
     if isinstance(source, Path) and shard_files.has_shards(source):
         return gptj_to_run
     if isinstance(source, Path) and grok.find_checkpoint(source):
@@ -111,6 +112,8 @@ def _choose_converter(source: Path | BucketPath, arguments: list[str]):
         return hf.hf_to_run
     if (source / "config.json").is_file():
         _check_one_target(arguments)
+        if target.name.endswith(gguf.SUFFIX):
+            return gguf.run_to_gguf
         if merge.asks_to_merge(arguments):
             return run_to_merged_run
         if stored_weights.asks_to_store(arguments):
@@ -229,7 +232,7 @@ def _check_gptj(config: Config, shards: int, is_named: bool) -> None:
             raise
         raise UsageError(
             f"without another target, convert writes GPT-J's shards, and {error}; other targets are format=hf (a "
-            "Hugging Face folder), format=peft (only adapters), merge_lora=true and weights=nf4 (another run)"
+            "Hugging Face folder), FILE.gguf (llama.cpp), format=peft (only adapters), merge_lora=true and weights=nf4 (another run)"
         ) from None
 
 

@@ -177,7 +177,7 @@ def choose_family(config: Config, published: str | None = None) -> str:
     published: the family that the model came from, which is chosen before others, as a Mistral without windows is also
     a Llama.
     """
-    problems = {name: _differences(family, config) for name, family in FAMILIES.items()}
+    problems = {name: list_differences(family, config) for name, family in FAMILIES.items()}
     closest = min(problems, key=lambda name: (len(problems[name]), name != published))
     if problems[closest]:
         raise UsageError(
@@ -186,7 +186,7 @@ def choose_family(config: Config, published: str | None = None) -> str:
     return closest
 
 
-def _differences(family: Family, c: Config) -> list[str]:
+def list_differences(family: Family, c: Config) -> list[str]:
     """Lists those of our keys that have values which a family does not compute.
 
     A key that the family does not mention must have its default.

@@ -153,22 +153,33 @@ def fold_embedding_bias(params: Leaves) -> Leaves:
     return {name: leaf for name, leaf in params.items() if name != TABLE_BIAS} | {TABLE: folded}
 
 
+def compute_array(params: Leaves, stored: Stored) -> np.ndarray:
+    """Returns an array of a folder from our parameters."""
+
+    def read(part: Part) -> np.ndarray:
+        return part.view(np.asarray(params[part.ours][... if stored.row is None else stored.row]))
+
+    if len(stored.parts) == 1 and not stored.seen and not stored.first:
+        return read(stored.parts[0])  # not transposed: a table, the largest array, is copied in blocks
+    seen = np.zeros(stored.seen or stored.shape, np.float32)
+    for part in stored.parts:
+        seen[stored.first :][part.cut] = read(part)
+    return seen.reshape(stored.shape)
+
+
+def check_float16(array: np.ndarray, name: str, instead: str) -> None:
+    """Rejects an array with a value that float16 makes infinite; `instead` is another value of the key dtype."""
+    if (largest := float(max(array.max(initial=0), -array.min(initial=0)))) > MAX_FLOAT16:
+        raise UsageError(f"{name} has a weight of {largest:g}, too large for float16; give dtype={instead}")
+
+
 def write_params(folder: Path, family: str, config: Config, params: Leaves, dtype: str, shard_bytes: int) -> None:
     kind = float_kind(dtype)
 
-    def read(stored: Stored, part: Part) -> np.ndarray:
-        return part.view(np.asarray(params[part.ours][... if stored.row is None else stored.row]))
-
     def make(stored: Stored) -> np.ndarray:
-        if len(stored.parts) == 1 and not stored.seen and not stored.first:
-            array = read(stored, stored.parts[0])  # not transposed: a table, the largest array, is copied in blocks
-        else:
-            seen = np.zeros(stored.seen or stored.shape, np.float32)
-            for part in stored.parts:
-                seen[stored.first :][part.cut] = read(stored, part)
-            array = seen.reshape(stored.shape)
-        if kind == np.float16 and (largest := float(max(array.max(initial=0), -array.min(initial=0)))) > MAX_FLOAT16:
-            raise UsageError(f"{stored.name} has a weight of {largest:g}, too large for float16; give dtype=bfloat16")
+        array = compute_array(params, stored)
+        if kind == np.float16:
+            check_float16(array, stored.name, "bfloat16")
         return array
 
     arrays = [CreatedTensor(s.name, kind, s.shape, functools.partial(make, s)) for s in list_stored(family, config)]
