@@ -232,7 +232,8 @@ def _check_gptj(config: Config, shards: int, is_named: bool) -> None:
             raise
         raise UsageError(
             f"without another target, convert writes GPT-J's shards, and {error}; other targets are format=hf (a "
-            "Hugging Face folder), FILE.gguf (llama.cpp), format=peft (only adapters), merge_lora=true and weights=nf4 (another run)"
+            "Hugging Face folder), FILE.gguf (llama.cpp), format=peft (only adapters), merge_lora=true and weights=nf4 "
+            "(another run)"
         ) from None
 
 

@@ -116,32 +116,31 @@ def list_layouts(gguf: Gguf, config: Config) -> list[Layout]:
     }
     outside = {ours: shape for ours, shape in names.items() if not ours.startswith("layers/")}
     layers = {ours.removeprefix("layers/"): shape[1:] for ours, shape in names.items() if ours.startswith("layers/")}
-    result = [_lay_out(gguf, config, "transformer/", OUTSIDE[ours], {ours: outside[ours]}) for ours in outside]
+    result = [_lay_out(gguf, config, OUTSIDE[ours], {ours: outside[ours]}) for ours in outside]
     if "head/w" not in outside and gguf.writes_head:
-        table = _lay_out(gguf, config, "transformer/", "output.weight", {"embed/tokens": outside["embed/tokens"]})
+        table = _lay_out(gguf, config, "output.weight", {"embed/tokens": outside["embed/tokens"]})
         result.append(table)
     for layer in range(config.model.layers):
         left = dict(layers)
-        for theirs, ours in gguf.joined.items():
+        for joined, matrices in gguf.joined.items():
             for ending, kind in (("", "weight"), ("_bias", "bias")):
-                group = {f"{one}{ending}": left.pop(f"{one}{ending}") for one in ours if f"{one}{ending}" in left}
+                group = {name: left.pop(name) for name in (f"{one}{ending}" for one in matrices) if name in left}
                 if group:
-                    result.append(_lay_out(gguf, config, "", f"blk.{{}}.{theirs}.{kind}", group, layer))
-        result += [_lay_out(gguf, config, "", IN_LAYER[ours], {ours: shape}, layer) for ours, shape in left.items()]
-        for ours in gguf.zeros:
-            size = layers[ours.removesuffix("_bias")][-1]
-            result.append(Layout(IN_LAYER[ours].format(layer), (size,), ()))
+                    result.append(_lay_out(gguf, config, f"blk.{{}}.{joined}.{kind}", group, layer))
+        result += [_lay_out(gguf, config, IN_LAYER[ours], {ours: shape}, layer) for ours, shape in left.items()]
+        for bias in gguf.zeros:
+            size = layers[bias.removesuffix("_bias")][-1]
+            result.append(Layout(IN_LAYER[bias].format(layer), (size,), ()))
     return result
 
 
-def _lay_out(
-    gguf: Gguf, c: Config, prefix: str, name: str, ours: dict[str, tuple[int, ...]], layer: int | None = None
-) -> Layout:
+def _lay_out(gguf: Gguf, c: Config, name: str, ours: dict[str, tuple[int, ...]], layer: int | None = None) -> Layout:
     """Returns one array of the file, made of `ours`: names and shapes."""
+    prefix = "transformer/" if layer is None else "transformer/layers/"
     name, parts = name if layer is None else name.format(layer), []
     for one, shape in ours.items():
         stored = store(gguf, c, one, name)
-        prefixed = tuple(part._replace(ours=f"{prefix or 'transformer/layers/'}{part.ours}") for part in stored.parts)
+        prefixed = tuple(part._replace(ours=f"{prefix}{part.ours}") for part in stored.parts)
         turned = stored.shape or (shape if one == "embed/positions" else (*shape[:-2], *shape[-2:][::-1]))
         row = None if layer is None else c.mixture.layers_of(one).index(layer)
         parts.append(stored._replace(parts=prefixed, row=row, shape=turned))

@@ -33,7 +33,7 @@ IN_LAYER = {
     **{f"expert_{ours}": f"blk.{{}}.ffn_{ours}_exps.weight" for ours in ("gate", "up", "down")},
     "router": "blk.{}.ffn_gate_inp.weight",
 }
-QKV = {"attn_qkv": ("q", "k", "v")}
+QKV: dict[str, tuple[str, ...]] = {"attn_qkv": ("q", "k", "v")}
 
 
 @dataclasses.dataclass(frozen=True)

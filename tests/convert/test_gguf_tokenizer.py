@@ -1,0 +1,134 @@
+"""A run's tokenizer in a GGUF file: the kinds of llama.cpp, their special tokens, and those that are rejected.
+
+With these keys llama.cpp gave the ids of our tokenizers for texts with digits, white space and letters of no word.
+"""
+
+import dataclasses
+import json
+
+import pytest
+
+from shardformer.config import Config
+from shardformer.convert.gguf_tokenizer import PRE_TOKENIZERS, list_keys
+from shardformer.data import SpecialTokens
+from shardformer.data.hf_tokenizer import HfTokenizer, train_bpe
+from shardformer.data.vocabulary import Bytes, Characters, TokenIds
+from shardformer.errors import UsageError
+from shardformer.training.run_folder import Run
+
+pytest.importorskip("tokenizers")
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+
+
+def keys_of(vocabulary, vocab=None, **special) -> dict:
+    config = Config.of(vocab=vocab or len(vocabulary))
+    keys = list_keys(Run(config, vocabulary, "", SpecialTokens(**special)))
+    return {name.removeprefix("tokenizer.ggml."): value for name, value in keys.items()}
+
+
+def byte_level(**changes) -> HfTokenizer:
+    document = json.loads(train_bpe(["the cat and the hat"] * 3, 262).text)
+    return HfTokenizer("own", json.dumps(document | changes))
+
+
+def pieces(**changes) -> HfTokenizer:
+    """Llama 2's form: SentencePiece's pieces, and bytes for letters that are none of them."""
+    tokens = ["<unk>", "<s>", "</s>", "<0x0A>", "a", "b", "\u2581", "ab", "\u2581ab"]
+    model = {"type": "BPE", "vocab": {token: number for number, token in enumerate(tokens)}, "unk_token": "<unk>"}
+    model |= {"merges": ["a b", "\u2581 ab"], "byte_fallback": True, "fuse_unk": True}
+    normalizer = {"type": "Sequence", "normalizers": [
+        {"type": "Prepend", "prepend": "\u2581"}, {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+    ]}  # fmt: skip
+    template = {"type": "TemplateProcessing", "single": [
+        {"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}},
+    ], "pair": [], "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}}  # fmt: skip
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [{"id": number, "content": tokens[number], "special": number != 2} | flags for number in (1, 2)]
+    document = {"model": model, "normalizer": normalizer, "post_processor": template, "added_tokens": added}
+    document |= {"version": "1.0", "truncation": None, "padding": None, "pre_tokenizer": None, "decoder": None}
+    return HfTokenizer("pieces", json.dumps(document | changes))
+
+
+def test_a_trained_bpe_is_gpt2s():
+    vocabulary = byte_level()
+    keys = keys_of(vocabulary, vocab=264)
+    ids = json.loads(vocabulary.text)["model"]["vocab"]
+    assert (keys["model"], keys["pre"], keys["add_bos_token"]) == ("gpt2", "gpt-2", False)
+    assert [keys["tokens"].index(token) for token in ids] == list(ids.values())
+    assert len(keys["tokens"]) == len(keys["token_type"]) == 264
+    assert keys["tokens"][len(vocabulary) :] == [f"[PAD{number}]" for number in range(len(vocabulary), 264)]
+    assert set(keys["token_type"][len(vocabulary) :]) == {UNUSED}
+    assert keys["merges"][0] in ("t h", "h e", "a t")
+    assert keys["token_type"][vocabulary.end_of_text] == CONTROL
+    assert keys["eos_token_id"] == vocabulary.end_of_text
+
+
+@pytest.mark.parametrize("pattern", PRE_TOKENIZERS)
+def test_words_of_a_regular_expression_are_named(pattern):
+    steps = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
+    ]
+    vocabulary = byte_level(pre_tokenizer={"type": "Sequence", "pretokenizers": steps})
+    assert keys_of(vocabulary)["pre"] == PRE_TOKENIZERS[pattern]
+    steps[0]["pattern"] = {"Regex": pattern.replace("'ve", "'vee")}
+    with pytest.raises(UsageError, match=r"tokenizer=own splits a text by .*'vee.*; give tokenizer=false"):
+        keys_of(byte_level(pre_tokenizer={"type": "Sequence", "pretokenizers": steps}))
+
+
+def test_single_digits_are_starcoders():
+    steps = [{"type": "Digits", "individual_digits": True}]
+    steps += [{"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}]
+    assert keys_of(byte_level(pre_tokenizer={"type": "Sequence", "pretokenizers": steps}))["pre"] == "starcoder"
+
+
+def test_a_prefix_that_llama_cpp_lacks_is_rejected():
+    prefix = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    with pytest.raises(UsageError, match="for which no name of llama"):
+        keys_of(byte_level(pre_tokenizer=prefix))
+
+
+def test_pieces_have_scores_in_the_order_of_their_merges():
+    keys = keys_of(pieces(), vocab=16)
+    assert (keys["model"], keys["add_space_prefix"], keys["add_bos_token"]) == ("llama", True, True)
+    assert keys["scores"][:9] == [0, 0, 0, 0, 0, 0, 0, -1, -2]
+    assert keys["token_type"][:9] == [UNKNOWN, CONTROL, USER_DEFINED, BYTE, *[NORMAL] * 5]
+    assert (keys["bos_token_id"], keys["unknown_token_id"], keys["eos_token_id"]) == (1, 0, 2)
+    assert len(keys["scores"]) == len(keys["tokens"]) == 16
+    without = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}  # Gemma's
+    assert keys_of(pieces(normalizer=without))["add_space_prefix"] is False
+
+
+def test_other_models_are_rejected():
+    model = {"type": "WordLevel", "vocab": {"a": 0, "[UNK]": 1}, "unk_token": "[UNK]"}
+    with pytest.raises(UsageError, match=r"'WordLevel' model, and only BPE is written; give tokenizer=false"):
+        keys_of(pieces(model=model, added_tokens=[], post_processor=None))
+
+
+def test_bytes_are_a_bpe_without_merges():
+    keys = keys_of(Bytes(), vocab=264)
+    assert (keys["model"], keys["merges"], keys["eos_token_id"]) == ("gpt2", [], 256)
+    assert keys["tokens"][:2] + [keys["tokens"][byte] for byte in b" \na\xff"] == [*"\u0100\u0101\u0120\u010aa\u00ff"]
+    trained = json.loads(byte_level().text)["model"]["vocab"]
+    assert set(keys["tokens"][:256]) <= trained.keys()
+
+
+@pytest.mark.parametrize("vocabulary", [Characters("abc"), TokenIds(7)])
+def test_a_run_without_subwords_has_no_vocabulary(vocabulary):
+    assert keys_of(vocabulary) == {"model": "no_vocab"}
+
+
+def test_special_tokens_are_those_that_the_model_was_published_with():
+    keys = keys_of(byte_level(), beginning=3, ends=(5, 6), padding=4)
+    assert [keys[f"{name}_token_id"] for name in ("bos", "eos", "eot", "padding")] == [3, 5, 6, 4]
+
+
+def test_the_chat_template_is_written():
+    @dataclasses.dataclass(frozen=True)
+    class Format:
+        template: str
+
+    vocabulary = byte_level().with_chat(Format("{{ messages }}"))
+    keys = list_keys(Run(Config.of(vocab=len(vocabulary)), vocabulary, ""))
+    assert keys["tokenizer.chat_template"] == "{{ messages }}"
+    assert "tokenizer.chat_template" not in list_keys(Run(Config.of(vocab=264), byte_level(), ""))
