@@ -235,6 +235,14 @@ def test_a_run_becomes_a_file(base, tmp_path, capsys):
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["small.gguf"]
 
 
+def test_values_of_keys_have_the_types_that_llama_cpp_reads(tmp_path):
+    keys = {"text": "\u00e4", "count": 7, "share": 0.5, "is": True, "words": ["a", "b"], "kinds": [1, 6], "none": []}
+    gguf_files.write_file(tmp_path / "a.gguf", keys | {"scores": [0.0, -1.5]}, [])
+    assert read_gguf(tmp_path / "a.gguf") == (keys | {"scores": [0.0, -1.5]}, {})
+    content = (tmp_path / "a.gguf").read_bytes()
+    assert b"kinds" + struct.pack("<IIQ2i", 9, 5, 2, 1, 6) in content  # of 32 bits with a sign
+
+
 def test_gguf_of_llama_cpp_reads_the_file(base, tmp_path):
     reader = pytest.importorskip("gguf").GGUFReader
     assert convert(base, tmp_path / "a.gguf", "dtype=q8_0") == 0
@@ -305,7 +313,7 @@ def draw_values() -> np.ndarray:
     values[1] = 0
     values[2, 3:] = 0
     values[3] = np.arange(32) - 16  # whole numbers, the largest of which is negative
-    values[4, :4] = 1, -1, 0.5 / 127, -0.5 / 127  # two of one size, and halves
+    values[4, :6] = 127, -127, 0.5, -0.5, 2.5, -2.5  # two of one size, and halves
     values[5] = np.arange(32) * np.float32(127 / 63.5) - 31
     values[6] *= 1e-9
     return values
