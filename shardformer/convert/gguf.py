@@ -12,7 +12,7 @@ from shardformer.config import Config, parsing
 from shardformer.config.keys import key
 from shardformer.convert import gguf_files, gguf_tokenizer, hf_settings, hf_state, merge, runs
 from shardformer.convert.families import FAMILIES, Stored
-from shardformer.convert.families.gguf import (
+from shardformer.convert.families.llama_cpp import (
     GGUF,
     IN_LAYER,
     OUTSIDE,

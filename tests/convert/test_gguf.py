@@ -8,7 +8,7 @@ import pytest
 
 from shardformer.__main__ import main
 from shardformer.convert import gguf, gguf_files, hf_settings, weight_files
-from shardformer.convert.families.gguf import GGUF, list_settings
+from shardformer.convert.families.llama_cpp import GGUF, list_settings
 from shardformer.convert.gguf_codes import KINDS
 from tests.convert.hf_models import FOLDER
 from tests.convert.test_hf import params_of
