@@ -84,6 +84,8 @@ def convert(arguments: list[str]) -> None:
     if isinstance(source, BucketPath) and not _is_run(source):
         source = copy_to_disk(source)
     converter = _choose_converter(source, target, options)
+    if target.name.endswith(gguf.SUFFIX) and converter is not gguf.run_to_gguf:
+        raise UsageError(f"{target} is written from a run only; convert {source} to a run first, or name a folder")
     if isinstance(target, BucketPath) and converter in (run_to_gptj, hf.run_to_hf, peft.run_to_peft, gguf.run_to_gguf):
         raise UsageError(f"{target} is in a bucket, where only runs are written; give a folder on a disk, and copy it")
     mesh.use_cpu_devices(1)

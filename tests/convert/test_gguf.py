@@ -235,6 +235,12 @@ def test_a_run_becomes_a_file(base, tmp_path, capsys):
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["small.gguf"]
 
 
+def test_a_folder_that_is_no_run_is_converted_first(tmp_path, capsys):
+    assert convert(FOLDER / "llama", tmp_path / "a.gguf") == USAGE
+    assert "a.gguf is written from a run only; convert" in capsys.readouterr().err
+    assert not (tmp_path / "a.gguf").exists()
+
+
 def test_values_of_keys_have_the_types_that_llama_cpp_reads(tmp_path):
     keys = {"text": "\u00e4", "count": 7, "share": 0.5, "is": True, "words": ["a", "b"], "kinds": [1, 6], "none": []}
     gguf_files.write_file(tmp_path / "a.gguf", keys | {"scores": [0.0, -1.5]}, [])
