@@ -29,7 +29,7 @@ _OTHER_FORMS = (
     ("documents", "rows are packed already; documents=masked or padded lays them out otherwise", ("packing",)),
     (
         "tracker",
-        "TensorBoard's events are always written; name any other tracker: tracker=module:function",
+        "TensorBoard's events are always written; name another tracker: tracker=wandb, mlflow, aim or module:function",
         ("report_to", "wandb", "use_wandb", "wandb_log", "wandb_project"),
     ),
 )

@@ -6,6 +6,8 @@ from typing import Literal
 from shardformer.config.keys import KeyGroup, key, require
 from shardformer.config.parsing import parse_steps_range, shorten
 
+TRACKERS = ("wandb", "mlflow", "aim", "tensorboard")
+
 
 @dataclasses.dataclass(frozen=True)
 class RunKeys(KeyGroup):
@@ -36,7 +38,11 @@ class LaunchKeys(KeyGroup):
         "folder of compiled programs, for the next start; none: no folder; auto: in ~/.cache, or with several "
         "processes and a run in a bucket .programs beside it; it holds code: let nobody else write there",
     )
-    tracker: str = key("", "module:function called with the settings; gives an object with write(row) and close()")
+    tracker: str = key(
+        "",
+        f"{', '.join(TRACKERS[:-1])}: by the package of that name; {TRACKERS[-1]}: its events are always written; "
+        "module:function: yours, called with the settings, gives an object with write(row) and close()",
+    )
     eval_tasks: str = key(
         "",
         "tasks of lm-evaluation-harness, separated by commas, scored into scores.jsonl at each evaluation; "
@@ -59,8 +65,8 @@ class LaunchKeys(KeyGroup):
     def check(self) -> None:
         parse_steps_range("profile", self.profile)
         require(
-            not self.tracker or all(self.tracker.partition(":")),
-            f"tracker takes module:function, got {shorten(self.tracker)}",
+            not self.tracker or self.tracker in TRACKERS or all(self.tracker.partition(":")),
+            f"tracker takes {', '.join(TRACKERS)} or module:function, got {shorten(self.tracker)}",
         )
 
 

@@ -1,4 +1,4 @@
-"""Observers of a run besides metrics.csv, such as TensorBoard or any `module:function` that `tracker=` names.
+"""Observers of a run besides metrics.csv, such as TensorBoard or the tracker that `tracker=` names.
 
 They can neither end a run nor slow it down: each has a thread and a bounded queue of rows. Each of its problems is
 reported once.
@@ -6,14 +6,11 @@ reported once.
 
 import collections
 import contextlib
-import importlib
 import queue
 import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from shardformer.config import Config
-from shardformer.errors import UsageError, forbid_exit
 from shardformer.messages import log
 
 
@@ -42,11 +39,12 @@ class Observers:
 
     def __exit__(self, *_: object) -> None:
         for worker in self._workers:
-            worker.finish(self._finish_seconds)
+            worker.finish()
         self._print_problems()
 
-    def start(self, name: str, make: Callable[[], Observer]) -> None:
-        self._workers.append(_Worker(name, make, self._queue_rows))
+    def start(self, name: str, make: Callable[[], Observer], finish_seconds: float | None = None) -> None:
+        seconds = self._finish_seconds if finish_seconds is None else finish_seconds
+        self._workers.append(_Worker(name, make, self._queue_rows, seconds))
 
     def write(self, row: dict) -> None:
         for worker in self._workers:
@@ -60,9 +58,9 @@ class Observers:
 
 
 class _Worker:
-    def __init__(self, name: str, make: Callable[[], Observer], queue_rows: int):
+    def __init__(self, name: str, make: Callable[[], Observer], queue_rows: int, finish_seconds: float):
         self.problems: collections.deque[str] = collections.deque()
-        self._name, self._make = name, make
+        self._name, self._make, self._finish_seconds = name, make, finish_seconds
         self._reported: set[str] = set()
         self._rows: queue.Queue[dict | None] = queue.Queue(queue_rows)
         self._thread = threading.Thread(target=self._work, name=f"observer {name}", daemon=True)
@@ -75,7 +73,8 @@ class _Worker:
             if self._thread.is_alive():
                 self._report("is too slow: it does not receive every row")
 
-    def finish(self, seconds: float) -> None:
+    def finish(self) -> None:
+        seconds = self._finish_seconds
         with contextlib.suppress(queue.Full):
             self._rows.put(None, timeout=seconds)
         self._thread.join(seconds)
@@ -109,23 +108,3 @@ class _Worker:
 def _describe(error: BaseException) -> str:
     """Returns the first line of the message, or the type of an error without a message."""
     return str(error).strip().partition("\n")[0][:300] or type(error).__name__
-
-
-def check_trackers(config: Config) -> None:
-    """Raises UsageError for a tracker that cannot be imported, before a run starts."""
-    if config.start.tracker:
-        import_tracker(config.start.tracker)
-
-
-def import_tracker(location: str) -> Callable[[dict], Observer]:
-    """Returns the function of `tracker=module:function`; raises UsageError for a name that cannot be imported."""
-    module, _, name = location.partition(":")
-    try:
-        with forbid_exit("its module"):
-            function = getattr(importlib.import_module(module), name)
-    except Exception as error:  # importing a module may raise anything
-        why = str(error) or type(error).__name__
-        raise UsageError(f"tracker={location} cannot be imported: {why}; is its folder on PYTHONPATH?") from None
-    if not callable(function):
-        raise UsageError(f"tracker={location} is a {type(function).__name__}; name a function or a class")
-    return function

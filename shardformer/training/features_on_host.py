@@ -2,7 +2,6 @@
 
 from shardformer import optim
 from shardformer.config import Config
-from shardformer.logs import observers
 from shardformer.objectives.objective import import_class
 from shardformer.training.host_feature import HostFeature
 
@@ -12,7 +11,10 @@ def open_features(config: Config) -> tuple[HostFeature, ...]:
 
     Called before the data are read, which may take hours.
     """
-    observers.check_trackers(config)
+    if config.start.tracker:
+        from shardformer.logs.trackers import check_tracker  # not imported without a tracker
+
+        check_tracker(config.start.tracker)
     if config.optimizer.is_code:
         optim.make_optimizer(config)
     skips = config.bad_steps.skip_steps

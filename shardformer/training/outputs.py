@@ -16,7 +16,7 @@ from shardformer.errors import RunError
 from shardformer.logs import goodput, metrics_file
 from shardformer.logs.csv_file import CsvFile
 from shardformer.logs.events import TensorBoardEvents
-from shardformer.logs.observers import Observer, Observers, import_tracker
+from shardformer.logs.observers import Observer, Observers
 from shardformer.logs.progress import NoProgress, Progress
 from shardformer.logs.step_profiler import StepProfiler
 from shardformer.logs.throughput import Throughput, measure_peak_bytes
@@ -139,8 +139,9 @@ def _start_observers(observers: Observers, run: Run, sink: Observer | None, is_n
     settings = {name: c.get(name) for name in FIELDS}
     observers.start("TensorBoard", lambda: TensorBoardEvents(run.records / "tensorboard", new=is_new))
     if c.start.tracker:
-        make_tracker = import_tracker(c.start.tracker)
-        observers.start(c.start.tracker, lambda: make_tracker(settings))
+        from shardformer.logs.trackers import start_tracker  # not imported without a tracker
+
+        start_tracker(observers, c.start.tracker, run.records, settings, new=is_new)
     if sink:
         observers.start("the sink of metrics", lambda: sink)
 

@@ -218,7 +218,7 @@ def or_code(name: str) -> str:
         ({"offload": "optimizer", "accum": 2, "accum_mode": "multisteps"}, "give accum_mode=scan or manual"),
         ({"offload": "optimizer", "mesh": "1x1x2", "accum": 2},
          "the stages of mesh=1x1x2 have different layers; give offload=none or mesh=2x1"),
-        ({"tracker": "module"}, "tracker takes module:function, got 'module'"),
+        ({"tracker": "module"}, "tracker takes wandb, mlflow, aim, tensorboard or module:function, got 'module'"),
         ({"decay": 0}, "decay must be at least 1, or auto, got 0"),
         *(({name: -1}, f"{name} must not be negative, got -1") for name in ("eval_limit", "skip_steps")),
         *(({name: -1}, f"{name} must not be negative, got -1") for name in ("label_smoothing", "reward_gap")),

@@ -23,7 +23,7 @@ REJECTED = {
     "validation": "so what the file holds or validation= has changed",
     "text": "text=other does nothing: ",
     "out": "out cannot change on resume: copy .* and resume the copy",
-    "tracker": "tracker takes module:function",
+    "tracker": "tracker takes wandb, mlflow, aim, tensorboard or module:function",
     "coordinator": "several processes take coordinator=HOST:PORT .*processes=0",
     "processes": "several processes take coordinator=HOST:PORT .*processes=1",
     "task": "this run trains the language model, which task= cannot replace",
