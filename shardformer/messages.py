@@ -1,8 +1,8 @@
 """Messages to the user of a running program, by Python's logging.
 
 `log.info` goes to standard output, of the first process only; `log.warning` to standard error. A notebook silences both
-by `logging.getLogger("shardformer").setLevel("ERROR")`, before or after the import, or puts a handler of its own in
-place of `log.handlers[0]`.
+by `logging.getLogger("shardformer").setLevel("ERROR")`, before or after the import. A handler that is added there
+receives every message, and each logged step of a run: from `shardformer.steps`, with its metrics as `record.row`.
 """
 
 import contextlib
@@ -17,6 +17,8 @@ class _Printer(logging.Handler):
         self.show: Callable[[str], object] = _print_line
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.name == steps.name:
+            return
         if record.levelno >= logging.WARNING:
             print(self.format(record), file=sys.stderr, flush=True)  # the stream of the moment: tests replace it
         elif is_first_process():
@@ -34,11 +36,18 @@ def is_first_process() -> bool:
 
 
 log = logging.getLogger("shardformer")
+steps = log.getChild("steps")  # a row of metrics each, which a display shows in its own form
 _printer = _Printer()
 log.addHandler(_printer)
 if log.level == logging.NOTSET:  # else the user's, of before this import
     log.setLevel(logging.INFO)
 log.propagate = False  # else a handler of the root would print each message a second time
+
+
+def log_step(row: dict) -> None:
+    """Logs the metrics of a step to the handlers that a program adds; nothing is printed."""
+    values = " ".join(f"{name}={value:.6g}" for name, value in row.items() if value is not None)
+    steps.info(values, extra={"row": row})
 
 
 @contextlib.contextmanager

@@ -55,6 +55,25 @@ def test_a_root_handler_prints_no_second_time(capsys):
     assert capsys.readouterr().err == "once\n"
 
 
+def test_a_handler_receives_messages_and_steps(capsys):
+    """As a program would add one: with a file, say. Steps are not printed a second time, as a table shows them."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    log.addHandler(handler)
+    try:
+        log.info("a start")
+        messages.log_step({"step": 10, "loss": 4.123456789, "val_loss": None})
+    finally:
+        log.removeHandler(handler)
+    assert [(record.name, record.getMessage()) for record in records] == [
+        ("shardformer", "a start"),
+        ("shardformer.steps", "step=10 loss=4.12346"),
+    ]
+    assert records[1].row == {"step": 10, "loss": 4.123456789, "val_loss": None}
+    assert capsys.readouterr() == ("a start\n", "")
+
+
 def test_a_display_prints_what_goes_to_the_output(capsys):
     shown: list[str] = []
     with messages.printed_by(shown.append):

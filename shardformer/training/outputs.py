@@ -56,6 +56,7 @@ class Outputs:
                 goodput.CLOCK.write(row["step"])
 
             self.checkpoints.try_to_write(write)
+            messages.log_step(row)
         self.observers.write(row)
         self.progress.show_row(row)
 

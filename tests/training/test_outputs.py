@@ -26,8 +26,11 @@ def test_unreadable_records_are_reported_to_all_processes(tmp_path, text, monkey
     assert f"{out}/metrics.csv has unknown columns: got 'damaged'" in capsys.readouterr().err
 
 
-def test_gradients_file_needs_grad_metrics(tmp_path, text):
+def test_gradients_file_needs_grad_metrics(tmp_path, text, monkeypatch):
+    logged: list[dict] = []
+    monkeypatch.setattr(messages, "log_step", logged.append)
     assert runs.train("tiny", "mesh=4x2", f"data={text}", f"out={tmp_path}/run", "steps=2") == 0
+    assert [row["step"] for row in logged] == metrics_file.read_metrics(tmp_path / "run")["step"] != []
     assert (tmp_path / "run/metrics.csv").exists()
     assert not (tmp_path / "run/gradients.csv").exists()
 
