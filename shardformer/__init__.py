@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # for editors and type checkers: at run time, LAZY imports th
     from shardformer.shards.positions import POSITIONS
     from shardformer.training.trainer import Trainer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "ACTIVATIONS",
     "NORMS",
