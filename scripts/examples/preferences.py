@@ -32,7 +32,7 @@ def write_pairs() -> None:
     PAIRS.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-def main(steps: int = 30) -> list[float]:
+def main(steps: int = 120) -> list[float]:
     if not Path(BASE).exists():
         shardformer(f"train tiny data=builtin seq=32 steps=100 out={BASE}")
     write_pairs()

@@ -6,6 +6,7 @@ The base's matrices are stored as nf4 codes and stay frozen; only two small fact
 at the end has adapter_config.json and adapter_model.safetensors, for `peft.PeftModel.from_pretrained`.
 """
 
+import csv
 import json
 import shlex
 import subprocess
@@ -30,7 +31,9 @@ def main(steps: int = 60) -> dict:
         f"train base={BASE} weights=nf4 lora_rank=4 lora_targets=q,v data={TEXT} lr=1e-2 steps={steps} out={TUNED}"
     )
     shardformer(f"convert {TUNED} {PEFT} format=peft base_name=me/gptj_like")
-    shardformer(f"sample {TUNED} prompt='The crow' tokens=40")
+    with open(f"{TUNED}/metrics.csv", newline="") as file:
+        losses = [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
+    print(f"nats a character of the poem: {losses[0]:.2f} at first, {losses[-1]:.2f} at the end")
     settings = json.loads(Path(PEFT, "adapter_config.json").read_text())
     size = Path(PEFT, "adapter_model.safetensors").stat().st_size
     print(f"{PEFT}: {size:,} bytes, rank {settings['r']} on {', '.join(settings['target_modules'])}")

@@ -3,7 +3,8 @@
     python scripts/examples/verifier.py
 
 A prompt such as "2 7 " asks for a digit between the two. Often two or more digits are right, so there is no one answer
-to imitate; the verifier below checks what the model wrote. Untrained, one answer in four is right, at the end most are.
+to imitate; the verifier below checks what the model wrote. At first one answer in three is right, at the end four in
+five are.
 """
 
 import csv
@@ -43,7 +44,7 @@ def main(steps: int = 150) -> tuple[float, float]:
     )
     with open(f"{OUT}/metrics.csv", newline="") as file:
         rewards = [float(row["reward"]) for row in csv.DictReader(file) if row["reward"]]
-    few = max(len(rewards) // 8, 1)
+    few = max(len(rewards) // 16, 1)
     first, last = sum(rewards[:few]) / few, sum(rewards[-few:]) / few
     print(f"right answers: {first:.0%} of the samples in the first {few} steps, {last:.0%} in the last {few}")
     return first, last

@@ -155,7 +155,7 @@ def with_base(folder, base, monkeypatch):
 
 @pytest.mark.slow
 def test_preferences_reach_the_right_order(with_base):
-    assert load("preferences").main()[-1] > 0.9
+    assert load("preferences").main(steps=30)[-1] > 0.9
 
 
 @pytest.mark.slow
