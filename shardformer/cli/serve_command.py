@@ -57,6 +57,9 @@ class ServeOptions(TextOptions, WeightsOptions):
         "others are rejected, as a web page could give its own name this machine's address",
     )
     batch: int = key(16, "rows that are computed together; with the same batch, `generate` gives the same bits")
+    prefix_cache: int = key(
+        1024, "MiB of each device for the beginnings of prompts, which later requests need not read again; 0: none"
+    )
     queue: int = key(256, "continuations that may wait for a row; more are rejected with status 429")
     timeout: float = key(600.0, "seconds of one request, after which it ends with status 504")
     models: str = key(
@@ -78,6 +81,8 @@ class ServeOptions(TextOptions, WeightsOptions):
                 check_value(field, self.reload)
         if not 0 <= self.port < 65536:
             raise UsageError(f"port must be in 0..65535, got {self.port}")
+        if self.prefix_cache < 0:
+            raise UsageError(f"prefix_cache must be 0 or more, got {self.prefix_cache}")
         if self.queue < 0 or not 0 < self.timeout < float("inf"):
             raise UsageError(f"queue must be 0 or more and timeout above 0, got {self.queue} and {self.timeout}")
         if self.reload == "auto" and self.step:
@@ -136,7 +141,7 @@ def build_service(
     if options.reload == "auto":
         step = _find_newest(run)
     model, params = load_model(run, dataclasses.replace(options, reload="none", step=step))
-    engine = Engine(model, options.batch, len(run.vocabulary))
+    engine = Engine(model, options.batch, len(run.vocabulary), options.prefix_cache * 2**20)
     step = run.choose_step(step, options.ema)
     thread = EngineThread(engine, ServerMetrics(), options.queue)
     first = ServedRun.load(run, options.name or run.out.name, thread, model, params, step, options.ema)

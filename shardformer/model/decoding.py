@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from shardformer.kernels.attention import SLOTS
 from shardformer.layout import resolve
 from shardformer.model.model import Model
 from shardformer.model.task_on_mesh import ROWS
@@ -132,6 +133,38 @@ class Decoder:
 
         specs = P("dp", "mp"), self.cache_spec
         return self.model.shard_map(body, (ROWS, specs, specs), specs)(row, arrays, new)
+
+    def take_slots(self, row, position, caches, count: int):
+        """Returns the slots [D, H, count, K] of `count` tokens, from a position on, of one row of each shard of dp.
+
+        These slots are consecutive in each cache.
+        """
+
+        def body(row_D, position_D, caches):
+            def take(x_BhSK):
+                sizes = 1, x_BhSK.shape[1], count, x_BhSK.shape[3]
+                return lax.dynamic_slice(x_BhSK, _first_slot(row_D, position_D, x_BhSK), sizes)
+
+            return jax.tree.map(take, caches)
+
+        in_specs = ROWS, ROWS, self.cache_spec
+        return self.model.shard_map(body, in_specs, self.cache_spec)(row, position, caches)
+
+    def put_slots(self, row, position, caches, new):
+        """Returns the caches in which the result of `take_slots` replaces the slots of its tokens."""
+
+        def body(row_D, position_D, caches, new):
+            def put(x_BhSK, new_1hsK):
+                return lax.dynamic_update_slice(x_BhSK, new_1hsK, _first_slot(row_D, position_D, x_BhSK))
+
+            return jax.tree.map(put, caches, new)
+
+        in_specs = ROWS, ROWS, self.cache_spec, self.cache_spec
+        return self.model.shard_map(body, in_specs, self.cache_spec)(row, position, caches, new)
+
+
+def _first_slot(row_D, position_D, x_BhSK) -> tuple:
+    return row_D[0], 0, position_D[0] % x_BhSK.shape[SLOTS], 0
 
 
 class Chunk(NamedTuple):

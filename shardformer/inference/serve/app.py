@@ -200,6 +200,8 @@ async def _show_metrics(service: Service, request: Request) -> Response:
         "waiting": (max(service.thread.accepted - running, 0), "continuations that wait for a slot"),
         "slots": (engine.programs.rows, "continuations that are computed together"),
     }
+    if engine.prefixes:
+        gauges["prefix_cache_bytes"] = engine.prefixes.bytes, "bytes of the prefix cache"
     text = service.metrics.as_text(gauges)
     return PlainTextResponse(text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from shardformer.errors import UsageError
 from shardformer.inference.generator import CHUNK, check_prompts, check_stages
 from shardformer.inference.serve.jobs import SMALLEST_POOL, Job, Weights
+from shardformer.inference.serve.prefix_cache import PrefixCache
 from shardformer.inference.serve.slot_pool import SlotPool
 from shardformer.inference.serve.slot_programs import LONGEST_CHUNK, SlotPrograms
 from shardformer.model import Model
@@ -20,22 +21,26 @@ class Engine:
     is read again in the next pool.
     """
 
-    def __init__(self, model: Model, slots: int, vocab_size: int | None = None):
+    def __init__(self, model: Model, slots: int, vocab_size: int | None = None, prefix_bytes: int = 0):
+        """prefix_bytes: of each device, for the chunks of contexts that others begin with too; needs dp and cp of 1."""
         check_stages(model)
+        parallel = model.config.parallel
+        can_store = prefix_bytes and parallel.dp == parallel.cp == 1  # else a chunk is not on all devices of a row
+        self.prefixes = PrefixCache(prefix_bytes * parallel.mp) if can_store else None
         self.config, self.vocab_size = model.config.model, vocab_size or model.config.model.vocab
         self.programs = SlotPrograms(model, slots)
         sizes = [SMALLEST_POOL]
         while sizes[-1] < self.config.seq:
             sizes.append(4 * sizes[-1])
         sizes = [min(size, self.config.seq) for size in sizes]
-        self._pools = [SlotPool(self.programs, size, model.config.parallel.dp, self.vocab_size) for size in sizes]
+        self._pools = [SlotPool(self.programs, size, parallel.dp, self.vocab_size, self.prefixes) for size in sizes]
         self._sizes = [pool.size for pool in self._pools]
         self._waiting: collections.deque[Job] = collections.deque()
         self._arrivals = itertools.count()
         self._clock = 0  # tokens of contexts that were read, padding included
         self._draws = itertools.count(1)
         self._last_draw: dict[tuple[int, int], int] = {}  # of each pool and weights
-        self.drawn = 0  # tokens of each row that the last step drew
+        self.passes = 0  # over the model's layers, by which the last step drew
 
     def load(self, params, name: str = "", programs: SlotPrograms | None = None, donate: bool = False) -> Weights:
         """Returns the parameters in the form for decoding, by default those of the engine's model.
@@ -84,6 +89,8 @@ class Engine:
         self._waiting.clear()
         for pool in self._pools:
             pool.forget()
+        if self.prefixes:
+            self.prefixes.clear()
         return jobs
 
     def step(self, read_budget: float = LONGEST_CHUNK, count: int = CHUNK) -> list[Job]:
@@ -102,13 +109,13 @@ class Engine:
             read_budget -= max(tokens, -(-self.programs.longest_chunk // 3))
             self._clock += tokens
             ended += self._collect()
-        self.drawn = 0
+        self.passes = 0
         if group := self._choose_group():
             pool, jobs = group
             if self._choose_reader() or any(not job.ids for job in jobs):  # a chunk or a first token should not wait
                 count = 1
             self._last_draw[pool.size, id(jobs[0].weights)] = next(self._draws)
-            self.drawn = pool.draw(jobs[0].weights, jobs, count)
+            self.passes = pool.draw(jobs[0].weights, jobs, count)
         ended += self._collect()
         self._move()
         return ended
@@ -179,6 +186,7 @@ class Engine:
 
     def _prepare(self, job: Job) -> None:
         job.choose_context(self.config, self._sizes)
+        job.chunks = self.prefixes.name_chunks(job, self.programs) if self.prefixes else {}
         job.since = self._clock
 
     def _move(self) -> None:

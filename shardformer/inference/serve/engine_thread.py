@@ -99,9 +99,12 @@ class EngineThread(threading.Thread):
         drawn = max(self._count_tokens(ended) - before, 0)
         self.metrics.generated_tokens += drawn
         self.metrics.steps += 1
-        # A step may also read, so that this is an upper bound; it decays, as the first is slow.
-        seconds = (time.perf_counter() - started) / max(self.engine.drawn, 1)
-        self._seconds_per_token = max(0.5 * self._seconds_per_token + 0.5 * seconds, 1e-5)
+        if self.engine.prefixes:
+            self.metrics.prefix_tokens = self.engine.prefixes.found_tokens
+        if passes := self.engine.passes:
+            # A step may also read, so that this is an upper bound; it decays, as the first is slow.
+            seconds = (time.perf_counter() - started) / passes
+            self._seconds_per_token = max(0.5 * self._seconds_per_token + 0.5 * seconds, 1e-5)
         for job in ended:
             self._end(job)
 

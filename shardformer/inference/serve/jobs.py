@@ -22,6 +22,7 @@ class Weights:
     unstacked: Any
     name: str = ""
     programs: SlotPrograms | None = None  # of a model that differs in its adapters or in the form of its weights
+    number: int = dataclasses.field(init=False, default_factory=itertools.count().__next__)  # never of two weights
 
 
 class Tokens(NamedTuple):
@@ -52,6 +53,7 @@ class Job(Row):
     failure: Exception | None = None  # of this job only
     seen: list[int] = dataclasses.field(default_factory=list)  # the context that is read
     stored: int = 0  # tokens in the cache
+    chunks: dict[int, bytes] = dataclasses.field(default_factory=dict)  # names in the prefix cache, by position
     room: int = 0  # tokens to draw until the context must be read again
 
     @property
@@ -66,6 +68,11 @@ class Job(Row):
     @property
     def reading(self) -> bool:
         return self.scoring or self.stored < len(self.seen)
+
+    @property
+    def fresh(self) -> bool:
+        """Returns whether the logits of the next token are known: all tokens are in the cache, the last one too."""
+        return self.stored == len(self.prompt) + len(self.ids) - self.first
 
     @property
     def remaining(self) -> int:

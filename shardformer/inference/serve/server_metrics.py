@@ -33,6 +33,7 @@ class ServerMetrics:
     requests: dict[tuple[str, int], int] = dataclasses.field(default_factory=dict)  # by path and status
     generated_tokens: int = 0
     prompt_tokens: int = 0
+    prefix_tokens: int = 0
     rejected: int = 0
     cancelled: int = 0
     steps: int = 0
@@ -52,6 +53,7 @@ class ServerMetrics:
         counters = {
             "generated_tokens": "tokens drawn",
             "prompt_tokens": "tokens of prompts",
+            "prefix_tokens": "tokens that the prefix cache had, so that they were not read again",
             "rejected": "requests that found the queue full",
             "cancelled": "continuations that ended with their client or their time",
             "steps": "steps of the engine",

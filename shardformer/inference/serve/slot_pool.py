@@ -4,6 +4,7 @@ import numpy as np
 
 from shardformer.inference.sampling import Drawing, Sampling
 from shardformer.inference.serve.jobs import Job, Tokens, Top, Weights
+from shardformer.inference.serve.prefix_cache import PrefixCache, count_tokens
 from shardformer.inference.serve.slot_programs import Draws, SlotPrograms, State
 from shardformer.model import Chunk
 
@@ -11,8 +12,10 @@ from shardformer.model import Chunk
 class SlotPool:
     """The rows of at most `size` tokens. A row's bits depend on its request and on `size`, not on other rows."""
 
-    def __init__(self, programs: SlotPrograms, size: int, shards: int, vocab_size: int):
-        self.programs, self.size, self.vocab_size = programs, size, vocab_size
+    def __init__(
+        self, programs: SlotPrograms, size: int, shards: int, vocab_size: int, prefixes: PrefixCache | None = None
+    ):
+        self.programs, self.size, self.vocab_size, self._prefixes = programs, size, vocab_size, prefixes
         self._shards, self._per_shard = shards, programs.rows // shards
         self._jobs: list[Job | None] = [None] * programs.rows
         self._stored: State | None = None
@@ -52,6 +55,8 @@ class SlotPool:
     def read(self, reading: list[Job]) -> int:
         """Reads a chunk of the first job, and of jobs on other shards of dp that need the same program."""
         first = reading[0]
+        if self._prefixes and not first.scoring:
+            self._restore(first, self._prefixes)
         size, mode = self._next_chunk(first), (first.scoring, first.weights)
         chosen: dict[int, Job] = {}
         for job in reading:
@@ -69,7 +74,14 @@ class SlotPool:
         return size
 
     def _next_chunk(self, job: Job) -> int:
-        return self.programs.choose_chunk(len(job.seen) - job.stored)
+        return self.programs.choose_chunk(len(job.seen), job.stored)
+
+    def _restore(self, job: Job, prefixes: PrefixCache) -> None:
+        """Copies the stored chunks that continue what a job has read into its row."""
+        row = np.array([job.slot], np.int32)
+        for chunk in prefixes.find(job):
+            self._state = self.programs.restore(self._state, row, np.array([job.stored], np.int32), chunk)
+            job.stored += count_tokens(chunk)
 
     def _extend(self, weights: Weights, chunk: Chunk, chosen: dict[int, Job]) -> None:
         seen = np.zeros((self._shards, self._state.logits_BV.shape[1]), bool)
@@ -80,6 +92,14 @@ class SlotPool:
                 seen[shard, job.seen], rows[shard] = True, job.slot or 0
         programs = weights.programs or self.programs
         self._state = programs.read(weights.unstacked, self._state, chunk, seen, rows)
+        if self._prefixes:
+            self._store(chunk, chosen[0], self._prefixes)
+
+    def _store(self, chunk: Chunk, job: Job, prefixes: PrefixCache) -> None:
+        """Stores the chunk that a job has just read, unless it has padding or is stored."""
+        position = int(chunk.position[0])
+        if position in job.chunks and job.chunks[position] not in prefixes:
+            prefixes.add(job, position, self.programs.take(self._state, chunk))
 
     def _score(self, weights: Weights, chunk: Chunk, chosen: dict[int, Job]) -> None:
         """Scores a chunk's tokens. The context is then read by the program of all jobs, so that it has their bits."""
@@ -99,18 +119,28 @@ class SlotPool:
                 job.stored = 0 if job.draws else len(job.seen)
 
     def draw(self, weights: Weights | None, jobs: list[Job], count: int) -> int:
-        """Draws tokens of these jobs, at most `count` each and as many as each still needs; returns how many."""
+        """Draws tokens of these jobs, at most `count` each and as many as each still needs.
+
+        Returns the passes over the model: one for each token, but none for the first after a context was read.
+
+        If there are such first tokens, only these are drawn, so that they wait for no pass.
+        """
+        if fresh := [job for job in jobs if job.fresh]:
+            jobs, count = fresh, 1
         count = min([count, *(min(job.remaining, job.room) for job in jobs)])
         draws = self._describe(jobs)
         with_top = any(job.top for job in jobs)
         assert weights is not None
         programs = weights.programs or self.programs
-        self._state, drawn = programs.draw(weights.unstacked, self._state, draws, count, self.vocab_size, with_top)
+        control = count, self.vocab_size, with_top, bool(fresh)
+        self._state, drawn = programs.draw(weights.unstacked, self._state, draws, *control)
+        passes = count - bool(fresh)
         for job in jobs:
+            job.stored += passes  # the last token is stored by the next draw
             tops = [_pair(drawn.top_ids[job.slot, i], drawn.top_logprobs[job.slot, i], job.top) for i in range(count)]
             ids, logprobs = drawn.ids[job.slot, :count].tolist(), drawn.logprobs[job.slot, :count].tolist()
             self._take(job, ids, logprobs, tops)
-        return count
+        return passes
 
     def _take(self, job: Job, ids: list[int], logprobs: list[float], tops: list[Top]) -> None:
         before = len(job.ids)
@@ -118,7 +148,6 @@ class SlotPool:
             new = job.take(ids, logprobs, job.sampling, job.stops)
         except Exception as error:  # of this job's stop condition; the others go on
             job.failure, new = error, []
-        job.stored += len(ids)
         job.room -= len(ids)
         if new and job.watch:
             job.watch(job, Tokens(new, job.logprobs[before:], tops[: len(new)]))
@@ -126,19 +155,19 @@ class SlotPool:
     def _describe(self, jobs: list[Job]) -> Draws:
         """Returns the values of every row; rows that draw nothing now write only where they will write next."""
         size = self.programs.rows
-        integers = [np.zeros(size, np.int32) for _ in range(5)]
+        integers = [np.zeros(size, np.int32) for _ in range(6)]
         neutral = Drawing.from_sampling(Sampling(temperature=0))
         rules = Drawing(*(np.full(size, value) for value in neutral))
         for job in self.running:
             integers[3][job.slot] = job.stored
         for job in jobs:
-            values = job.sampling.seed, job.sample, len(job.ids), job.stored, 1
+            last = job.ids[-1] if job.ids else job.prompt[-1]
+            values = job.sampling.seed, job.sample, len(job.ids), job.stored, 1, last
             for array, value in zip(integers, values, strict=True):
                 array[job.slot] = value
             for array, value in zip(rules, Drawing.from_sampling(job.sampling), strict=True):
                 array[job.slot] = value
-        seed, sample, drawn, position, active = integers
-        return Draws(seed, sample, drawn, position, active, rules)
+        return Draws(*integers, rules)
 
 
 def _pair(ids: np.ndarray, logprobs: np.ndarray, count: int) -> Top:

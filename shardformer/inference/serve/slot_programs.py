@@ -18,6 +18,7 @@ from shardformer.kernels.threefry import THREEFRY
 from shardformer.model import ROWS, Chunk, Decoder, Model
 
 LONGEST_CHUNK = 256  # tokens of a context that are read at once
+LONG = 4  # times the longest chunk: from this length on, the end of a context is read in chunks without padding
 MOST_TOP = 20  # most likely tokens that a position can report
 
 
@@ -35,8 +36,9 @@ class Draws(NamedTuple):
     seed: np.ndarray
     sample: np.ndarray
     drawn: np.ndarray  # tokens drawn before
-    position: np.ndarray  # of the next token; a row that draws nothing writes there what is replaced later
+    position: np.ndarray  # of the next token to store; a row that draws nothing writes there what is replaced later
     active: np.ndarray  # 1: draws; 0: stays as it is
+    token: np.ndarray  # the row's last one
     rules: Drawing
 
 
@@ -62,6 +64,7 @@ class SlotPrograms:
         self.rows = -(-slots // dp) * dp
         self._cp = model.config.parallel.cp
         self.longest_chunk = round_up_tokens(min(LONGEST_CHUNK, model.config.model.seq), self._cp)
+        self.least_stored = round_up_tokens(self.longest_chunk // 4, self._cp)  # tokens of a chunk in a prefix cache
         self.top = min(MOST_TOP, model.config.model.vocab)
         rows, everywhere = model.sharding(ROWS), model.sharding(P())
         self._to_rows = functools.partial(place, sharding=rows)
@@ -73,14 +76,22 @@ class SlotPrograms:
         self._read = programs.jit(self.decoder.extend, out_shardings=layout[:2])
         self._score = programs.jit(self._score_chunk, out_shardings=(layout[:2], *[everywhere] * 3))
         self._put = programs.jit(self._put_rows, donate_argnums=0, out_shardings=layout)
+        self._take = programs.jit(self.decoder.take_slots, static_argnames="count", out_shardings=cache)
+        self._restore = programs.jit(self.decoder.put_slots, donate_argnames="caches", out_shardings=cache)
         self._draw = programs.jit(self._draw_tokens, donate_argnums=1, out_shardings=(layout, *[everywhere] * 4))
 
     def make_state(self, size: int) -> State:
         """Returns rows without tokens, with caches for `size` tokens."""
         return self._empty(size=size)
 
-    def choose_chunk(self, left: int) -> int:
-        """Returns the tokens of the next chunk, padding included, if `left` tokens are still to be read."""
+    def choose_chunk(self, length: int, position: int) -> int:
+        """Returns the tokens of the next chunk of a context, padding included, after `position` of its tokens.
+
+        The end of a long context is read in chunks without padding, as others can begin with these too.
+        """
+        left = length - position
+        if length >= LONG * self.longest_chunk and self.least_stored <= left < self.longest_chunk:
+            return self.least_stored << (left // self.least_stored).bit_length() - 1
         return min(round_up_tokens(round_up(left, SMALLEST_CACHE), self._cp), self.longest_chunk)
 
     def read(self, unstacked, state: State, chunk: Chunk, seen: np.ndarray, seen_rows: np.ndarray) -> State:
@@ -99,19 +110,38 @@ class SlotPrograms:
             map(np.asarray, results)
         )
 
-    def draw(self, unstacked, state: State, draws: Draws, count: int, vocab_size: int, with_top: bool):
-        """Returns the state and the results after `count` more tokens of the active rows."""
-        integers = np.stack([*draws[:5], draws.rules.top_k]).astype(np.int32)
+    def take(self, state: State, chunk: Chunk) -> list[Cache]:
+        """Returns the keys and values of a chunk that was read."""
+        row, position = map(self._to_rows, (chunk.row, chunk.position))
+        return self._take(row, position, state.caches, count=chunk.tokens.shape[1])
+
+    def restore(self, state: State, row: np.ndarray, position: np.ndarray, taken: list[Cache]) -> State:
+        """Puts the result of `take` into a row of a state of the same size, at the same position."""
+        row_D, position_D = map(self._to_rows, (row, position))
+        return state._replace(caches=self._restore(row_D, position_D, state.caches, taken))
+
+    def draw(
+        self, unstacked, state: State, draws: Draws, count: int, vocab_size: int, with_top: bool, fresh: bool
+    ) -> tuple[State, Drawn]:
+        """Returns the state and the results after `count` more tokens of the active rows.
+
+        fresh: the last tokens of these rows are stored, and the state has the logits after them.
+        """
+        integers = np.stack([*draws[:6], draws.rules.top_k]).astype(np.int32)
         rules = draws.rules
         floats = np.stack([rules.temperature, rules.top_p, rules.min_p, rules.repetition_penalty]).astype(np.float32)
-        control = np.array([count, vocab_size, with_top], np.int32)
+        control = np.array([count, vocab_size, with_top, fresh], np.int32)
         state, *results = self._draw(unstacked, state, *map(self._to_all, (integers, floats, control)))
         return state, Drawn(*map(np.asarray, results))
 
     def _slots(self, size: int) -> list[int]:
-        """Returns the slots of each layer's cache: a window's ring also has the chunk that is read."""
+        """Returns the slots of each layer's cache: a window's ring also has the chunk that is read.
+
+        A ring has a multiple of the longest chunk, so that the slots of a chunk without padding are consecutive.
+        """
+        chunk = self.longest_chunk
         windows = [window or size for window in self.model.config.model.layer_windows]
-        return [-(-min(size, window + self.longest_chunk) // self._cp) * self._cp for window in windows]
+        return [-(-min(size, -(-window // chunk) * chunk + chunk) // self._cp) * self._cp for window in windows]
 
     def _make_empty(self, *, size: int) -> State:
         c = self.model.config
@@ -136,9 +166,9 @@ class SlotPrograms:
         return new, logprob_DC, top_ids, top_logprobs
 
     def _draw_tokens(self, unstacked, state: State, integers, floats, control):
-        seed_B, sample_B, drawn_B, position_B, active_B, top_k_B = integers
+        seed_B, sample_B, drawn_B, position_B, active_B, token_B, top_k_B = integers
         rules = Drawing(floats[0], top_k_B, *floats[1:])
-        count, vocab_size, with_top = control
+        count, vocab_size, with_top, fresh = control
         key_B = jax.vmap(lambda seed, sample: jax.random.fold_in(jax.random.key(seed, impl=THREEFRY), sample))(
             seed_B, sample_B
         )
@@ -153,21 +183,29 @@ class SlotPrograms:
             shape = self.rows, self.top
             return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
 
+        def decode_one(i, token_B, logits_BV, caches):
+            position = position_B + jnp.where(active_B, i - fresh, 0)
+            caches = jax.tree.map(jnp.reshape, caches, cache_shapes)
+            next_BV, caches = self.decoder.decode_apart(unstacked, token_B, position, caches)
+            return jnp.where(active_B[:, None], next_BV, logits_BV), drop_single_axes(caches)
+
         def draw_one(carry):
-            i, (logits_BV, caches, seen_BV), results = carry
+            i, token_B, (logits_BV, caches, seen_BV), results = carry
+            # A loop of one step or none: XLA would copy the caches for a branch.
+            _, logits_BV, caches = lax.while_loop(
+                lambda inner: inner[0],
+                lambda inner: (jnp.zeros_like(inner[0]), *decode_one(i, token_B, *inner[1:])),
+                (i >= fresh, logits_BV, caches),
+            )
             keys = jax.vmap(jax.random.fold_in)(key_B, drawn_B + i)
             token_B = choose_tokens(jnp.where(known_V[None], logits_BV, -jnp.inf), keys, rules, seen_BV)
             # Over all of the model's entries, as `score` and transformers do, though the tokenizer may have fewer.
             logprobs_BV = jax.nn.log_softmax(logits_BV, axis=-1)
             top = lax.cond(with_top > 0, find_top, skip_top, logprobs_BV)
             new = token_B, logprobs_BV[row_B, token_B], *top
-            position = position_B + jnp.where(active_B, i, 0)
-            caches = jax.tree.map(jnp.reshape, caches, cache_shapes)
-            next_BV, caches = self.decoder.decode_apart(unstacked, token_B, position, caches)
-            logits_BV = jnp.where(active_B[:, None], next_BV, logits_BV)
             seen_BV = seen_BV.at[row_B, token_B].max(active_B)
             results = tuple(x.at[:, i].set(x_new) for x, x_new in zip(results, new, strict=True))
-            return i + 1, State(logits_BV, drop_single_axes(caches), seen_BV), results
+            return i + 1, token_B, State(logits_BV, caches, seen_BV), results
 
         shape = self.rows, CHUNK
         results = (
@@ -176,5 +214,6 @@ class SlotPrograms:
         )  # fmt: skip
         cache_shapes = jax.tree.map(jnp.shape, state.caches)
         state = state._replace(caches=drop_single_axes(state.caches))
-        _, state, results = lax.while_loop(lambda carry: carry[0] < count, draw_one, (jnp.int32(0), state, results))
+        carry = jnp.int32(0), token_B, state, results
+        _, _, state, results = lax.while_loop(lambda carry: carry[0] < count, draw_one, carry)
         return state._replace(caches=jax.tree.map(jnp.reshape, state.caches, cache_shapes)), *results

@@ -100,7 +100,7 @@ def scaled_parameters():
 
 @pytest.fixture(scope="module")
 def chunked():
-    """An engine with rows of 8 and of 32 tokens, which reads chunks of 8 through rings of 3 + 8 slots."""
+    """An engine with rows of 8 and of 32 tokens, which reads chunks of 8 through rings of 8 + 8 slots."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slot_programs, "LONGEST_CHUNK", 8)
         patch.setattr(slot_programs, "SMALLEST_CACHE", 8)
