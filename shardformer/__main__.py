@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 import shardformer
 from shardformer import jax_releases
-from shardformer.cli.commands import COMMANDS, load
+from shardformer.cli.arguments import check_keys
+from shardformer.cli.commands import COMMANDS, Command, load
 from shardformer.cli.interrupts import leave, leaving_at_once
 from shardformer.config.parsing import shorten, suggest_closest
 from shardformer.devices.host import restart_with_huge_pages
@@ -102,12 +103,19 @@ def _run(arguments: list[str]) -> int:
         return 0
     is_script = arguments[0] == "legacy"  # which gets its arguments unchanged
     rest = arguments[1:] if is_script else [_expand_home(word) for word in arguments[1:]]
-    if check := COMMANDS[arguments[0]].check:
-        load(check)(rest)
+    _check_arguments(COMMANDS[arguments[0]], rest)
     restart_with_huge_pages(arguments)
     jax_releases.check()
     _check_address_space()
     return _load(arguments[0])(rest) or 0
+
+
+def _check_arguments(command: Command, arguments: list[str]) -> None:
+    """Rejects what can be rejected at once: the import of JAX takes 2 s."""
+    if command.check:
+        load(command.check)(arguments)
+    if command.options:
+        check_keys(arguments, list(map(load, command.options)))
 
 
 def _check_command(name: str) -> None:

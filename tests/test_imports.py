@@ -247,7 +247,7 @@ def test_a_plain_run_imports_no_feature_that_is_off(modules_of_a_run):
     assert [name for name in modules_of_a_run if f"{name}.".startswith(beginnings)] == []
 
 
-EXPENSIVE = {"jax", "tensorflow", "matplotlib", "haiku", "optax"}
+EXPENSIVE = {"jax", "numpy", "tensorflow", "matplotlib", "haiku", "optax"}
 
 
 def expensive_imports(code: str) -> set[str]:
@@ -276,6 +276,21 @@ def test_what_is_answered_at_once_imports_no_jax(code):
 
 def test_train_imports_no_tensorflow_or_matplotlib_before_it_compiles():
     assert not expensive_imports("import shardformer.cli.train_command") & {"tensorflow", "matplotlib"}
+
+
+ASK_ALL = """
+from shardformer.__main__ import main
+from shardformer.cli.commands import COMMANDS
+for name, command in COMMANDS.items():
+    assert main([name, '--help']) == 0
+    assert not command.options or main([name, 'no_such_key=3']) == 2
+assert main(['no_such_command']) == 2
+"""
+
+
+def test_help_and_wrong_keys_of_all_commands_import_no_jax():
+    """In one process, and no NumPy either: its import takes as long as all of these answers."""
+    assert expensive_imports(ASK_ALL) == set()
 
 
 @pytest.mark.slow

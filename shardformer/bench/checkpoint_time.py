@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from shardformer import checkpoint, storage
-from shardformer.bench.contenders import Measuring
+from shardformer.bench.bench_options import Measuring
 from shardformer.config import Config
 from shardformer.errors import RunError, UsageError
 from shardformer.layout import mesh

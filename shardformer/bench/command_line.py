@@ -1,7 +1,7 @@
 """`bench NAME key=value ...`: chooses the measurement, its options and its configuration."""
 
 from shardformer.bench import checkpoint_time, costs, generation, kernel_check, race, scaling, step_time
-from shardformer.bench.contenders import Measuring
+from shardformer.bench.bench_options import Measuring
 from shardformer.config import Config, parsing, require
 from shardformer.config.presets import preset
 from shardformer.errors import UsageError

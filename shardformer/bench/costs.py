@@ -8,7 +8,8 @@ import numpy as np
 
 from shardformer.analysis.live import bytes_by_device
 from shardformer.analysis.verify import random_batch
-from shardformer.bench.contenders import Measuring, RepeatedBatch, measure, ours
+from shardformer.bench.bench_options import Measuring
+from shardformer.bench.contenders import RepeatedBatch, measure, ours
 from shardformer.config import Config, parsing
 from shardformer.errors import UsageError
 from shardformer.layout import mesh

@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from shardformer.bench.contenders import Measuring
+from shardformer.bench.bench_options import Measuring
 from shardformer.bench.step_time import describe_machine
 from shardformer.config import Config
 from shardformer.convert import hf_settings, hf_state, runs

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from shardformer.analysis.verify import random_batch
-from shardformer.bench.contenders import Measuring
+from shardformer.bench.bench_options import Measuring
 from shardformer.config import Config
 from shardformer.errors import RunError
 from shardformer.layout import mesh

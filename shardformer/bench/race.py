@@ -14,7 +14,8 @@ import jax
 import numpy as np
 
 from shardformer import data, storage
-from shardformer.bench.contenders import Contender, Measuring, ours, stack
+from shardformer.bench.bench_options import Measuring
+from shardformer.bench.contenders import Contender, ours, stack
 from shardformer.bench.step_time import PEERS, check_same_loss, choose_peers, describe_machine
 from shardformer.config import Config
 from shardformer.layout import mesh

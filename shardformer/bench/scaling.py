@@ -6,7 +6,8 @@ import jax
 import numpy as np
 
 from shardformer.analysis.verify import random_batch
-from shardformer.bench.contenders import Measuring, RepeatedBatch, measure, ours
+from shardformer.bench.bench_options import Measuring
+from shardformer.bench.contenders import RepeatedBatch, measure, ours
 from shardformer.config import Config
 from shardformer.config.parsing import MeshSizes
 from shardformer.errors import UsageError

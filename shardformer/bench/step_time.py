@@ -16,7 +16,8 @@ import numpy as np
 from shardformer import storage
 from shardformer.analysis.verify import random_batch
 from shardformer.bench import matmul_ceiling, reference
-from shardformer.bench.contenders import Contender, Measuring, RepeatedBatch, measure, ours
+from shardformer.bench.bench_options import Measuring
+from shardformer.bench.contenders import Contender, RepeatedBatch, measure, ours
 from shardformer.bench.reference import partitioned
 from shardformer.bench.torch_twin import torch_step
 from shardformer.bench.xmap_twin import xmapped

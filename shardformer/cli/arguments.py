@@ -44,6 +44,15 @@ def check_preset(arguments: list[str]) -> None:
         parse_preset(arguments)
 
 
+def check_keys(arguments: list[str], options: Sequence[type]) -> None:
+    """Rejects arguments whose key is in none of these groups; the command itself checks all else."""
+    known = {name for each in options for name in parsing.keys_of(each)}
+    _, words = split_paths([word for word in arguments if not word.startswith("--resume=")])
+    for word in words:
+        if word.partition("=")[0] not in known:
+            parsing.parse_overrides([word], *options)  # raises the error of this key
+
+
 def parse_keys(arguments: list[str]) -> dict:
     """Returns the given keys of a run; expands a ~ after =, as not every shell does."""
     overrides = parsing.parse_overrides(arguments, Config)

@@ -23,7 +23,7 @@ from shardformer.config import (
     presets,
 )
 from shardformer.convert import hf_settings
-from shardformer.convert.hf_options import FromHf
+from shardformer.convert.convert_options import FromHf
 from shardformer.data import TokenIds
 from shardformer.data.corpus import check_sources
 from shardformer.errors import RunError, UsageError

@@ -3,7 +3,6 @@
 `data show chat.jsonl` prints the first conversation of a file, before anything is prepared.
 """
 
-import dataclasses
 import itertools
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from shardformer import data
 from shardformer.cli.arguments import say
-from shardformer.config.keys import key
+from shardformer.cli.data_options import ShowOptions
 from shardformer.data import Vocabulary, file_sources
 from shardformer.data.chat.chat_files import mask_tokens, read_conversations
 from shardformer.data.chat.chat_format import TEMPLATES
@@ -75,16 +74,6 @@ def _mark(text: str, trained: bool, on_terminal: bool) -> str:
     if on_terminal:
         return text if trained else f"{DIM}{text}{RESET}"
     return f"{BEGIN}{text}{END}" if trained else text
-
-
-@dataclasses.dataclass(frozen=True)
-class ShowOptions:
-    """data show: a file of conversations."""
-
-    tokenizer: str = key("auto", "a folder with tokenizer.json, such as a Hugging Face folder; auto: bytes")
-    chat_template: str = key("auto", f"{', '.join(TEMPLATES)}; auto: that of the tokenizer")
-    text: str = key("text", "name of the field that holds the text of .jsonl records")
-    pairs: bool = key(False, "read chosen and rejected of records that have messages too")
 
 
 def show_pair(sides: tuple[ChatSplit, ChatSplit, Vocabulary], on_terminal: bool) -> str:

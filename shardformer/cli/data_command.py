@@ -1,19 +1,17 @@
 """`data`: prepares, shows and exports the data of a run."""
 
-import dataclasses
 import os
 import sys
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
 from shardformer import storage
 from shardformer.cli.arguments import say, split_paths
-from shardformer.cli.chat_display import ShowOptions, show_chat_file, show_conversation, show_pair, take_first_pair
+from shardformer.cli.chat_display import show_chat_file, show_conversation, show_pair, take_first_pair
+from shardformer.cli.data_options import BPE, ExportOptions, PrepareOptions, ShowOptions
 from shardformer.cli.loading import ShownProgress
-from shardformer.config import check_tokenizer, parsing
-from shardformer.config.keys import key
+from shardformer.config import parsing
 from shardformer.data import choose_vocabulary, corpus, file_sources, prepare, tfrecords
 from shardformer.data.chat.chat_windows import ChatSplit
 from shardformer.data.chat.preference_windows import PreferenceSplit
@@ -27,55 +25,11 @@ from shardformer.errors import RunError, UsageError
 from shardformer.files import replacing
 from shardformer.tables import escape_controls, format_count, format_table
 
-BPE = "bpe:32768"  # the default for documents
 USAGE = (
     "data takes: prepare SRC ... out=FOLDER, show FOLDER|CHATS, export FOLDER out=FILE.tfrecords, or import INPUT.TXT"
 )
 MAX_SOURCES = 20  # in a table
 SHOWN_TOKENS = 200
-
-
-@dataclasses.dataclass(frozen=True)
-class PrepareOptions:
-    """data prepare: documents and token files to a folder of token files."""
-
-    out: str = key("", "the folder to write")
-    tokenizer: str = key(
-        "auto",
-        "chars, bytes, bpe:N (trained on these texts), ids, or the path of a tokenizer.json; "
-        f"auto: {BPE}, or ids for token files",
-    )
-    validation: str = key("", "share of validation, and as much for test; none; empty means 0.05, and 2 MB at most")
-    text: str = key("text", "name of the field that holds the text of .jsonl records")
-    chat_template: str = key("auto", "template of conversations: chatml, llama3 or plain; auto: that of the tokenizer")
-    bad_rows: Literal["stop", "skip"] = key("stop", "end with all causes at once, or leave bad records out")
-    pairs: bool = key(False, "read chosen and rejected of records that have messages too")
-    special_tokens: bool = key(False, "recognise a tokenizer.json's special tokens in texts")
-    bos: Literal["auto", "true", "false"] = key(
-        "auto", "begin every document with the tokenizer's beginning of text; auto: if the tokenizer adds one"
-    )
-
-    def __post_init__(self):
-        if not self.out:
-            raise UsageError("data prepare needs a folder to write: out=FOLDER")
-        if self.validation != "none" and corpus.parse_validation(self.validation)[0]:
-            raise UsageError(f"data prepare takes validation=SHARE or validation=none, got {self.validation!r}")
-        check_tokenizer(self.tokenizer)
-
-
-@dataclasses.dataclass(frozen=True)
-class ExportOptions:
-    """data export: a prepared folder as GPT-J's TFRecords."""
-
-    out: str = key("", "the .tfrecords file to write; its index is written beside it")
-    split: str = key("train", "train, validation or test")
-    ids: int = key(2049, "token ids of one record: one more than GPT-J's context")
-
-    def __post_init__(self):
-        if not self.out.endswith(tfrecords.SUFFIXES):
-            raise UsageError(f"data export needs a file to write: out=NAME_COUNT.tfrecords, got out={self.out!r}")
-        if self.ids < 2:
-            raise UsageError(f"ids must be at least 2, got {self.ids}")
 
 
 def main(arguments: list[str]) -> None:

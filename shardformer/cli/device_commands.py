@@ -1,33 +1,21 @@
 """`memory` and `verify`: the bytes of a step, and sharded against dense, on the devices of this machine."""
 
 import contextlib
-import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from shardformer import jax_releases, storage
+from shardformer import jax_releases
 from shardformer.analysis import live, traced, verify, verify_exact
 from shardformer.analysis.memory import format_device_bytes
+from shardformer.cli.analysis_options import MemoryOptions, VerifyOptions
 from shardformer.cli.arguments import parse_settings, say
 from shardformer.config import Config, parsing
-from shardformer.config.keys import key
-from shardformer.config.parsing import PICTURES
 from shardformer.errors import RunError, UsageError
 from shardformer.layout import mesh
 from shardformer.tables import format_count
-
-
-@dataclasses.dataclass(frozen=True)
-class MemoryOptions:
-    """The picture (besides every key of a run)."""
-
-    picture: str = key("memory.png", "picture to write; empty draws none")
-
-    def __post_init__(self) -> None:
-        storage.new_file_on_disk(self.picture, "picture", PICTURES)
 
 
 def run_memory(arguments: list[str]) -> None:
@@ -45,14 +33,6 @@ def run_memory(arguments: list[str]) -> None:
 
         pictures.draw_memory(measured, options.picture)
         say(f"drawn in {options.picture}")
-
-
-@dataclasses.dataclass(frozen=True)
-class VerifyOptions:
-    """Options of a comparison (besides every key of a run)."""
-
-    exact: bool = key(False, "in float64, on any mesh, without devices; also one device, and complete steps")
-    memory: float = key(8.0, "GB that arrays may take with exact=true", least=0.1)
 
 
 def run_verify(arguments: list[str]) -> int:

@@ -2,44 +2,20 @@
 
 import dataclasses
 import math
-from typing import Literal
 
 from shardformer.analysis.memory import predict_bytes
 from shardformer.cli.arguments import parse_run_and_options, say
 from shardformer.cli.loading import load_corpus
+from shardformer.cli.text_options import EvalOptions
 from shardformer.config import Config, parsing
-from shardformer.config.keys import key
 from shardformer.data import Corpus
 from shardformer.devices import processes, programs
 from shardformer.errors import UsageError
 from shardformer.layout import mesh
-from shardformer.quantized.weight_keys import OF_A_RUN
 from shardformer.training.evaluation import Evaluator, format_losses
 from shardformer.training.features_on_host import open_evaluation_features
 from shardformer.training.run_folder import Run
 from shardformer.training.trainer import Trainer
-
-
-@dataclasses.dataclass(frozen=True)
-class EvalOptions:
-    """The data, the checkpoint and the devices of an evaluation."""
-
-    data: str = key("", "what to evaluate on, as `train` takes it; empty means the text of the run")
-    validation: str = key("", "with data=: another source for validation, or a share of the data; empty means 0.05")
-    split: str = key("all", "train, validation, test, or all (validation and test)")
-    mesh: str = key("auto", "devices as DPxMP (data parallel x model parallel), DPxMPxPP, or by name as dp2.cp2.mp2")
-    step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
-    ema: bool = key(False, "use the average of the weights, of a run that was trained with ema")
-    reward: str = key("", "of a run with objective=grpo: FILE.py:FUNCTION, match or length:N, as `train` takes it")
-    task: str = key("", "of a run with a task: FILE.py:NAME, as `train` takes it")
-    weights: Literal["auto", "float", "int8", "int4", "nf4"] = key("auto", OF_A_RUN)
-
-    def __post_init__(self):
-        splits = ("train", "validation", "test", "all")
-        if self.split not in splits:
-            raise UsageError(f"split is one of {', '.join(splits)}; got {self.split!r}")
-        if self.validation and not self.data:
-            raise UsageError("validation does nothing without data; give data as well")
 
 
 @processes.ending_all_on_failure()

@@ -1,30 +1,16 @@
 """`explain`: a short tour of the methods of splitting a model, computed on this machine."""
 
-import dataclasses
 import math
 import textwrap
 
 from shardformer import storage
 from shardformer.analysis import explain
 from shardformer.analysis.explain import Routes, Stop
+from shardformer.cli.analysis_options import ExplainOptions
 from shardformer.cli.arguments import say
 from shardformer.config import parsing
-from shardformer.config.keys import key
-from shardformer.errors import UsageError
 from shardformer.layout import mesh
 from shardformer.tables import format_bytes, format_table
-
-
-@dataclasses.dataclass(frozen=True)
-class ExplainOptions:
-    """The pictures."""
-
-    pictures: str = key("", "folder for one picture of each way; empty draws none")
-
-    def __post_init__(self) -> None:
-        folder = storage.on_disk(self.pictures, "pictures")
-        if not next(path for path in (folder, *folder.parents) if path.exists()).is_dir():
-            raise UsageError(f"pictures={self.pictures} is a file, or inside one; name a folder")
 
 
 def run_explain(arguments: list[str]) -> int:

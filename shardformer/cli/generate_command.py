@@ -11,53 +11,19 @@ import jax
 from shardformer import storage
 from shardformer.cli.arguments import parse_run_and_options, say
 from shardformer.cli.record_output import RecordOutput
-from shardformer.cli.sample_command import WeightsOptions, check_batch, load_model
-from shardformer.cli.text_options import ChatOptions, TextOptions, open_chat_codec, open_codec
-from shardformer.config import parsing
-from shardformer.config.keys import key
+from shardformer.cli.run_codecs import open_chat_codec, open_codec
+from shardformer.cli.sample_command import load_model
+from shardformer.cli.text_options import MOST_ROWS, GenerateOptions, ScoreOptions, parse_stops
 from shardformer.data import TokenIds
 from shardformer.devices import processes
 from shardformer.errors import UsageError
-from shardformer.inference import Continuation, Sampling, Stops
+from shardformer.inference import Continuation, Stops
 from shardformer.inference.chat_codec import parse_prompt
 from shardformer.inference.prompts import read_documents, read_prompts
 from shardformer.inference.scoring import Score, score_documents
 from shardformer.inference.serve.engine import Engine
 from shardformer.inference.serve.jobs import make_jobs
 from shardformer.training.run_folder import Run
-
-MOST_ROWS = 16  # that are computed together, unless batch= asks for another number
-
-
-@dataclasses.dataclass(frozen=True)
-class GenerateOptions(ChatOptions, WeightsOptions, Sampling):
-    """The prompts and the checkpoint."""
-
-    prompts: str = key("-", "file with a prompt per line, as text or as JSON with a prompt; - reads standard input")
-    stop: str = key("", 'end a text before this string; several as a JSON list, such as \'["\\n\\n", "Q:"]\'')
-    logprobs: bool = key(False, "write each token's log-probability in nats")
-    batch: int = key(0, "rows that are computed together; 0: one for each text, from 2 to 16, which round alike on a "
-                        "CPU; on other devices give the batch of `serve` for its bits")  # fmt: skip
-    out: str = key("", "file to write instead of standard output; the same command continues a file that is not "
-                       "complete")  # fmt: skip
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.check_text_options()
-        self.check_chat_options()
-        check_batch(self.batch or MOST_ROWS)
-        _parse_stops(self.stop)
-
-
-@dataclasses.dataclass(frozen=True)
-class ScoreOptions(TextOptions, WeightsOptions):
-    """The checkpoint."""
-
-    batch: int = key(8, "rows that are computed together")
-
-    def __post_init__(self):
-        self.check_text_options()
-        check_batch(self.batch)
 
 
 @processes.ending_all_on_failure()
@@ -67,12 +33,12 @@ def generate(arguments: list[str]) -> None:
     run = Run.open(folder)
     codec = open_codec(run, options)
     prompts = read_prompts(options.prompts, options.chat)
-    chat = open_chat_codec(run, codec, options, _parse_stops(options.stop)) if options.chat else None
+    chat = open_chat_codec(run, codec, options, parse_stops(options.stop)) if options.chat else None
     ids = chat.encode_all(list(map(parse_prompt, prompts))) if chat else codec.encode_all(prompts, "prompt")
     if empty := next((i + 1 for i, row in enumerate(ids) if not row), None):
         raise UsageError(f"prompt {empty} is empty: give at least one character")
     ends = () if options.ignore_eos else codec.ends
-    stops = chat.make_stops(options.ignore_eos) if chat else Stops(codec.vocabulary, _parse_stops(options.stop), ends)
+    stops = chat.make_stops(options.ignore_eos) if chat else Stops(codec.vocabulary, parse_stops(options.stop), ends)
     with _open_output(run, options, prompts) as output:
         if output.done == len(ids) * options.samples:
             return
@@ -113,18 +79,6 @@ def _choose_rows(texts: int, model) -> int:
     Measured: a CPU rounds products of 2 to 16 rows alike, and those of one row in another order.
     """
     return min(max(texts, 2 * model.config.parallel.dp), MOST_ROWS)
-
-
-def _parse_stops(text: str) -> list[str]:
-    if not text.startswith("["):
-        return [text] if text else []
-    try:
-        stops = json.loads(text)
-    except (ValueError, RecursionError):
-        stops = None
-    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise UsageError(f"stop takes a string or a JSON list of strings, got {parsing.shorten(text)}")
-    return stops
 
 
 def _describe(text: str, row: Continuation) -> dict[str, Any]:

@@ -1,39 +1,20 @@
 """`inspect` and `diff`: the arrays of checkpoints, read on the host without a device."""
 
-import dataclasses
 import json
 import math
 from typing import TypeVar
 
 from shardformer import checkpoint
 from shardformer.checkpoint.store import Location
+from shardformer.cli.analysis_options import DiffOptions, InspectOptions
 from shardformer.cli.arguments import run_folder, say, say_table, split_paths
 from shardformer.config import parsing
-from shardformer.config.keys import key
 from shardformer.convert import stored_arrays
 from shardformer.convert.stored_arrays import StoredArray
 from shardformer.errors import RunError, UsageError
 from shardformer.tables import escape, format_bytes, format_count
 
 T = TypeVar("T")
-
-
-@dataclasses.dataclass(frozen=True)
-class InspectOptions:
-    """The arrays to read."""
-
-    norms: bool = key(True, "read every array: its norm, its largest number, and whether its bytes are intact")
-
-
-@dataclasses.dataclass(frozen=True)
-class DiffOptions:
-    """The list of differences."""
-
-    most: int = key(50, "arrays to list, in order of decreasing difference")
-
-    def __post_init__(self) -> None:
-        if self.most < 0:
-            raise UsageError(f"most must not be negative, got {self.most}")
 
 
 def inspect(arguments: list[str]) -> None:

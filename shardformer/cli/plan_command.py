@@ -1,55 +1,20 @@
 """`plan`: memory, collectives and time of a step on chips that are not available."""
 
 import contextlib
-import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 
 import jax
 from rich.console import Console
 
-from shardformer import storage
 from shardformer.analysis import best_settings, compiling, plan, traced
+from shardformer.cli.analysis_options import PlanOptions
 from shardformer.cli.arguments import parse_settings, say
 from shardformer.config import Config, check_zero, parsing
-from shardformer.config.keys import key
-from shardformer.config.parsing import PICTURES
 from shardformer.devices import chips
 from shardformer.devices.chips import Slice
 from shardformer.errors import UsageError
 from shardformer.layout import mesh
-
-
-@dataclasses.dataclass(frozen=True)
-class PlanOptions:
-    """The chips (besides every key of a run)."""
-
-    chip: str = key("v5e:2x4", "chips and their topology, such as v4:2x2x2, v5e:4x4, v5p:4x4x4, v6e:2x4, h100:8")
-    compiler: str = key(
-        "auto",
-        "libtpu, cpu, none (estimates only, in seconds), or auto: libtpu if installed, else cpu for few devices",
-    )
-    sweep: bool = key(
-        False, "rank all dp x mp meshes, with and without ZeRO and remat, by predicted time, without compiling"
-    )
-    picture: str = key("", "with sweep=true: a picture to write, such as plan.png")
-    tokens: float | None = key(
-        None, "tokens of the run, such as 2e12: prints the days that they take at the forecast speed", none="none"
-    )
-    price: float | None = key(None, "price of a chip for an hour, in any currency: prints the cost", none="none")
-
-    def __post_init__(self) -> None:
-        if self.compiler not in ("auto", "libtpu", "cpu", "none"):
-            raise UsageError(f"compiler is one of auto, libtpu, cpu, none; got {self.compiler!r}")
-        if self.picture and not self.sweep:
-            raise UsageError("picture= draws a sweep; give sweep=true as well")
-        for name in ("tokens", "price"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise UsageError(f"{name} must be above 0, or none, got {value}")
-        if self.price and not self.tokens:
-            raise UsageError("price is for the chips of a number of tokens; give tokens= as well")
-        storage.new_file_on_disk(self.picture, "picture", PICTURES)
 
 
 def run_plan(arguments: list[str]) -> None:

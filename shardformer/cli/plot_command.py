@@ -1,28 +1,13 @@
 """`plot`: two or more runs on one sheet."""
 
-import dataclasses
 from pathlib import Path
 
 from shardformer import checkpoint, storage
+from shardformer.cli.analysis_options import PlotOptions
 from shardformer.cli.arguments import run_folder, say, split_paths
 from shardformer.config import parsing
-from shardformer.config.keys import key
-from shardformer.config.parsing import PICTURES
 from shardformer.errors import UsageError
 from shardformer.storage import BucketPath
-
-
-@dataclasses.dataclass(frozen=True)
-class PlotOptions:
-    """The picture."""
-
-    by: str = key("step", "the horizontal axis: step, tokens or time")
-    out: str = key("runs.png", "the picture to write")
-
-    def __post_init__(self) -> None:
-        if not storage.on_disk(self.out, "out").name:
-            raise UsageError(f"out takes the name of a picture, such as runs.png; got {self.out!r}")
-        storage.new_file_on_disk(self.out, "out", PICTURES)
 
 
 def plot(arguments: list[str]) -> None:

@@ -1,62 +1,23 @@
 """`sample`: text from a run's best checkpoint."""
 
-import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
 
 import jax
 
 from shardformer.cli.arguments import escape_for_terminal, parse_run_and_options, say_text
-from shardformer.cli.text_options import ChatOptions, TextOptions, open_chat_codec, open_codec
-from shardformer.config.keys import key
+from shardformer.cli.run_codecs import open_chat_codec, open_codec
+from shardformer.cli.text_options import SampleOptions, TextOptions, WeightsOptions
 from shardformer.devices import processes, programs
-from shardformer.errors import UsageError
 from shardformer.inference import Generator, Sampling, Stops
 from shardformer.inference.generator import Watch, ignore
 from shardformer.inference.text_codec import TextCodec
 from shardformer.layout import mesh
 from shardformer.model import Model
-from shardformer.quantized.weight_keys import OF_A_RUN
 from shardformer.training.run_folder import Run
 
 BATCH = 16  # samples that are computed together
 RULE = "-" * 60  # between two samples
-
-
-@dataclasses.dataclass(frozen=True)
-class WeightsOptions:
-    """The checkpoint and the devices."""
-
-    step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
-    ema: bool = key(False, "use the averaged weights of a run trained with ema")
-    mesh: str = key(
-        "auto",
-        "devices as DPxMP; auto is one device; a model too large for one takes 1x8, for instance, and a context too "
-        "long for one dp1.cp8.mp1",
-    )
-    weights: Literal["auto", "float", "int8", "int4", "nf4"] = key("auto", OF_A_RUN)
-
-
-def check_batch(batch: int) -> None:
-    if batch < 1:
-        raise UsageError(f"batch must be at least 1, got {batch}")
-
-
-@dataclasses.dataclass(frozen=True)
-class SampleOptions(ChatOptions, WeightsOptions, Sampling):
-    """The text and the checkpoint."""
-
-    prompt: str = key("\n", "the text to continue; by default the beginning of text, or a line feed without one")
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.check_text_options()
-        self.check_chat_options()
-        if self.chat and self.prompt == SampleOptions.prompt:
-            raise UsageError("chat=true needs a message: give prompt=TEXT")
-        if not self.prompt:
-            raise UsageError("prompt is empty: give at least one character")
 
 
 @processes.ending_all_on_failure()

@@ -15,17 +15,17 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from shardformer import checkpoint
 from shardformer.cli.arguments import parse_run_and_options, run_folder, say
 from shardformer.cli.interrupts import leaving_at_once
-from shardformer.cli.sample_command import WeightsOptions, check_batch, load_model, make_model
+from shardformer.cli.run_codecs import choose_chat_vocabulary, open_codec
+from shardformer.cli.sample_command import load_model, make_model
 from shardformer.cli.served_runs import ServedRun, check_other, open_served
-from shardformer.cli.text_options import TextOptions, choose_chat_vocabulary, open_codec
-from shardformer.config.keys import check_value, key
+from shardformer.cli.text_options import LOOPBACK, ServeOptions
 from shardformer.data.chat.chat_format import read_format
 from shardformer.data.stored_vocabulary import TOKENIZER_FOLDER
 from shardformer.errors import UsageError
@@ -40,57 +40,6 @@ if TYPE_CHECKING:
 
 STOP_SECONDS = 5  # of requests that run when the server stops
 STOPPING = (signal.SIGINT, signal.SIGTERM)
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
-
-@dataclasses.dataclass(frozen=True)
-class ServeOptions(TextOptions, WeightsOptions):
-    """The server and the checkpoint."""
-
-    host: str = key("127.0.0.1", "address to listen on; 0.0.0.0 admits other machines")
-    port: int = key(8000, "port to listen on; 0 takes a free one")
-    api_key: str = key("", "key that requests must send, as Authorization: Bearer KEY; a server on another address "
-                           "than this machine's own needs one")  # fmt: skip
-    allowed_hosts: str = key(
-        "",
-        "further names as NAME,... that requests may give as their Host, such as that of a proxy; without a key, "
-        "others are rejected, as a web page could give its own name this machine's address",
-    )
-    batch: int = key(16, "rows that are computed together; with the same batch, `generate` gives the same bits")
-    prefix_cache: int = key(
-        1024, "MiB of each device for the beginnings of prompts, which later requests need not read again; 0: none"
-    )
-    queue: int = key(256, "continuations that may wait for a row; more are rejected with status 429")
-    timeout: float = key(600.0, "seconds of one request, after which it ends with status 504")
-    models: str = key(
-        "",
-        "further runs as NAME=RUN,..., which requests choose by the field model; each has the model keys of RUN, such "
-        "as adapters of one base, with any ranks; equal arrays are stored once. A folder of Hugging Face or of PEFT's "
-        "adapters is converted first",
-    )
-    name: str = key("", "name of the model in requests; by default that of the folder")
-    reload: Literal["none", "auto"] = key(
-        "none", "auto: serve the newest checkpoint of a run, and take each newer one without dropping a request"
-    )
-
-    def __post_init__(self):
-        self.check_text_options()
-        check_batch(self.batch)
-        for field in dataclasses.fields(ServeOptions):
-            if field.name == "reload":
-                check_value(field, self.reload)
-        if not 0 <= self.port < 65536:
-            raise UsageError(f"port must be in 0..65535, got {self.port}")
-        if self.prefix_cache < 0:
-            raise UsageError(f"prefix_cache must be 0 or more, got {self.prefix_cache}")
-        if self.queue < 0 or not 0 < self.timeout < float("inf"):
-            raise UsageError(f"queue must be 0 or more and timeout above 0, got {self.queue} and {self.timeout}")
-        if self.reload == "auto" and self.step:
-            raise UsageError(f"reload=auto serves the newest checkpoint, but step={self.step} names one; leave one out")
-        if self.host not in LOOPBACK and not self.api_key:
-            raise UsageError(f"host={self.host} admits other machines and needs a key; give api_key=KEY")
-        if wrong := [name for name in self.allowed_hosts.split(",") if "/" in name]:
-            raise UsageError(f"allowed_hosts={wrong[0]} is no name of a machine; give it without http:// and a path")
 
 
 def serve(arguments: list[str]) -> None:

@@ -93,9 +93,12 @@ def keys_of(options: type) -> dict[str, dataclasses.Field]:
     return keys
 
 
-def parse_overrides(arguments: list[str], options: type) -> dict:
-    """Returns ['lr=3e-4', 'mesh=4x2'] as {"lr": 3e-4, "mesh": "4x2"}, typed as the fields of a dataclass are."""
-    fields = keys_of(options)
+def parse_overrides(arguments: list[str], *options: type) -> dict:
+    """Returns ['lr=3e-4', 'mesh=4x2'] as {"lr": 3e-4, "mesh": "4x2"}, typed as the fields of dataclasses are.
+
+    The first of two or more dataclasses with a key decides its type.
+    """
+    fields = {name: field for each in reversed(options) for name, field in keys_of(each).items()}
     parsed: dict[str, object] = {}
     for word in arguments:
         key, equals, text = word.partition("=")

@@ -8,7 +8,6 @@ import jax
 
 from shardformer import data, storage
 from shardformer.config import ARCHITECTURE, Config, parsing
-from shardformer.config.keys import key
 from shardformer.convert import (
     easylm,
     flax_files,
@@ -26,6 +25,7 @@ from shardformer.convert import (
     shard_files,
     stored_weights,
 )  # fmt: skip
+from shardformer.convert.convert_options import FromGptj, Merging, Storing, ToGptj
 from shardformer.convert.new_folder import (
     check_free,
     describe_average,
@@ -45,35 +45,6 @@ from shardformer.messages import log
 from shardformer.storage import BucketPath
 from shardformer.storage.local_copy import copy_to_disk
 from shardformer.training.run_folder import Run
-
-
-@dataclasses.dataclass(frozen=True)
-class ToGptj:
-    """A run to GPT-J's shards."""
-
-    format: str = key("gptj", "the format to write: gptj, hf or peft")
-    shards: int = key(8, "number of shards to write")
-    dtype: str = key("float32", "number type of the parameters: float32 or bfloat16")
-    moments: bool = key(
-        True, "write Adam's moments if the run has them; never with ema=true, as they belong to other weights"
-    )
-    step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
-    ema: bool = key(False, "write the average of the weights (for a run trained with ema)")
-
-    def __post_init__(self):
-        for name, choices in {"format": ("gptj", "hf", "peft"), "dtype": ("float32", "bfloat16")}.items():
-            if getattr(self, name) not in choices:
-                raise UsageError(f"{name} is one of {', '.join(choices)}; got {getattr(self, name)!r}")
-        if self.shards < 1:
-            raise UsageError(f"shards must be at least 1, got {self.shards}")
-
-
-@dataclasses.dataclass(frozen=True)
-class FromGptj:
-    """GPT-J's shards to a run (every key of a run is taken as well)."""
-
-    config: str = key("", "GPT-J's JSON file; empty means the one in SRC, or GPT-J-6B's own")
-    moments: bool = key(True, "take Adam's moments, if SRC has them; without them a resume starts from zero moments")
 
 
 def convert(arguments: list[str]) -> None:
@@ -169,7 +140,7 @@ def gptj_to_run(source: Path, target: Path, arguments: list[str]) -> str:
 
 
 def run_to_merged_run(source: Path, target: Path, arguments: list[str]) -> str:
-    options = parsing.parse_options(arguments, merge.Merging)
+    options = parsing.parse_options(arguments, Merging)
     adapted = Run.open(source)
     merge.check_adapters(adapted)
     with contextlib.ExitStack() as stack:
@@ -187,7 +158,7 @@ def run_to_merged_run(source: Path, target: Path, arguments: list[str]) -> str:
 
 
 def run_to_stored_run(source: Path, target: Path, arguments: list[str]) -> str:
-    options = parsing.parse_options(arguments, stored_weights.Storing)
+    options = parsing.parse_options(arguments, Storing)
     before = Run.open(source)
     if options.weights == before.config.stored.weights:
         raise UsageError(f"{source} stores weights={options.weights} already; give another form")

@@ -9,8 +9,8 @@ import re
 from pathlib import Path
 
 from shardformer.config import ARCHITECTURE, Config, parsing
-from shardformer.config.keys import key
 from shardformer.convert import flax_files, hf, hf_settings, hf_state, runs
+from shardformer.convert.easylm_options import BASE_MODELS, FromEasylm
 from shardformer.convert.families.family import Family
 from shardformer.convert.families.hf_llama import LLAMA, list_layer
 from shardformer.convert.families.layout import Stored, neighbours, rename
@@ -21,22 +21,6 @@ from shardformer.data import SpecialTokens
 from shardformer.errors import UsageError
 from shardformer.training.run_folder import Run
 
-# What the arrays do not show: heads, the context, and the epsilon of the norms.
-_OLD, _LLAMA_2 = {"seq": 2048, "norm_eps": 1e-6}, {"seq": 4096, "norm_eps": 1e-5}
-_LLAMA_3 = {"seq": 8192, "norm_eps": 1e-5, "rotary_theta": 5e5}
-BASE_MODELS: dict[str, dict] = {
-    "llama_1b": _OLD | {"heads": 16},
-    "llama_3b": _OLD | {"heads": 32},
-    "llama_7b": _OLD | {"heads": 32},
-    "llama_13b": _OLD | {"heads": 40},
-    "llama_30b": _OLD | {"heads": 52},
-    "llama_65b": _OLD | {"heads": 64, "norm_eps": 1e-5},
-    "llama2_7b": _LLAMA_2 | {"heads": 32},
-    "llama2_13b": _LLAMA_2 | {"heads": 40},
-    "llama2_70b": _LLAMA_2 | {"heads": 64},
-    "llama3_8b": _LLAMA_3 | {"heads": 32},
-    "llama3_70b": _LLAMA_3 | {"heads": 64},
-}
 UNSEEN = ("heads", "seq", "norm_eps", "rotary_theta")
 # Llama's names, and EasyLM's with `weight` for `kernel`.
 _NAMES = {
@@ -45,17 +29,6 @@ _NAMES = {
     r"mlp\.down_proj": "feed_forward.w2", "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
 _SCANNED = "transformer.h.scan_decoder."  # LWM's layers, which are stacked
-
-
-@dataclasses.dataclass(frozen=True)
-class FromEasylm:
-    """EasyLM's stream of a Llama (every key of a run is taken as well)"""
-
-    base_model: str = key("", f"EasyLM's name of the model's size: {', '.join(BASE_MODELS)}")
-
-    def __post_init__(self):
-        if self.base_model and self.base_model not in BASE_MODELS:
-            raise UsageError(f"base_model is one of {', '.join(BASE_MODELS)}; got {self.base_model!r:.80}")
 
 
 def _list_outside(c: Config) -> list[Stored]:

@@ -1,16 +1,15 @@
 """`convert RUN FILE.gguf`: a run as one file of llama.cpp's format, with its tokenizer and its chat template."""
 
 import contextlib
-import dataclasses
 import functools
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from shardformer.config import Config, parsing
-from shardformer.config.keys import key
 from shardformer.convert import gguf_files, gguf_tokenizer, hf_settings, hf_state, merge, runs
+from shardformer.convert.convert_options import ToGguf
 from shardformer.convert.families import FAMILIES, Stored
 from shardformer.convert.families.llama_cpp import (
     GGUF,
@@ -35,16 +34,6 @@ SUFFIX = ".gguf"
 QUANTIZATION_VERSION = 2
 EXACT = ("blk.{}.ffn_gate_inp.weight", "position_embd.weight")  # arrays that llama.cpp has in f32 in every file
 TABLES = ("token_embd.weight", "output.weight")  # in q8_0 at least
-
-
-@dataclasses.dataclass(frozen=True)
-class ToGguf:
-    """A run to llama.cpp's format (FILE.gguf)"""
-
-    dtype: Literal["f32", "f16", "q8_0", "q4_0"] = key("f16", "number type of the matrices")
-    tokenizer: bool = key(True, "write the tokenizer and the chat template")
-    step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
-    ema: bool = key(False, "write the average of the weights (for a run trained with ema)")
 
 
 class Layout(NamedTuple):

@@ -1,14 +1,12 @@
 """`convert` between Hugging Face's folders (config.json, weights, tokenizer files) and runs."""
 
-import dataclasses
 from pathlib import Path
 
 from shardformer import storage
 from shardformer.checkpoint import read_config
 from shardformer.config import ARCHITECTURE, Config, parsing
-from shardformer.config.keys import key
 from shardformer.convert import hf_settings, hf_special_tokens, hf_state, runs
-from shardformer.convert.hf_options import FromHf
+from shardformer.convert.convert_options import FromHf, ToHf
 from shardformer.convert.hf_special_tokens import find_end_of_turn
 from shardformer.convert.leaves import State
 from shardformer.convert.new_folder import (
@@ -33,22 +31,6 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json",
     "added_tokens.json", "tokenizer.model", "generation_config.json", "chat_template.jinja",
 )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class ToHf:
-    """A run to a Hugging Face folder (format=hf)."""
-
-    format: str = key("hf", "the format to write: hf")
-    dtype: str = key("float32", "number type of the parameters: float32, bfloat16 or float16")
-    shard_gb: float = key(5.0, "largest file in GB; a larger model takes several files and an index")
-    step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
-    ema: bool = key(False, "write the average of the weights (for a run trained with ema)")
-
-    def __post_init__(self):
-        hf_state.float_kind(self.dtype)
-        if not 0 < self.shard_gb < 1e6:
-            raise UsageError(f"shard_gb must be above 0 and below 1,000,000, got {self.shard_gb}")
 
 
 def hf_to_run(source: Path, target: Path, arguments: list[str]) -> str:

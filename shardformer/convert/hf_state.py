@@ -28,10 +28,7 @@ _DERIVED = re.compile(r"(.*\.)?(attn|attention)\.(attention\.)?(bias|masked_bias
 
 def float_kind(dtype: str) -> np.dtype:
     """Returns the number type that an option names."""
-    types = {kind.name: kind for kind in FLOATS}
-    if dtype not in types:
-        raise UsageError(f"dtype is one of {', '.join(types)}; got {dtype!r}")
-    return types[dtype]
+    return next(kind for kind in FLOATS if kind.name == dtype)
 
 
 def open_params(folder: Path, family: str, config: Config, not_finite: set[str], positions: int = 0) -> Leaves:

@@ -3,36 +3,16 @@
 import contextlib
 import dataclasses
 import functools
-from typing import Literal
 
 import numpy as np
 
 from shardformer.adapters import lora
 from shardformer.adapters.adapter_keys import is_adapter
-from shardformer.config.keys import key
 from shardformer.config.names import MATRICES
 from shardformer.convert import runs, stored_weights
 from shardformer.convert.leaves import Array, Filled, Leaves, State, copy_into
 from shardformer.errors import RunError, UsageError
 from shardformer.training.run_folder import Run
-
-
-@dataclasses.dataclass(frozen=True)
-class Merging:
-    """A run with adapters to a run without."""
-
-    merge_lora: bool = key(True, "merge the adapters into the weights")
-    step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
-    ema: bool = key(False, "merge the average of the adapters (for a run trained with ema)")
-    onto: Literal["stored", "float"] = key(
-        "stored",
-        "the weights to add to, for a run with weights=int8, int4 or nf4; stored: dequantised codes; float: the "
-        "float weights of its base",
-    )
-
-    def __post_init__(self):
-        if not self.merge_lora:
-            raise UsageError("merge_lora=false has no effect; leave it out, or give merge_lora=true")
 
 
 def asks_to_merge(arguments: list[str]) -> bool:

@@ -5,7 +5,6 @@ and v in one matrix, their adapters are joined: the ranks are concatenated, and 
 Experts are parameters there (`target_parameters`), whose module has one A and one B for all experts.
 """
 
-import dataclasses
 import functools
 import json
 import math
@@ -17,9 +16,9 @@ import numpy as np
 from shardformer.adapters import lora
 from shardformer.adapters.adapter_keys import Adapter, format_targets, is_adapter, scale_of
 from shardformer.config import Config, parsing
-from shardformer.config.keys import key
 from shardformer.config.names import EXPERT_MATRICES, MATRICES, SHARED_MATRICES, is_part
 from shardformer.convert import hf_settings, peft_experts, runs, safetensors_files, weight_files
+from shardformer.convert.convert_options import FromPeft, ToPeft
 from shardformer.convert.families import Part, Stored, list_stored
 from shardformer.convert.hf import copy_tokenizer
 from shardformer.convert.hf_state import FLOATS, first_of, float_kind
@@ -47,29 +46,6 @@ SILENT = {
 }  # fmt: skip
 # With any other initialisation, the weights of the base change too.
 PLAIN_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
-
-
-@dataclasses.dataclass(frozen=True)
-class ToPeft:
-    """The adapters of a run to PEFT's folder (format=peft)."""
-
-    format: str = key("peft", "the format to write: peft")
-    dtype: str = key("float32", "number type of the adapters: float32, bfloat16 or float16")
-    base_name: str = key("", "the model that adapter_config.json names: a Hugging Face folder or name")
-    step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
-    ema: bool = key(False, "write the average of the adapters (for a run trained with ema)")
-
-    def __post_init__(self):
-        float_kind(self.dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class FromPeft:
-    """PEFT's adapters to a run, next to the weights of another."""
-
-    base: str = key("", "run with the weights that the adapters belong to, such as a converted Hugging Face folder")
-    step: int = key(0, "step of the base's checkpoint; 0 means the best by validation loss")
-    ema: bool = key(False, "take the average of the base's weights, if it was trained with ema")
 
 
 class Target(NamedTuple):

@@ -5,27 +5,16 @@ A layer is quantised at a time. Only its codes and scales are in memory besides 
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
 
 from shardformer.config import Config
-from shardformer.config.keys import key
 from shardformer.config.names import CODES, is_part, is_stacked
 from shardformer.convert.leaves import Array, Filled, Leaves, copy_into, each_row
 from shardformer.layout import resolve
-from shardformer.quantized.weight_keys import MEANING
 from shardformer.training.run_folder import Run
-
-
-@dataclasses.dataclass(frozen=True)
-class Storing:
-    """A run to one that stores its weights in another form"""
-
-    weights: Literal["float", "int8", "int4", "nf4"] = key("float", MEANING)
-    step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
-    ema: bool = key(False, "write the average of the weights (for a run trained with ema)")
 
 
 def asks_to_store(arguments: list[str]) -> bool:

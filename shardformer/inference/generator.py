@@ -12,9 +12,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from shardformer.config.sampling_keys import Sampling
 from shardformer.devices import programs
 from shardformer.errors import UsageError
-from shardformer.inference.sampling import Drawing, Sampling, choose_tokens
+from shardformer.inference.sampling import Drawing, choose_tokens
 from shardformer.inference.unstacking import Unstacking
 from shardformer.kernels.attention import drop_single_axes
 from shardformer.kernels.threefry import THREEFRY

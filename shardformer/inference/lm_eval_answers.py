@@ -9,9 +9,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from shardformer.config.sampling_keys import Sampling
 from shardformer.errors import UsageError
 from shardformer.inference.generator import Generator
-from shardformer.inference.sampling import Sampling, Stops, cut_text
+from shardformer.inference.sampling import Stops, cut_text
 from shardformer.inference.scoring import Request, Scorer, TargetScore, do_nothing
 from shardformer.inference.text_codec import TextCodec
 from shardformer.model import Model

@@ -10,8 +10,8 @@ import pytest
 
 from shardformer import preset
 from shardformer.bench import checkpoint_time, command_line
+from shardformer.bench.bench_options import Measuring
 from shardformer.bench.checkpoint_time import Contender, Times
-from shardformer.bench.contenders import Measuring
 from shardformer.errors import RunError, UsageError
 from shardformer.layout import mesh
 from shardformer.storage import BucketPath, bucket

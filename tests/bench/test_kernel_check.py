@@ -3,7 +3,7 @@
 import pytest
 
 from shardformer.bench import kernel_check
-from shardformer.bench.contenders import Measuring
+from shardformer.bench.bench_options import Measuring
 from shardformer.errors import RunError
 from tests import shared
 

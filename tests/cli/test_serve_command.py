@@ -20,9 +20,10 @@ pytest.importorskip("uvicorn")
 
 from shardformer.__main__ import main
 from shardformer.cli import serve_command, served_runs
-from shardformer.cli.serve_command import ServeOptions, build_service
+from shardformer.cli.serve_command import build_service
+from shardformer.cli.text_options import ServeOptions
+from shardformer.config.sampling_keys import Sampling
 from shardformer.errors import UsageError
-from shardformer.inference.sampling import Sampling
 from shardformer.inference.serve.jobs import Job
 from shardformer.training.run_folder import Run
 from tests import runs

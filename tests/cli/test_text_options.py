@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardformer.cli.sample_command import SampleOptions
+from shardformer.cli.text_options import SampleOptions
 from shardformer.errors import UsageError
 
 

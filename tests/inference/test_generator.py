@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from shardformer.analysis import dense_reference as reference
+from shardformer.config.sampling_keys import Sampling
 from shardformer.errors import UsageError
 from shardformer.inference import generator as generator_module
 from shardformer.inference.generator import Generator
-from shardformer.inference.sampling import Sampling
 from shardformer.layout import mesh
 from shardformer.model import Decoder, Model
 from tests import meshes, sharded, shared, tiers

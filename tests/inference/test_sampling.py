@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from shardformer.config.sampling_keys import MOST_SAMPLES, Sampling
 from shardformer.errors import UsageError
-from shardformer.inference.sampling import MOST_SAMPLES, Drawing, Sampling, choose_tokens, find_largest
+from shardformer.inference.sampling import Drawing, choose_tokens, find_largest
 from tests import sharded
 
 LOGITS = np.log(np.array([0.05, 0.4, 0.1, 0.05, 0.3, 0.1], np.float32))

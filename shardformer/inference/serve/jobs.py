@@ -5,8 +5,8 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+from shardformer.config.sampling_keys import Sampling
 from shardformer.inference.generator import Continuation, Row, Stop, never_stop
-from shardformer.inference.sampling import Sampling
 from shardformer.inference.serve.slot_programs import SlotPrograms
 
 SMALLEST_POOL = 128  # tokens of a row in the first pool; each next pool has 4 times as many

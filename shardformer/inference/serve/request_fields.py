@@ -5,8 +5,8 @@ import json
 import secrets
 from typing import Any
 
+from shardformer.config.sampling_keys import MOST_TOKENS, Sampling
 from shardformer.errors import UsageError
-from shardformer.inference.sampling import MOST_TOKENS, Sampling
 from shardformer.inference.serve.slot_programs import MOST_TOP
 
 MOST_CHOICES = 128  # continuations of one request

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from shardformer.inference.sampling import Drawing, Sampling
+from shardformer.config.sampling_keys import Sampling
+from shardformer.inference.sampling import Drawing
 from shardformer.inference.serve.jobs import Job, Tokens, Top, Weights
 from shardformer.inference.serve.prefix_cache import PrefixCache, count_tokens
 from shardformer.inference.serve.slot_programs import Draws, SlotPrograms, State

@@ -2,7 +2,8 @@
 
 import pytest
 
-from shardformer.inference.sampling import Sampling, Stops
+from shardformer.config.sampling_keys import Sampling
+from shardformer.inference.sampling import Stops
 
 DRAWN = {"prompt": "to be", "max_tokens": 24, "temperature": 3.0, "top_p": 0.95, "seed": 5}
 

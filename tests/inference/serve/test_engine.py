@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from shardformer.config.sampling_keys import Sampling
 from shardformer.errors import UsageError
-from shardformer.inference.sampling import Sampling
 from shardformer.inference.serve import engine as engine_module
 from shardformer.inference.serve import jobs as jobs_module
 from shardformer.inference.serve import slot_programs

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from shardformer.inference.sampling import Sampling
+from shardformer.config.sampling_keys import Sampling
 from shardformer.inference.serve import engine as engine_module
 from shardformer.inference.serve import jobs as jobs_module
 from shardformer.inference.serve import slot_programs

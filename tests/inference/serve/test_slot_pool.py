@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardformer.inference.sampling import Sampling
+from shardformer.config.sampling_keys import Sampling
 from shardformer.inference.serve import engine as engine_module
 from shardformer.inference.serve import slot_programs
 from shardformer.inference.serve.jobs import Job
