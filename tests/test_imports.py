@@ -284,6 +284,7 @@ from shardformer.cli.commands import COMMANDS
 for name, command in COMMANDS.items():
     assert main([name, '--help']) == 0
     assert not command.options or main([name, 'no_such_key=3']) == 2
+    assert not command.options or main([name, '--no_such_key=3']) == 2
 assert main(['no_such_command']) == 2
 """
 

@@ -17,6 +17,7 @@ class Command:
     options: tuple[str, ...] = ()  # "module:dataclass", one for each group of keys
     notes: str = ""
     check: str = ""  # "module:function" without JAX: rejects wrong arguments before JAX is imported, which takes 2 s
+    unlisted: tuple[str, ...] = ()  # further groups whose keys it takes; its help does not list them
 
 
 def load(path: str) -> Any:
@@ -79,6 +80,7 @@ COMMANDS = {
         "the folder, such as the tasks of a SLURM array, share its runs. A table and sweep.png rank the combinations "
         "by the mean validation loss of their seeds.",
         check="cli.sweep_command:check",
+        unlisted=("convert.convert_options:FromHf",),
     ),
     "eval": Command(
         "cli.eval_command:evaluate",
@@ -236,6 +238,7 @@ COMMANDS = {
             "convert.convert_options:FromPeft",
         ),
         "A conversion to a run takes every key of `train` as well.",
+        unlisted=(RUN_KEYS,),
     ),
     "bench": Command(
         "bench.command_line:main",
