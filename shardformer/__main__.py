@@ -115,7 +115,7 @@ def _check_arguments(command: Command, arguments: list[str]) -> None:
     if command.check:
         load(command.check)(arguments)
     if command.options:
-        check_keys(arguments, list(map(load, command.options + command.unlisted)))
+        check_keys(arguments, map(load, command.options + command.unlisted))
 
 
 def _check_command(name: str) -> None:

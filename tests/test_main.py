@@ -46,7 +46,7 @@ def test_help_with_a_name_is_the_page_of_that_command(name, capsys):
 def test_unexpanded_tilde_is_the_home_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     given = mock.Mock(return_value=0)
-    monkeypatch.setattr(__main__, "load", lambda place: given)
+    monkeypatch.setattr(__main__, "_load", lambda command: given)
     run = f"{tmp_path}/run"
     for words, expected in (
         (["train", "--resume", "~/run"], ["--resume", run]),

@@ -2,7 +2,7 @@
 
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -44,13 +44,18 @@ def check_preset(arguments: list[str]) -> None:
         parse_preset(arguments)
 
 
-def check_keys(arguments: list[str], options: Sequence[type]) -> None:
-    """Rejects arguments whose key is in none of these groups; the command itself checks all else."""
-    known = {name for each in options for name in parsing.keys_of(each)}
-    _, words = split_paths([word for word in arguments if not word.startswith("--resume=")])
-    for word in words:
-        if word.partition("=")[0] not in known:
-            parsing.parse_overrides([word], *options)  # raises the error of this key
+def check_keys(arguments: list[str], options: Iterable[type]) -> None:
+    """Rejects arguments whose key is in none of these groups; the command itself checks all else.
+
+    A group is taken from `options`, which may import it, only if those before it lack a key.
+    """
+    _, unknown = split_paths([word for word in arguments if not word.startswith("--resume=")])
+    taken, left = [], iter(options)
+    while unknown and (group := next(left, None)):
+        taken.append(group)
+        unknown = [word for word in unknown if word.partition("=")[0] not in parsing.keys_of(group)]
+    if unknown:
+        parsing.parse_overrides(unknown[:1], *taken)  # raises the error of this key
 
 
 def parse_keys(arguments: list[str]) -> dict:

@@ -168,7 +168,8 @@ class SlotPool:
                 array[job.slot] = value
             for array, value in zip(rules, Drawing.from_sampling(job.sampling), strict=True):
                 array[job.slot] = value
-        return Draws(*integers, rules)
+        seed, sample, drawn, position, active, token = integers
+        return Draws(seed, sample, drawn, position, active, token, rules)
 
 
 def _pair(ids: np.ndarray, logprobs: np.ndarray, count: int) -> Top:
