@@ -86,7 +86,7 @@ COMMANDS = {
         "cli.eval_command:evaluate",
         "loss and accuracy of a checkpoint",
         ("eval RUN [key=value ...]",),
-        ("cli.text_options:EvalOptions",),
+        ("cli.generation_options:EvalOptions",),
     ),
     "sample": Command(
         "cli.sample_command:sample",
@@ -98,7 +98,7 @@ COMMANDS = {
         "cli.generate_command:generate",
         "continuations of a file of prompts, as JSON lines",
         ("generate RUN prompts=FILE [key=value ...]",),
-        ("cli.text_options:GenerateOptions",),
+        ("cli.generation_options:GenerateOptions",),
         'A line of FILE is a prompt, or a JSON object with one under "prompt". The continuation of a prompt depends '
         "neither on the other prompts nor on batch or mesh.",
     ),
@@ -106,21 +106,21 @@ COMMANDS = {
         "cli.generate_command:score",
         "nats per token and per byte of a text",
         ("score RUN FILE [key=value ...]",),
-        ("cli.text_options:ScoreOptions",),
+        ("cli.generation_options:ScoreOptions",),
         'FILE is one document, or .jsonl with a document under "text" in each line.',
     ),
     "serve": Command(
         "cli.serve_command:serve",
         "an OpenAI-compatible endpoint of a run",
         ("serve RUN|HF [key=value ...]",),
-        ("cli.text_options:ServeOptions",),
+        ("cli.generation_options:ServeOptions",),
         "Needs the extra `serve`. A request's tokens are those of `generate` with its seed, alone or among others.",
     ),
     "harness": Command(
         "cli.harness_command:harness",
         "tasks of lm-evaluation-harness",
         ("harness RUN tasks=NAME,... [include=FOLDER] [key=value ...]",),
-        ("cli.text_options:HarnessOptions",),
+        ("cli.generation_options:HarnessOptions",),
         "Needs the extra `eval`. With HF_DATASETS_OFFLINE=1 it reads downloaded data sets only.",
     ),
     "show": Command(

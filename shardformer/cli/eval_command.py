@@ -5,8 +5,8 @@ import math
 
 from shardformer.analysis.memory import predict_bytes
 from shardformer.cli.arguments import parse_run_and_options, say
+from shardformer.cli.generation_options import EvalOptions
 from shardformer.cli.loading import load_corpus
-from shardformer.cli.text_options import EvalOptions
 from shardformer.config import Config, parsing
 from shardformer.data import Corpus
 from shardformer.devices import processes, programs

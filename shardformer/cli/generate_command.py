@@ -10,10 +10,9 @@ import jax
 
 from shardformer import storage
 from shardformer.cli.arguments import parse_run_and_options, say
+from shardformer.cli.generation_options import MOST_ROWS, GenerateOptions, ScoreOptions, parse_stops
 from shardformer.cli.record_output import RecordOutput
-from shardformer.cli.run_codecs import open_chat_codec, open_codec
-from shardformer.cli.sample_command import load_model
-from shardformer.cli.text_options import MOST_ROWS, GenerateOptions, ScoreOptions, parse_stops
+from shardformer.cli.sample_command import load_model, open_chat_codec, open_codec
 from shardformer.data import TokenIds
 from shardformer.devices import processes
 from shardformer.errors import UsageError

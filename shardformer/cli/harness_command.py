@@ -5,9 +5,8 @@ import json
 
 from shardformer import storage
 from shardformer.cli.arguments import parse_run_and_options, say
-from shardformer.cli.run_codecs import open_codec
-from shardformer.cli.sample_command import load_model
-from shardformer.cli.text_options import HarnessOptions
+from shardformer.cli.generation_options import HarnessOptions
+from shardformer.cli.sample_command import load_model, open_codec
 from shardformer.devices import processes
 from shardformer.files import expand_home, replacing
 from shardformer.inference.lm_eval_answers import check_installed

@@ -21,11 +21,10 @@ import jax
 
 from shardformer import checkpoint
 from shardformer.cli.arguments import parse_run_and_options, run_folder, say
+from shardformer.cli.generation_options import LOOPBACK, ServeOptions
 from shardformer.cli.interrupts import leaving_at_once
-from shardformer.cli.run_codecs import choose_chat_vocabulary, open_codec
-from shardformer.cli.sample_command import load_model, make_model
+from shardformer.cli.sample_command import choose_chat_vocabulary, load_model, make_model, open_codec
 from shardformer.cli.served_runs import ServedRun, check_other, open_served
-from shardformer.cli.text_options import LOOPBACK, ServeOptions
 from shardformer.data.chat.chat_format import read_format
 from shardformer.data.stored_vocabulary import TOKENIZER_FOLDER
 from shardformer.errors import UsageError

@@ -5,7 +5,7 @@ import pytest
 from shardformer.__main__ import _check_arguments
 from shardformer.cli.arguments import check_keys
 from shardformer.cli.commands import COMMANDS
-from shardformer.cli.text_options import EvalOptions
+from shardformer.cli.generation_options import EvalOptions
 from shardformer.config import Config
 from shardformer.errors import UsageError
 

@@ -8,7 +8,7 @@ import pytest
 from shardformer.__main__ import main
 from shardformer.cli import record_output
 from shardformer.cli.record_output import RecordOutput
-from shardformer.cli.run_codecs import open_codec
+from shardformer.cli.sample_command import open_codec
 from shardformer.cli.text_options import TextOptions
 from shardformer.errors import RunError
 from shardformer.inference import prompts

@@ -12,9 +12,9 @@ from shardformer import checkpoint
 from shardformer.__main__ import main
 from shardformer.checkpoint import array_files, manifest
 from shardformer.cli.generate_command import _continue
+from shardformer.cli.generation_options import GenerateOptions, ServeOptions
 from shardformer.cli.sample_command import load_model
 from shardformer.cli.serve_command import build_service
-from shardformer.cli.text_options import GenerateOptions, ServeOptions
 from shardformer.config import Config
 from shardformer.config.names import LAYERS
 from shardformer.convert import runs as convert_runs

@@ -20,8 +20,8 @@ pytest.importorskip("uvicorn")
 
 from shardformer.__main__ import main
 from shardformer.cli import serve_command, served_runs
+from shardformer.cli.generation_options import ServeOptions
 from shardformer.cli.serve_command import build_service
-from shardformer.cli.text_options import ServeOptions
 from shardformer.config.sampling_keys import Sampling
 from shardformer.errors import UsageError
 from shardformer.inference.serve.jobs import Job

@@ -7,8 +7,7 @@ import json
 import pytest
 
 from shardformer.__main__ import main
-from shardformer.cli.run_codecs import open_codec
-from shardformer.cli.sample_command import load_model
+from shardformer.cli.sample_command import load_model, open_codec
 from shardformer.cli.text_options import TextOptions, WeightsOptions
 from shardformer.inference.lm_eval_answers import Answers, Question
 from shardformer.training.run_folder import Run
