@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shardformer.config import ARCHITECTURE, Config, parsing
 from shardformer.convert import flax_files, hf, hf_settings, hf_state, runs
-from shardformer.convert.easylm_options import BASE_MODELS, FromEasylm
+from shardformer.convert.easylm_options import BASE_MODELS, LLAMA_1, FromEasylm
 from shardformer.convert.families.family import Family
 from shardformer.convert.families.hf_llama import LLAMA, list_layer
 from shardformer.convert.families.layout import Stored, neighbours, rename
@@ -120,4 +120,4 @@ def _size_up(source: Path, tensors: dict[str, Tensor], base_model: str, changes:
         )
     sizes = {"layers": layers, "d_model": width, "vocab": vocab, "kv_heads": keys // (width // heads)}
     sizes |= {"d_ff": find("transformer.h.0.feed_forward.w1.weight")[0], "tied": "lm_head.weight" not in tensors}
-    return Config.of(**LLAMA.ours | {"activation": "swiglu", "vocab_multiple": 8} | _OLD | sizes | unseen)
+    return Config.of(**LLAMA.ours | {"activation": "swiglu", "vocab_multiple": 8} | LLAMA_1 | sizes | unseen)

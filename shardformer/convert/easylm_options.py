@@ -6,15 +6,15 @@ from shardformer.config.keys import key
 from shardformer.errors import UsageError
 
 # What the arrays do not show: heads, the context, and the epsilon of the norms.
-_OLD, _LLAMA_2 = {"seq": 2048, "norm_eps": 1e-6}, {"seq": 4096, "norm_eps": 1e-5}
+LLAMA_1, _LLAMA_2 = {"seq": 2048, "norm_eps": 1e-6}, {"seq": 4096, "norm_eps": 1e-5}
 _LLAMA_3 = {"seq": 8192, "norm_eps": 1e-5, "rotary_theta": 5e5}
 BASE_MODELS: dict[str, dict] = {
-    "llama_1b": _OLD | {"heads": 16},
-    "llama_3b": _OLD | {"heads": 32},
-    "llama_7b": _OLD | {"heads": 32},
-    "llama_13b": _OLD | {"heads": 40},
-    "llama_30b": _OLD | {"heads": 52},
-    "llama_65b": _OLD | {"heads": 64, "norm_eps": 1e-5},
+    "llama_1b": LLAMA_1 | {"heads": 16},
+    "llama_3b": LLAMA_1 | {"heads": 32},
+    "llama_7b": LLAMA_1 | {"heads": 32},
+    "llama_13b": LLAMA_1 | {"heads": 40},
+    "llama_30b": LLAMA_1 | {"heads": 52},
+    "llama_65b": LLAMA_1 | {"heads": 64, "norm_eps": 1e-5},
     "llama2_7b": _LLAMA_2 | {"heads": 32},
     "llama2_13b": _LLAMA_2 | {"heads": 40},
     "llama2_70b": _LLAMA_2 | {"heads": 64},
