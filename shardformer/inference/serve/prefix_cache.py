@@ -67,7 +67,10 @@ class PrefixCache:
         self.bytes = 0
 
     def _use(self, job: Job) -> None:
-        """Makes the chunks of a context the last to go, the first of them the very last: the others follow on it."""
+        """Makes the chunks of a context the last to go, the first of them the very last.
+
+        A context that is too long for the cache would else drop what it needs next, chunk after chunk.
+        """
         for name in reversed(job.chunks.values()):
             if name in self._chunks:
                 self._chunks.move_to_end(name)

@@ -103,7 +103,7 @@ def test_scores_of_a_prompt_are_read_from_no_cache(own, engines):
 
 
 def test_least_recently_used_chunks_go_first(own, engines, monkeypatch):
-    """The first chunk of a context goes last: the others are of no use without it."""
+    """The first chunks of a context go last: the cache keeps the beginning of one that is too long for it."""
     first, second, third = (make_job(engines[2][0], [i, *SYSTEM[:8]]) for i in (1, 2, 3))
     run(own, first)
     size = own.prefixes.bytes // 2
@@ -113,6 +113,8 @@ def test_least_recently_used_chunks_go_first(own, engines, monkeypatch):
     assert found_after(own, first, third, second) == [8, 8, 0]
     monkeypatch.setattr(own.prefixes, "_most_bytes", 3 * size)
     assert found_after(own, first, second, first) == [0, 4, 4]
+    long = make_job(engines[2][0], SYSTEM)
+    assert found_after(own, long, long) == [0, 12]
 
 
 def test_chunk_larger_than_the_cache_is_not_stored(own, engines, monkeypatch):
@@ -174,10 +176,10 @@ def test_rings_of_windows_are_restored(own, engines):
     programs = own.programs
     slots = [cache.k_BhSK.shape[2] for cache in programs.make_state(32).caches]
     assert slots == [8, 32]
-    state, position_D = programs.make_state(32), np.array([12], np.int32)
+    state, position_D = programs.make_state(32), np.array([8], np.int32)
     chunk = jax.tree.map(lambda x: np.ones((1, x.shape[1], 4, x.shape[3]), x.dtype), state.caches)
     state = programs.restore(state, np.array([1], np.int32), position_D, chunk)
-    for cache, first in zip(state.caches, (4, 12), strict=True):
+    for cache, first in zip(state.caches, (0, 8), strict=True):
         filled = np.asarray(cache.k_BhSK).any(axis=(1, 3))
         assert np.argwhere(filled).tolist() == [[1, slot] for slot in range(first, first + 4)]
 
@@ -196,6 +198,7 @@ def test_names_depend_on_size_weights_and_length():
     assert names == [0, 4, 8, 12] * 3 + [0, 4, 8, 12, 16]
     parts = [name_chunks(), name_chunks(weights=1), name_chunks(size=64), name_chunks(prompt=long)]
     assert len({name for part in parts for name in part.values()}) == 4 + 4 + 4 + 5
+    assert name_chunks(prompt=[9, *SYSTEM[1:]])[4] != name_chunks()[4]
     assert name_chunks(prompt=[*SYSTEM[:8], *SYSTEM[8:][::-1]])[4] == name_chunks()[4]
 
 

@@ -37,3 +37,22 @@ def test_rows_that_wait_stay_as_they_are(small):
         (alone,) = own.run([copy_of(job)])
         assert (job.ids, job.logprobs) == (alone.ids, alone.logprobs)
         assert len(job.ids) == RULES.tokens
+
+
+def test_first_logits_stay_while_another_model_draws(small):
+    """One row has read its prompt and has drawn nothing; a row of another model draws."""
+    own, (weights, scaled) = small
+    drawing = Job(0, [1, 2, 3], 0, sampling=RULES, weights=weights)
+    waiting = Job(1, [4, 5], 0, sampling=RULES, weights=scaled)
+    own.submit(drawing)
+    own.step(count=1)
+    own.submit(waiting)
+    own._admit()
+    (pool,) = own._pools
+    pool.read([waiting])
+    assert waiting.fresh
+    assert pool.draw(weights, [drawing], count=2) == 2
+    while not own.idle:
+        own.step()
+    (alone,) = own.run([copy_of(waiting)])
+    assert (waiting.ids, waiting.logprobs) == (alone.ids, alone.logprobs)
