@@ -25,7 +25,7 @@ def read_step(name: str) -> str:
 
 def test_version_is_the_newest_of_the_changelog_and_the_citation():
     assert list_releases(CHANGELOG)[0] == VERSION
-    assert f"\nversion: {VERSION}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {VERSION}\n" in (ROOT / ".github/CITATION.cff").read_text()
 
 
 def test_releases_descend():
