@@ -5,7 +5,7 @@ from typing import Literal
 
 from shardformer.config.keys import KeyGroup, UsedIf, key, require
 from shardformer.config.parsing import parse_lr_rules
-from shardformer.config.registries import OWN, asks_for, names_code
+from shardformer.config.registries import OWN, asks_for, is_of_a_program, names_code
 from shardformer.config.training_keys import check_decay
 
 MAX_BETA = 0.999999  # a moment in float32 stops following the gradients before its decay is 1
@@ -90,8 +90,8 @@ class OptimizerKeys(KeyGroup):
 
     @property
     def is_code(self) -> bool:
-        """True if the optimizer is a function of the user's file, named at this start or at an earlier one."""
-        return self.name == OWN or names_code(self.name)
+        """True if the optimizer is a function of the user, of a file, also one of an earlier start, or registered."""
+        return self.name == OWN or names_code(self.name) or is_of_a_program(OPTIMIZERS, self.name)
 
     def check(self) -> None:
         check_decay("beta1", self.beta1, MAX_BETA)

@@ -29,7 +29,8 @@ class Registry(dict[str, Callable]):
     def register(self, function: F) -> F:
         """Adds a function under its own name, which is a value of the key from then on; a decorator.
 
-        A program adds its own before it makes a `Config`, and before it resumes a run that has one.
+        A program adds its own before it makes a `Config`, and before it resumes a run that has one. A notebook may run
+        the same definition again; another one under this name is rejected, as models may be traced with the first.
 
         >>> from shardformer import ACTIVATIONS, preset
         >>> @ACTIVATIONS.register
@@ -40,6 +41,10 @@ class Registry(dict[str, Callable]):
         """
         name = function.__name__
         if name not in read_parameters(self._file):
+            if name in self and _code(self[name]) != _code(function):
+                raise UsageError(
+                    f"{name} is registered already, with other code; give yours another name, or start Python again"
+                )
             ADDED.setdefault(self._file, {})[name] = tuple(inspect.signature(function).parameters)
         elif name in self:
             raise UsageError(f"{name} is a function of this package already; give yours another name")
@@ -59,9 +64,18 @@ def read_parameters(file: str) -> dict[str, tuple[str, ...]]:
     }
 
 
+def _code(function: Callable) -> object:
+    return getattr(function, "__code__", function)
+
+
 def list_functions(file: str) -> dict[str, tuple[str, ...]]:
     """Returns the registered functions of a file and those that programs have added, with their parameters."""
     return read_parameters(file) | ADDED.get(file, {})
+
+
+def is_of_a_program(file: str, name: str) -> bool:
+    """Returns whether a program has registered a function of this name, besides those of a file of this package."""
+    return name in ADDED.get(file, ())
 
 
 def asks_for(file: str, name: str, parameter: str) -> bool:

@@ -1,4 +1,4 @@
-"""`optimizer=FILE.py:NAME`: a function of the user's file that returns any optax GradientTransformation.
+"""`optimizer=FILE.py:NAME`: a function of the user, of a file or registered, that returns any optax transformation.
 
 Everything that could fail in a step is tried by shapes when the state is made: before the first step, and without
 compilation. ZeRO and the checkpoint follow from the shapes of the state; see `chain.state_specs`.
@@ -13,6 +13,7 @@ import optax
 
 from shardformer.config.registries import OWN, call_with
 from shardformer.errors import UsageError, forbid_exit
+from shardformer.optim.optimizers import OPTIMIZERS
 from shardformer.user_code import import_function
 
 TAKES = "optimizer takes FILE.py:NAME, a function such as `def lion(rate): return optax.lion(rate)`"
@@ -25,7 +26,7 @@ def make_own_optimizer(name: str, inputs: dict) -> optax.GradientTransformationE
             "the optimizer of this run is a function of a user's file, which no run stores; name it again: "
             "optimizer=FILE.py:NAME"
         )
-    function = import_function("optimizer", name, TAKES)
+    function = OPTIMIZERS.get(name) or import_function("optimizer", name, TAKES)
     _check_parameters(name, function, inputs)
     with _reporting(name, "the function"):
         made = call_with(function, inputs)

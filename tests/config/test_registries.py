@@ -56,7 +56,8 @@ def test_only_marked_functions_are_values(tmp_path):
 def activations(monkeypatch):
     """The activations, without what a test registers afterwards."""
     monkeypatch.setattr(registries, "ADDED", {})
-    monkeypatch.setitem(ACTIVATIONS, "cube", None)
+    monkeypatch.setitem(ACTIVATIONS, "cube", None)  # which removes it after the test
+    del ACTIVATIONS["cube"]
     return ACTIVATIONS
 
 
@@ -71,16 +72,22 @@ def test_function_of_a_program_is_a_value_from_then_on(activations):
     assert not Config.of(activation="cube").model.gated
 
 
-def test_function_that_is_registered_again_replaces_the_first(activations):
-    def cube(x): ...
+def test_definition_may_run_again_but_not_change(activations):
+    """Models may have been traced with the first one: their shapes and programs are kept by the name."""
+
+    def define():
+        def cube(x): ...
+
+        return cube
 
     def gated(x, gate): ...
 
     gated.__name__ = "cube"
-    activations.register(cube)
-    activations.register(gated)
-    assert activations["cube"] is gated
-    assert Config.of(activation="cube").model.gated
+    activations.register(define())
+    activations.register(define())
+    with pytest.raises(UsageError, match="cube is registered already, with other code"):
+        activations.register(gated)
+    assert not Config.of(activation="cube").model.gated
 
 
 def test_function_of_the_package_is_not_replaced(activations):

@@ -5,13 +5,16 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from shardformer import optim
 from shardformer.__main__ import main
 from shardformer.analysis import traced, verify_exact
+from shardformer.config import registries
 from shardformer.errors import UsageError
+from shardformer.optim import optimizers
 from tests import meshes, runs, shared
 from tests.training.uneven_run import contents
 
@@ -188,3 +191,21 @@ def test_evaluation_needs_no_optimizer(finished, capsys):
     assert main(["eval", str(finished), "mesh=1x1"]) == 0
     assert "nats/token" in capsys.readouterr().out
     assert np.isfinite(float(runs.rows(finished)[-1]["loss"]))
+
+
+def test_registered_optimizer_has_the_rules_of_code(monkeypatch):
+    """It applies the rate itself, so a factor of lr_rules would have no effect; its update is tried by shapes."""
+    monkeypatch.setattr(registries, "ADDED", {})
+
+    def sgd_of_a_program(rate):
+        return optax.sgd(rate)
+
+    optimizers.OPTIMIZERS.register(sgd_of_a_program)
+    try:
+        keys = {"optimizer": "sgd_of_a_program"}
+        assert own("lion", **keys).optimizer.is_code
+        optim.make_optimizer(own("lion", **keys))
+        with pytest.raises(UsageError, match=r"lr_rules with optimizer=sgd_of_a_program can only freeze"):
+            own("lion", **keys, lr_rules="*bias=10x")
+    finally:
+        del optimizers.OPTIMIZERS["sgd_of_a_program"]
