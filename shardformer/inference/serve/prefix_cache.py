@@ -29,7 +29,7 @@ class PrefixCache:
         length, names, position = len(job.seen), dict[int, bytes](), 0
         is_long = length > programs.model.config.model.longest_short_row  # of longrope, whose frequencies differ
         name = repr((job.weights.number, job.size, is_long)).encode()
-        while (size := programs.choose_chunk(length, position)) <= length - position and size >= programs.least_stored:
+        while programs.least_stored(length) <= (size := programs.choose_chunk(length, position)) <= length - position:
             chunk = np.array(job.seen[position : position + size], np.int32)
             name = names[position] = hashlib.sha256(name + chunk.tobytes()).digest()
             position += size

@@ -122,20 +122,24 @@ class SlotPool:
     def draw(self, weights: Weights | None, jobs: list[Job], count: int) -> int:
         """Draws tokens of these jobs, at most `count` each and as many as each still needs.
 
-        Returns the passes over the model: one for each token, but none for the first after a context was read.
-
-        If there are such first tokens, only these are drawn, so that they wait for no pass.
+        Returns the passes over the model: one for each token, but none for the first after a context was read. Such
+        first tokens are drawn before the others, so that they wait for no pass.
         """
-        if fresh := [job for job in jobs if job.fresh]:
-            jobs, count = fresh, 1
+        fresh, others = [job for job in jobs if job.fresh], [job for job in jobs if not job.fresh]
+        passes = self._draw(weights, fresh, 1, fresh=True) if fresh else 0
+        if others:  # in the same call, or a stream of new requests would hold them up
+            passes += self._draw(weights, others, 1 if fresh else count, fresh=False)
+        return passes
+
+    def _draw(self, weights: Weights | None, jobs: list[Job], count: int, fresh: bool) -> int:
         count = min([count, *(min(job.remaining, job.room) for job in jobs)])
         draws = self._describe(jobs)
         with_top = any(job.top for job in jobs)
         assert weights is not None
         programs = weights.programs or self.programs
-        control = count, self.vocab_size, with_top, bool(fresh)
+        control = count, self.vocab_size, with_top, fresh
         self._state, drawn = programs.draw(weights.unstacked, self._state, draws, *control)
-        passes = count - bool(fresh)
+        passes = count - fresh
         for job in jobs:
             job.stored += passes  # the last token is stored by the next draw
             tops = [_pair(drawn.top_ids[job.slot, i], drawn.top_logprobs[job.slot, i], job.top) for i in range(count)]

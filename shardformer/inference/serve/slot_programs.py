@@ -64,7 +64,7 @@ class SlotPrograms:
         self.rows = -(-slots // dp) * dp
         self._cp = model.config.parallel.cp
         self.longest_chunk = round_up_tokens(min(LONGEST_CHUNK, model.config.model.seq), self._cp)
-        self.least_stored = round_up_tokens(self.longest_chunk // 4, self._cp)  # tokens of a chunk in a prefix cache
+        self._least_at_end = round_up_tokens(self.longest_chunk // 4, self._cp)  # tokens of a chunk without padding
         self.top = min(MOST_TOP, model.config.model.vocab)
         rows, everywhere = model.sharding(ROWS), model.sharding(P())
         self._to_rows = functools.partial(place, sharding=rows)
@@ -90,9 +90,13 @@ class SlotPrograms:
         The end of a long context is read in chunks without padding, as others can begin with these too.
         """
         left = length - position
-        if length >= LONG * self.longest_chunk and self.least_stored <= left < self.longest_chunk:
-            return self.least_stored << (left // self.least_stored).bit_length() - 1
+        if (least := self.least_stored(length)) <= left < self.longest_chunk:
+            return least << (left // least).bit_length() - 1
         return min(round_up_tokens(round_up(left, SMALLEST_CACHE), self._cp), self.longest_chunk)
+
+    def least_stored(self, length: int) -> int:
+        """Returns the tokens of the shortest chunk of such a context with which others can begin."""
+        return self._least_at_end if length >= LONG * self.longest_chunk else self.longest_chunk
 
     def read(self, unstacked, state: State, chunk: Chunk, seen: np.ndarray, seen_rows: np.ndarray) -> State:
         """Reads a chunk of one row of each shard of dp; seen [dp, V] replaces what these rows have seen."""

@@ -190,7 +190,7 @@ def test_names_depend_on_size_weights_and_length():
     def name_chunks(weights=0, prompt=SYSTEM, size=32):
         job = Job(0, prompt, 0, weights=SimpleNamespace(number=weights), size=size, seen=prompt)
         model = SimpleNamespace(config=SimpleNamespace(model=SimpleNamespace(longest_short_row=20)))
-        programs = SimpleNamespace(model=model, choose_chunk=lambda length, position: 4, least_stored=1)
+        programs = SimpleNamespace(model=model, choose_chunk=lambda length, position: 4, least_stored=lambda length: 1)
         return PrefixCache(PLENTY).name_chunks(job, programs)
 
     long = [*SYSTEM, 1, 2]

@@ -1,5 +1,7 @@
 """Rows that wait while others draw keep their caches, their logits and the tokens that they have seen."""
 
+import dataclasses
+
 import pytest
 
 from shardformer.config.sampling_keys import Sampling
@@ -37,6 +39,23 @@ def test_rows_that_wait_stay_as_they_are(small):
         (alone,) = own.run([copy_of(job)])
         assert (job.ids, job.logprobs) == (alone.ids, alone.logprobs)
         assert len(job.ids) == RULES.tokens
+
+
+def test_a_stream_of_first_tokens_holds_nobody_up(small):
+    """Each step ends the reading of a new prompt, whose first token is drawn without a pass."""
+    own, (weights, _) = small
+    long = Job(0, [1, 2, 3], 0, sampling=RULES, weights=weights)
+    own.submit(long)
+    own.step(count=1)
+    for arrival in range(4):
+        short = Job(1 + arrival, [4, 5], 0, sampling=dataclasses.replace(RULES, tokens=1), weights=weights)
+        own.submit(short)
+        own.step(read_budget=8, count=1)
+        assert (len(short.ids), len(long.ids)) == (1, 2 + arrival)
+    while not own.idle:
+        own.step()
+    (alone,) = own.run([copy_of(long)])
+    assert (long.ids, long.logprobs) == (alone.ids, alone.logprobs)
 
 
 def test_first_logits_stay_while_another_model_draws(small):
