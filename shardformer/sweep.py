@@ -1,7 +1,7 @@
 """A sweep: an ordinary run for each combination of some keys' values and each seed; the worse half may stop early.
 
-What is left to do follows from the runs' folders alone. So the same command continues a sweep, and processes on one
-disk share its runs, such as the tasks of a SLURM array.
+What is left to do follows from the runs' folders. So the same command continues a sweep, and processes on one disk
+share its runs, such as the tasks of a SLURM array. Each process tries a run that has failed once.
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ from shardformer.config.data_keys import DataKeys
 from shardformer.config.keys import format_value
 from shardformer.config.registries import names_code
 from shardformer.errors import RunError, UsageError
+from shardformer.logs.csv_file import MAX_ROWS
 from shardformer.logs.metrics_file import read_metrics
 from shardformer.messages import log
 from shardformer.session import Session
@@ -129,7 +130,10 @@ class Sweep:
         return sorted(settings, key=lambda setting: statistics.fmean(self.losses(setting, halving)))
 
     def results(self) -> list[Result]:
-        """Returns the settings that were compared; those that came further first, then those of a lower loss."""
+        """Returns the settings that were compared: those that came further first, then those of a lower loss.
+
+        Those with a failed run come last.
+        """
         results = []
         for setting in self.settings:
             for halving in range(self.halvings + 1):
@@ -137,7 +141,7 @@ class Sweep:
                     step = self.end(setting.runs[0], halving)
                     results.append(Result(setting, step, self.losses(setting, halving)))
                     break
-        return sorted(results, key=lambda result: (-result.step, result.loss))
+        return sorted(results, key=lambda result: (math.isinf(result.loss), -result.step, result.loss))
 
     def losses(self, setting: Setting, halving: int) -> list[float]:
         """Returns the loss of each seed; infinity for one that has failed or has not come so far."""
@@ -146,17 +150,14 @@ class Sweep:
 
     def read_loss(self, config: Config, halving: int) -> float | None:
         """Returns the lowest validation loss up to a comparison; None for a run that is not there yet."""
-        if config.run.out in self.failed:
-            return math.inf
         folder, end = storage.location(config.run.out), self.end(config, halving)
-        if not (folder / "metrics.csv").is_file():
-            return None
-        series = read_metrics(storage.read_records(folder))
-        pairs = zip(series["step"], series["val_loss"], strict=True)
-        evaluated = [(step, loss) for step, loss in pairs if step is not None and loss is not None]
-        if max((step for step, _ in evaluated), default=0) < end:
-            return None
-        return min(loss for step, loss in evaluated if step <= end)
+        if (folder / "metrics.csv").is_file():
+            series = read_metrics(storage.read_records(folder), MAX_ROWS)
+            pairs = zip(series["step"], series["val_loss"], strict=True)
+            evaluated = [(step, loss) for step, loss in pairs if step is not None and loss is not None]
+            if max((step for step, _ in evaluated), default=0) >= end:
+                return min(loss for step, loss in evaluated if step <= end)
+        return math.inf if config.run.out in self.failed else None
 
     def train(self) -> bool:
         """Trains what is left, until a stop or the end of the sweep; returns whether it is complete."""
@@ -172,7 +173,8 @@ class Sweep:
                 try:
                     if not self.train_one(config, halving, len(pending)):
                         return False
-                except FolderTaken:
+                except FolderTaken as taken:
+                    reason = taken
                     continue
                 except RunError as error:
                     self.failed[config.run.out] = str(error)
@@ -181,7 +183,7 @@ class Sweep:
                 break
             else:
                 if not waits:
-                    log.info(f"waiting for {format_count(len(pending), 'run')} of other processes")
+                    log.info(f"waiting for {format_count(len(pending), 'run')} of other processes: {reason}")
                 waits = True
                 time.sleep(POLL_SECONDS)
 
@@ -242,6 +244,6 @@ def _check_unchanged(config: Config) -> None:
 
 
 def _settled(config: Config) -> list[str]:
-    """Returns the keys whose values a run settles at its start: those of the data, the mesh, and all that are auto."""
-    names = {*key_names(DataKeys), "vocab", "mesh", "base"}
-    return [name for name in FIELDS if name in names or config.shown(name) == "auto"]
+    """Returns the keys whose values a run settles at its start: the mesh, what is auto, and data keys left out."""
+    left_out = [name for name in key_names(DataKeys) if config.get(name) == FIELDS[name].default]
+    return ["vocab", "mesh", *left_out, *(name for name in FIELDS if config.shown(name) == "auto")]

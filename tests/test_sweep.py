@@ -1,6 +1,7 @@
 """Sweeps: which runs are trained next follows from the losses in their folders."""
 
 import math
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from shardformer.__main__ import main
 from shardformer.checkpoint import FolderTaken
 from shardformer.errors import RunError
 from shardformer.sweep import Sweep
+from shardformer.training.stop_signal import StopSignal
 from tests import runs
 
 
@@ -76,9 +78,30 @@ def test_of_three_combinations_two_go_on(tmp_path):
 
 def test_failed_runs_count_as_the_worst(sweep):
     reach(sweep, 10, FIRST)
-    sweep.failed[sweep.settings[2].runs[0].run.out] = "the loss is not finite"
+    failed = sweep.settings[2].runs[0]
+    sweep.failed[failed.run.out] = "the loss is not finite"
+    (Path(failed.run.out) / "metrics.csv").unlink()
     assert {rate for rate, _ in rates(sweep.find_pending()[1])} == {1e-3, 1e-1}
     assert sweep.results()[-1].loss == math.inf
+    write(failed, {10: 1.0})  # by another process
+    assert {rate for rate, _ in rates(sweep.find_pending()[1])} == {1e-2, 1e-3}
+
+
+def test_failed_combination_is_the_last_result(sweep):
+    reach(sweep, 10, FIRST)
+    for run in sweep.settings[1].runs:
+        sweep.failed[run.run.out] = "the loss is not finite"
+        (Path(run.run.out) / "metrics.csv").unlink()
+    assert sweep.results()[-1].setting is sweep.settings[1]
+
+
+def test_signal_during_the_stop_of_a_comparison_ends_the_sweep():
+    stop = StopSignal()
+    stop.request("halving")
+    assert stop.name == "halving"
+    stop._note(signal.SIGTERM, None)
+    stop.request("halving")
+    assert stop.name == "SIGTERM"
 
 
 def test_results_rank_the_ones_that_came_further_first(sweep):
@@ -175,5 +198,6 @@ def test_the_command_trains_ranks_draws_and_continues(tmp_path, capsys):
     assert sweep() == 0
     assert "resuming" not in capsys.readouterr().out  # nothing is left
     assert sweep("clip=2", "seeds=2") == runs.USAGE
-    error = capsys.readouterr().err
-    assert "was trained with other keys (clip 1.0 -> 2.0)" in error
+    assert "was trained with other keys (clip 1.0 -> 2.0)" in capsys.readouterr().err
+    assert sweep("order=random", "seeds=2") == runs.USAGE
+    assert "was trained with other keys (order epoch -> random)" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """`sweep`: trains every combination of some keys' values, and ranks them."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -96,7 +97,7 @@ def _report(runs: "Sweep", picture: Path) -> None:
     if not results:
         return
     say_table(
-        [[str(r.setting), r.step, r.loss, r.deviation] for r in results],
+        [[str(r.setting), "failed" if math.isinf(r.loss) else r.step, r.loss, r.deviation] for r in results],
         ["combination", "step", "validation loss", "deviation"],
     )
     drawn = [Drawn(str(r.setting), r.setting.shown, r.loss, r.setting.folders) for r in results]

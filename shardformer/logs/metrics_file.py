@@ -45,14 +45,14 @@ def find_elapsed_seconds(rows: list[Row]) -> float:
     return elapsed[-1] if elapsed and 0 <= elapsed[-1] < 1e10 else 0.0
 
 
-def read_metrics(out: Path) -> Series:
-    """Returns the columns of a run's metrics.csv, with None for an empty cell; those of a long run are thinned.
+def read_metrics(out: Path, most: int = MAX_POINTS) -> Series:
+    """Returns the columns of a run's metrics.csv, with None for an empty cell; more than `most` rows are thinned.
 
     The columns that only the run's task has are included if they have a value.
     """
     try:
         known = find_further_columns(Path(out) / "metrics.csv")
-        rows = open_metrics_file(out, known).read(MAX_POINTS, lowest="val_loss")
+        rows = open_metrics_file(out, known).read(most, lowest="val_loss")
     except FileNotFoundError:
         raise RunError(f"{out} has no metrics.csv; is it the folder of a run?") from None
     more = [column for column in known if any(row[column] is not None for row in rows)]

@@ -28,7 +28,8 @@ class StopSignal:
 
     def __init__(self, announce_seconds: float = ANNOUNCE_SECONDS):
         self._announce_seconds = announce_seconds
-        self.name = ""  # of the first signal
+        self.name = ""  # of the first signal, or of the request
+        self._is_signalled = False
         self.is_obeyed = False  # whether is_requested has answered True
         self._is_announced = threading.Event()
         self._show: Callable[[str], None] = print_line
@@ -65,8 +66,12 @@ class StopSignal:
             self._show, self._plan = before
 
     def request(self, name: str) -> None:
-        """Asks for a stop without a signal; `name` is what the run's last line says of it."""
-        self.name = self.name or name
+        """Asks for a stop without a signal; `name` is what the run's last line says of it.
+
+        A signal that comes later gives its own name, as it asks for more.
+        """
+        if not self._is_signalled:
+            self.name = name
         self._is_announced.set()
 
     def is_requested(self) -> bool:
@@ -88,7 +93,8 @@ class StopSignal:
         return multihost_utils.reached_preemption_sync_point(self._checks)
 
     def _note(self, number: int, _) -> None:
-        self.name = self.name or signal.Signals(number).name
+        if not self._is_signalled:
+            self.name, self._is_signalled = signal.Signals(number).name, True
 
     def _listen(self, reader: int, signals: list[int]) -> None:
         """Handles each signal at once, whatever the main thread waits for."""
