@@ -38,8 +38,8 @@ def put_back(stack: contextlib.ExitStack) -> None:
     sys.meta_path.append(finder)
     stack.callback(finder.remove)
     if folders:
-        complete_after_import("smart_open", _open_buckets_as_folders, stack)
-    complete_after_import("transformers.tokenization_utils_base", _put_sizes_back, stack)
+        complete_after_import("smart_open", functools.partial(_open_buckets_as_folders, stack), stack)
+    complete_after_import("transformers.tokenization_utils_base", functools.partial(_put_sizes_back, stack), stack)
 
 
 def stands_in(package: str) -> bool:
@@ -52,15 +52,18 @@ def _say(package: str) -> None:
     print(f"shardformer.legacy: {package} is not installed: {advice(package)}", file=sys.stderr)
 
 
-def _open_buckets_as_folders(smart_open: types.ModuleType) -> None:
+def _open_buckets_as_folders(stack: contextlib.ExitStack, smart_open: types.ModuleType) -> None:
     _say("google.cloud")
+    stack.callback(setattr, smart_open, "open", smart_open.open)
     smart_open.open = buckets.opener(smart_open.open)  # type: ignore[attr-defined]
 
 
-def _put_sizes_back(tokenizers: types.ModuleType) -> None:
-    """A table that scripts write to, so that a tokenizer does not warn of long texts."""
-    if not hasattr(tokenizers.PreTrainedTokenizerBase, "max_model_input_sizes"):
-        tokenizers.PreTrainedTokenizerBase.max_model_input_sizes = {}
+def _put_sizes_back(stack: contextlib.ExitStack, tokenizers: types.ModuleType) -> None:
+    """Adds a table that scripts write to, so that a tokenizer does not warn of long texts."""
+    base = tokenizers.PreTrainedTokenizerBase
+    if not hasattr(base, "max_model_input_sizes"):
+        base.max_model_input_sizes = {}
+        stack.callback(delattr, base, "max_model_input_sizes")
 
 
 class _StandIns(importlib.abc.MetaPathFinder):
