@@ -29,6 +29,7 @@ FILES = {
     "wandb": "wandb.py",
 }
 _GOOGLE = "google.cloud.storage"
+_FOLDERS_OF_LIBRARIES = {"site-packages", "dist-packages"}
 
 
 def put_back(stack: contextlib.ExitStack) -> None:
@@ -67,14 +68,17 @@ def _put_sizes_back(stack: contextlib.ExitStack, tokenizers: types.ModuleType) -
 
 
 class _StandIns(importlib.abc.MetaPathFinder):
-    """The last finder. Libraries do not see the stand-ins: they import such packages only to try."""
+    """The last finder, for imports of missing packages by scripts.
+
+    A library often imports such a package only to try. It finds no stand-in, unless a script has imported it before.
+    """
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names, self._served = frozenset(names), []  # type: frozenset[str], list[str]
 
     def find_spec(self, fullname, path=None, target=None):
         importer = importing_file()
-        if fullname not in self._names or importer is None or "-packages" in importer:
+        if fullname not in self._names or importer is None or _FOLDERS_OF_LIBRARIES.intersection(Path(importer).parts):
             return None
         is_package = FILES[fullname] == "__init__.py"
         if not is_package and not fullname.startswith("transformers."):  # whose modules have moved

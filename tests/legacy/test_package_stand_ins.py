@@ -60,6 +60,11 @@ def test_a_library_gets_none(nothing_installed, name):
         run(f"import {name}", "lib/python/site-packages/library.py")
 
 
+def test_a_script_in_a_folder_of_packages_is_no_library(nothing_installed):
+    with installed():
+        assert run("import wandb", "my-packages/script.py")["wandb"].run is None
+
+
 def test_a_question_whether_one_is_installed_is_answered_with_no(nothing_installed):
     with installed():
         assert importlib.util.find_spec("wandb") is None
