@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import pkgutil
 from collections.abc import Iterator
 
 from shardformer.legacy.lost_names import FLAX_MODELS, flax_model
@@ -60,6 +61,8 @@ def missing_imports(source: bytes | str) -> Iterator[tuple[int, str]]:
 def is_missing(package: str) -> bool:
     """Returns True if a package is not installed."""
     try:
-        return importlib.util.find_spec(package) is None
+        spec = importlib.util.find_spec(package)
     except ModuleNotFoundError:  # the package around it
         return True
+    # Python imports a folder without code as a package too, such as the folder `wandb` in which wandb records its runs.
+    return spec is None or (spec.origin is None and not any(pkgutil.iter_modules(spec.submodule_search_locations)))

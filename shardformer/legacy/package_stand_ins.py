@@ -35,12 +35,13 @@ _FOLDERS_OF_LIBRARIES = {"site-packages", "dist-packages"}
 def put_back(stack: contextlib.ExitStack) -> None:
     """Offers the stand-ins to imports, until `stack` closes."""
     folders = is_missing(_GOOGLE)
-    finder = _StandIns(FILES.keys() if folders else FILES.keys() - {"smart_open"})
-    sys.meta_path.append(finder)
-    stack.callback(finder.remove)
     if folders:
         complete_after_import("smart_open", functools.partial(_open_buckets_as_folders, stack), stack)
     complete_after_import("transformers.tokenization_utils_base", functools.partial(_put_sizes_back, stack), stack)
+    needless = set() if folders else {name for name in FILES if name.startswith(("google", "smart_open"))}
+    finder = _StandIns(FILES.keys() - needless)
+    sys.meta_path.insert(0, finder)  # before Python's finder, which imports a folder without code too
+    stack.callback(finder.remove)
 
 
 def stands_in(package: str) -> bool:
@@ -68,7 +69,7 @@ def _put_sizes_back(stack: contextlib.ExitStack, tokenizers: types.ModuleType) -
 
 
 class _StandIns(importlib.abc.MetaPathFinder):
-    """The last finder, for imports of missing packages by scripts.
+    """The finder of the stand-ins, for imports of missing packages by scripts.
 
     A library often imports such a package only to try. It finds no stand-in, unless a script has imported it before.
     """
@@ -79,6 +80,8 @@ class _StandIns(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname, path=None, target=None):
         importer = importing_file()
         if fullname not in self._names or importer is None or _FOLDERS_OF_LIBRARIES.intersection(Path(importer).parts):
+            return None
+        if not is_missing(fullname):
             return None
         is_package = FILES[fullname] == "__init__.py"
         if not is_package and not fullname.startswith("transformers."):  # whose modules have moved

@@ -2,6 +2,7 @@
 
 import importlib.util
 import warnings
+from importlib.machinery import ModuleSpec
 
 import jax
 import pytest
@@ -28,7 +29,7 @@ def test_imports_of_missing_packages_are_found(nothing_installed):
 
 
 def test_an_installed_package_is_not_listed(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None, origin="a file"))
     assert not list(missing_imports(SOURCE))
 
 

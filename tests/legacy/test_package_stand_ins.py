@@ -9,6 +9,7 @@ import pytest
 from shardformer.legacy import array_members, package_stand_ins
 from shardformer.legacy.install import installed
 from shardformer.legacy.lost_names import FLAX_MODELS
+from shardformer.legacy.missing_packages import missing_imports
 from shardformer.legacy.stand_ins import buckets, smart_open
 
 HIDDEN = ("google.cloud", "ray", "smart_open", "wandb", "transformers")
@@ -25,7 +26,8 @@ def nothing_installed(monkeypatch, tmp_path):
     def find_others(name, path=None, target=None):
         spec = find(name, path, target)
         is_hidden = spec is not None and any(f"{name}.".startswith(f"{hidden}.") for hidden in HIDDEN)
-        return None if is_hidden and not str(spec.origin).startswith(str(tmp_path)) else spec
+        home = spec and str(spec.origin or next(iter(spec.submodule_search_locations)))
+        return None if is_hidden and not home.startswith(str(tmp_path)) else spec
 
     for name in [name for name in sys.modules if any(f"{name}.".startswith(f"{hidden}.") for hidden in HIDDEN)]:
         monkeypatch.delitem(sys.modules, name)
@@ -34,7 +36,7 @@ def nothing_installed(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     package_stand_ins._say.cache_clear()
     yield tmp_path
-    for name in [name for name in sys.modules if name.startswith(("transformers", "smart_open"))]:
+    for name in [name for name in sys.modules if name.startswith(("transformers", "smart_open", "wandb"))]:
         del sys.modules[name]
 
 
@@ -63,6 +65,18 @@ def test_a_library_gets_none(nothing_installed, name):
 def test_a_script_in_a_folder_of_packages_is_no_library(nothing_installed):
     with installed():
         assert run("import wandb", "my-packages/script.py")["wandb"].run is None
+
+
+def test_a_folder_without_code_is_no_package(nothing_installed):
+    (nothing_installed / "wandb" / "run-1" / "files").mkdir(parents=True)
+    (nothing_installed / "wandb" / "run-1" / "files" / "train.py").touch()  # as wandb saves the code of a run
+    with installed():
+        assert list(missing_imports("import wandb")) == [(1, "wandb")]
+        assert run("import wandb")["wandb"].init().config == {}
+    (nothing_installed / "wandb" / "own.py").touch()
+    with installed():
+        assert not list(missing_imports("import wandb"))
+        assert run("import wandb.own")["wandb"].own
 
 
 def test_a_question_whether_one_is_installed_is_answered_with_no(nothing_installed):
