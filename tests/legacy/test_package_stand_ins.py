@@ -140,6 +140,7 @@ def test_other_schemes_and_compressed_files_are_rejected(bucket):
 
 def test_objects_of_a_prefix_are_listed_and_deleted(bucket):
     client = buckets.Client()
+    (bucket.parent / "beside.txt").touch()
     assert [blob.name for blob in client.list_blobs("bucket", prefix="model/step_1")] == [
         "model/step_1/shard_0/0.npz",
         "model/step_10/shard_0/0.npz",

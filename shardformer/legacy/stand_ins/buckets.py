@@ -36,7 +36,7 @@ class Client:
 
     def list_blobs(self, bucket: str, prefix: str = "") -> Iterator[Blob]:
         folder = _folder_of(bucket)
-        files = sorted(file for file in (folder / prefix).parent.rglob("*") if file.is_file())
+        files = sorted(file for file in (folder / f"{prefix}*").parent.rglob("*") if file.is_file())
         return (blob for blob in [Blob(folder, file) for file in files] if blob.name.startswith(prefix))
 
 
