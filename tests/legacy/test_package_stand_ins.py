@@ -159,7 +159,9 @@ import ray
 def plain(x): return x + 1
 @ray.remote(num_cpus=2)
 def with_options(x): return x + 2
+ray.is_initialized() or ray.init(num_cpus=2)
 got = ray.get([plain.remote(1), with_options.options(num_cpus=1).remote(ray.put(1))])
+ray.shutdown()
 """
 ACTOR = "import ray\n@ray.remote(resources={'tpu': 1})\nclass Runner: pass"
 
@@ -174,9 +176,16 @@ def test_remote_functions_run_here_and_actors_are_rejected(nothing_installed):
 
 
 WANDB = """
-import wandb
-with wandb.init(config={'lr': 1}) as run:
-    wandb.log({}, 1), run.log({})
+import argparse, wandb
+with wandb.init('project', config={'lr': 1}) as run:
+    wandb.watch(None, log='all')
+    table = wandb.Table(columns=['text'])
+    table.add_data('text')
+    wandb.log({'image': wandb.Image([[0]], caption=''), 'weights': wandb.Histogram([1]), 'texts': table}, 1)
+    wandb.config.update(argparse.Namespace(lr=3), allow_val_change=True)
+    wandb.config.batch = 2
+    run.log({})
+rate = wandb.config.lr
 wandb.finish()
 """
 
@@ -185,7 +194,7 @@ def test_wandb_keeps_nothing_and_what_it_lacks_is_advised(nothing_installed):
     with installed():
         names = run(WANDB)
         assert names["run"] is names["wandb"].run
-        assert names["run"].config == {"lr": 1}
+        assert names["run"].config == {"lr": names["rate"], "batch": 2} == {"lr": 3, "batch": 2}
         for line in ("wandb.Artifact", "from wandb import Artifact"):
             with pytest.raises((AttributeError, ImportError)) as caught:
                 run(f"import wandb\n{line}")

@@ -4,6 +4,18 @@ from collections.abc import Callable
 from typing import Any
 
 
+def init(*_, **__) -> None:
+    """Starts nothing: remote functions run in this process."""
+
+
+def is_initialized() -> bool:
+    return True
+
+
+def shutdown(*_, **__) -> None:
+    pass
+
+
 class RemoteFunction:
     """A function that runs at the call of `remote`."""
 
