@@ -1,6 +1,5 @@
 """Buckets that are folders: gs://BUCKET/KEY is the file BUCKET/KEY of the working directory."""
 
-import builtins
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -41,7 +40,7 @@ class Client:
 
 
 def opener(open_other: Callable) -> Callable:
-    """Returns `smart_open.open` for such buckets; `open_other` opens every other path."""
+    """Returns `smart_open.open` for such buckets; `open_other` opens their files and every other path."""
 
     def open(uri, mode="r", *arguments, **options) -> Any:
         if not str(uri).startswith(SCHEME):
@@ -52,7 +51,7 @@ def opener(open_other: Callable) -> Callable:
             raise getattr(sys.modules.get(_EXCEPTIONS), "NotFound", NotFound)(f"{uri}: no file {file}")
         if not mode.startswith("r"):
             file.parent.mkdir(parents=True, exist_ok=True)  # a bucket has no folders
-        return builtins.open(file, mode, *arguments, **options)
+        return open_other(str(file), mode, *arguments, **options)
 
     return open
 

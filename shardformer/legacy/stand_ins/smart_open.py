@@ -5,10 +5,13 @@ import builtins
 from shardformer.legacy.stand_ins import buckets
 
 
-def _open_plain(uri, *arguments, **options):
+def _open_plain(uri, *arguments, transport_params=None, **options):
+    """Opens a file. `transport_params` is for the client of a bucket, which is a folder here."""
     name = str(uri)
     if "://" in name or name.endswith((".gz", ".bz2", ".xz", ".zst")):
-        raise NotImplementedError(f"{name}: expected a plain file or a gs:// path; pip install smart_open for others")
+        raise NotImplementedError(
+            f"{name}: expected an uncompressed file, local or of gs://; pip install smart_open for others"
+        )
     return builtins.open(uri, *arguments, **options)
 
 
