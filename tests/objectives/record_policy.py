@@ -1,6 +1,6 @@
 """Records what TRL 1.16's GRPOTrainer computes for sampled answers: losses and gradients of a tiny random model.
 
-    PYTHONPATH=. /tmp/peers-env/bin/python -m tests.objectives.record_policy
+    python -m tests.objectives.record_policy
 
 Needs what record_preferences.py needs, whose model and pairs it takes: both sides of a pair are answers to its prompt.
 """

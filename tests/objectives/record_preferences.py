@@ -1,6 +1,6 @@
 """Records what TRL 1.16 computes for preference pairs: losses, rewards and gradients of a tiny random model.
 
-    PYTHONPATH=. /tmp/peers-env/bin/python -m tests.objectives.record_preferences
+    python -m tests.objectives.record_preferences
 
 The environment needs torch, transformers and trl. Writes tests/objectives/goldens/preferences: the model, pairs.json
 with TRL's token ids and numbers, and the gradients of each case in Hugging Face's names.
