@@ -26,6 +26,7 @@ PAGES = Path(__file__).with_name("pages")
 LINK = re.compile(r"(?P<text>!?\[(?:[^][]|\[[^]]*\])*\])\((?P<target>[^()#\s]*)(?P<anchor>#[^()\s]*)?\)")
 FENCE = re.compile(r"^(```.*?^```)", re.MULTILINE | re.DOTALL)
 EXAMPLES = "scripts/examples"
+MARKER = ".staged"  # is in each folder that this program wrote, and may delete
 
 
 def find_readmes() -> dict[str, str]:
@@ -174,12 +175,15 @@ def escape(text: str) -> str:
     return "".join(part if part.startswith("`") else re.sub(r"([\\*_<>\[\]|#$])", r"\\\1", part) for part in parts)
 
 
-def list_examples() -> str:
-    """Returns the page of the examples, each as its file."""
+def list_examples(out: Path) -> str:
+    """Returns the page of the examples: each as its file, a notebook as a link to it."""
     lines = ["# Examples", "", "Each is one file, which a test runs.", ""]
     for path in sorted((ROOT / EXAMPLES).glob("*.py")):
         lines += [f"## {path.stem.replace('_', ' ').capitalize()}", "", f"`{EXAMPLES}/{path.name}`", ""]
         lines += ["````python", path.read_text("utf-8").rstrip(), "````", ""]
+    for path in sorted((ROOT / EXAMPLES).glob("*.ipynb")):
+        source = f"{EXAMPLES}/{path.name}"
+        lines += [f"## {path.stem.capitalize()}", "", f"[`{source}`]({place(source, {}, out)})", ""]
     return "\n".join(lines)
 
 
@@ -210,13 +214,16 @@ def write(path: Path, text: str) -> None:
 
 
 def stage(out: Path) -> None:
-    """Writes all pages into an empty folder."""
+    """Writes all pages into a folder that is new, empty or of an earlier call, whose pages are deleted."""
+    if out.exists() and any(out.iterdir()) and not (out / MARKER).exists():
+        raise SystemExit(f"{out} has files that this program did not write; delete it, or name another folder")
     shutil.rmtree(out, ignore_errors=True)
     shutil.copytree(PAGES, out)
+    (out / MARKER).touch()
     contents = (out / "index.md").read_text("utf-8")
     write_readmes(out)
     write(out / "index.md", f"{(out / 'index.md').read_text('utf-8')}\n{contents}")
-    write(out / "examples.md", list_examples())
+    write(out / "examples.md", list_examples(out))
     write(out / "reference" / "keys.md", list_keys())
     write(out / "reference" / "commands.md", list_commands())
     sharding = out / "sharding.md"

@@ -73,6 +73,30 @@ def test_link_without_a_target_is_an_error(stage, tmp_path):
     assert stage.move_links(inside, "shardformer/README.md", "project/shardformer.md", {}, tmp_path) == inside
 
 
+def test_folder_of_others_is_not_deleted(stage, tmp_path):
+    (tmp_path / "thesis.md").write_text("mine")
+    with pytest.raises(SystemExit, match="has files that this program did not write"):
+        stage.stage(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.md"]
+
+
+def test_pages_of_an_earlier_call_are_replaced(stage, tmp_path, monkeypatch):
+    monkeypatch.setattr(stage, "list_splits", lambda out: "")  # draws for seconds
+    stage.stage(tmp_path)
+    (tmp_path / "removed_since.md").touch()
+    stage.stage(tmp_path)
+    assert not (tmp_path / "removed_since.md").exists()
+    assert (tmp_path / "examples.md").exists()
+
+
+def test_every_example_is_on_its_page(stage, tmp_path):
+    page = stage.list_examples(tmp_path)
+    names = [path.name for path in (ROOT / "scripts/examples").iterdir() if path.suffix in (".py", ".ipynb")]
+    assert [name for name in names if f"`scripts/examples/{name}`" not in page] == []
+    (notebook,) = re.findall(r"\]\((.+\.ipynb)\)", page)
+    assert (tmp_path / notebook).exists()
+
+
 def test_included_files_exist():
     for path in PAGES.rglob("*.md"):
         for name in re.findall(r"{literalinclude} (\S+)", path.read_text()):
