@@ -8,6 +8,7 @@ import collections
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -74,12 +75,12 @@ class _Worker:
                 self._report("is too slow: it does not receive every row")
 
     def finish(self) -> None:
-        seconds = self._finish_seconds
+        end = time.monotonic() + self._finish_seconds
         with contextlib.suppress(queue.Full):
-            self._rows.put(None, timeout=seconds)
-        self._thread.join(seconds)
+            self._rows.put(None, timeout=self._finish_seconds)
+        self._thread.join(max(end - time.monotonic(), 0))
         if self._thread.is_alive():
-            self._report(f"did not finish within {seconds} s: its last rows may be missing")
+            self._report(f"did not finish within {self._finish_seconds} s: its last rows may be missing")
 
     def _work(self) -> None:
         # Catches BaseException, because a tracker that calls sys.exit must not end the run either.

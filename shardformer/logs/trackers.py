@@ -12,10 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from shardformer.config import Config
+from shardformer.devices import processes
 from shardformer.errors import UsageError, forbid_exit
 from shardformer.files import read_text, replacing
 from shardformer.logs.events import TAGS
 from shardformer.logs.observers import Observer, Observers
+from shardformer.messages import is_first_process
 
 FILE = "tracker.json"  # {tracker: identity}
 FINISH_SECONDS = 60  # of a package at the end of a run; MLflow's first start creates a database, which took 15 s
@@ -49,6 +52,7 @@ class Wandb:
             config=settings,
             allow_val_change=True,  # a resume may change keys
             reinit="create_new",  # leaves a notebook's own run open
+            settings={"console": "off"},  # the terminal shows a live display, which is no log
         )
         self.identity = self._run.id
 
@@ -80,7 +84,7 @@ class Aim:
     def __init__(self, name: str, settings: dict[str, Any], identity: str | None):
         import aim
 
-        # The terminal shows a live display, which is no log.
+        # As in `Wandb`, the terminal's live display is left out.
         self._run = aim.Run(run_hash=identity, experiment="shardformer", capture_terminal_logs=False)
         self._run.name = name
         self._run["config"] = settings
@@ -127,6 +131,12 @@ def read_identities(folder: Path) -> dict[str, str]:
 
 def _to_plain(value: object) -> object:
     return value if value is None or isinstance(value, str | int | float) else str(value)
+
+
+def starts_here(config: Config) -> bool:
+    """Returns False for a process that is not the first. The processes need not have joined yet."""
+    membership = processes.find_membership(config)
+    return is_first_process() and (membership is None or membership.process_id == 0)
 
 
 def check_tracker(tracker: str) -> None:

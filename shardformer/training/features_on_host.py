@@ -12,9 +12,10 @@ def open_features(config: Config) -> tuple[HostFeature, ...]:
     Called before the data are read, which may take hours.
     """
     if config.start.tracker:
-        from shardformer.logs.trackers import check_tracker  # not imported without a tracker
+        from shardformer.logs.trackers import check_tracker, starts_here  # not imported without a tracker
 
-        check_tracker(config.start.tracker)
+        if starts_here(config):
+            check_tracker(config.start.tracker)
     if config.optimizer.is_code:
         optim.make_optimizer(config)
     skips = config.bad_steps.skip_steps

@@ -76,6 +76,26 @@ def test_hanging_observer_neither_slows_nor_blocks_the_run(said):
     ]
 
 
+def test_finish_waits_once_for_a_full_queue(monkeypatch):
+    """The wait for a place in the queue and the wait for the thread share the seconds."""
+    writes, leave, joined = threading.Event(), threading.Event(), []
+
+    class Slow(Recorder):
+        def write(self, row):
+            writes.set()
+            leave.wait(60)
+
+    with Observers(queue_rows=1, finish_seconds=0.3) as watching:
+        watching.start("slow", Slow)
+        watching.write({"step": 1})
+        writes.wait(60)
+        watching.write({"step": 2})
+        monkeypatch.setattr(watching._workers[0]._thread, "join", joined.append)
+    leave.set()
+    assert len(joined) == 1
+    assert joined[0] < 0.1
+
+
 def test_observer_may_change_its_row():
     class Pops(Recorder):
         def write(self, row):

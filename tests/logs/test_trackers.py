@@ -66,6 +66,14 @@ def test_resume_continues_the_run_of_the_package(tmp_path, calls, said):
     assert said == []
 
 
+def test_wandb_leaves_the_terminal_alone(tmp_path, monkeypatch, said):
+    noted: list = []
+    monkeypatch.setitem(sys.modules, "wandb", tracker_packages.StandIn("wandb", noted))
+    report("wandb", tmp_path)
+    assert dict(noted)["init"]["settings"] == {"console": "off"}
+    assert said == []
+
+
 @pytest.mark.parametrize("stored", ['{"%s": "../elsewhere"}', '{"%s": 7}', "[]", '{"%s', None])
 def test_new_run_or_invalid_identity_starts_a_new_one(tmp_path, calls, stored):
     tracker, _ = calls

@@ -1,12 +1,13 @@
 """Features on the host: which are on, and when the loop calls them."""
 
+import contextlib
 from types import SimpleNamespace
 from unittest import mock
 
 import jax.numpy as jnp
 import pytest
 
-from shardformer.errors import RunError
+from shardformer.errors import RunError, UsageError
 from shardformer.training import loop
 from shardformer.training.features_on_host import open_evaluation_features, open_features
 from shardformer.training.host_feature import EndAtNonFinite, GoBack, HostFeature
@@ -35,6 +36,15 @@ def names(**keys) -> list[str]:
 )
 def test_only_features_that_are_on_are_opened(keys, expected):
     assert names(**keys) == expected
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_tracker_is_needed_where_it_starts(process):
+    """Process 0 logs; the machines of the others need no tracker."""
+    keys = {"tracker": "no_such_module:f", "coordinator": "host:1234", "processes": 2, "process_id": process}
+    rejected = pytest.raises(UsageError, match="no_such_module:f cannot be imported")
+    with contextlib.nullcontext() if process else rejected:
+        assert names(**keys) == ["EndAtNonFinite"]
 
 
 def test_monitor_opens_its_prompts(tmp_path):
