@@ -47,6 +47,11 @@ def test_tag_of_another_version_is_rejected():
     assert run_step("Compare the tag with the version", "v9.9.9", ROOT).returncode == 1
 
 
+def test_version_without_a_changelog_section_is_rejected():
+    assert run_step("Find the version in the changelog", f"v{VERSION}", ROOT).returncode == 0
+    assert run_step("Find the version in the changelog", "v0.2", ROOT).returncode == 1
+
+
 def test_published_readme_has_no_relative_link(tmp_path):
     (tmp_path / "README.md").write_text((ROOT / "README.md").read_text())
     assert run_step("Point the README's links to this repository", "v1.0.0", tmp_path).returncode == 0
@@ -67,10 +72,24 @@ def test_release_page_is_the_section_of_the_version():
     assert notes.strip() == section.strip() != ""
 
 
-def test_workflow_publishes_by_trust_after_each_python_has_trained():
-    assert "bash scripts/wheel.sh dist" in WORKFLOW
-    assert 'python: ["3.11", "3.12", "3.13"]' in WORKFLOW
-    publish = WORKFLOW.partition("\n  publish:\n")[2].partition("\n  page:")[0]
-    assert "needs: build" in publish
+def read_job(name: str) -> str:
+    (found,) = re.findall(rf"^  {name}:\n((?:    .*\n|\n)+)", WORKFLOW, re.MULTILINE)
+    return found
+
+
+def test_one_wheel_is_tested_built_trained_with_and_published():
+    build, train, publish = map(read_job, ("build", "train", "publish"))
+    assert build.index("run: bash scripts/test.sh\n") < build.index("run: bash scripts/wheel.sh dist\n")
+    assert "matrix" not in build
+    assert "needs: build\n" in train
+    assert 'python: ["3.11", "3.12", "3.13"]' in train
+    assert "shardformer train tiny" in read_step("Train with the wheel")
+    assert "needs: train\n" in publish
+    assert "needs: publish\n" in read_job("page")
+    assert WORKFLOW.count("uses: actions/upload-artifact") == 1
+
+
+def test_workflow_publishes_by_trust():
+    publish = read_job("publish")
     assert "id-token: write" in publish
     assert "password" not in publish.replace("in place of a password", "")
