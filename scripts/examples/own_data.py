@@ -6,11 +6,14 @@ The rows count by an unknown step, modulo 16. The model must find the step in th
 the loss falls from ln 16 = 2.8, that of a guess, to less than 0.1.
 """
 
+import shutil
+
 import numpy as np
 
 from shardformer import OwnBatches, Session, preset
 
 TOKENS, LENGTH, ROWS = 16, 16, 32
+OUT = "checkpoints/counting"
 
 
 def draw_batch(seed: int) -> dict[str, np.ndarray]:
@@ -33,7 +36,8 @@ def batches_from(step: int):
 def main(steps: int = 80) -> float:
     held_out = [draw_batch(1_000_000 + i) for i in range(2)]
     data = OwnBatches(batches_from, vocab=TOKENS, validation=held_out, name="counting")
-    config = preset("tiny", batch=ROWS, seq=LENGTH, mesh="2x1", lr=1e-2, steps=steps, out="checkpoints/counting")
+    shutil.rmtree(OUT, ignore_errors=True)  # of an earlier start
+    config = preset("tiny", batch=ROWS, seq=LENGTH, mesh="2x1", lr=1e-2, steps=steps, out=OUT)
     trained = Session.create(config, data).train()
     print(f"{trained.best.val_loss:.3f} nats a token on new rows; guessing takes {np.log(TOKENS):.3f}")
     return trained.best.val_loss

@@ -5,6 +5,7 @@
 It trains a small model twice, by Adam and by the Lion below, on two devices, and prints the loss of each.
 """
 
+import shutil
 from pathlib import Path
 
 import optax
@@ -26,6 +27,7 @@ def lion(rate, keys, decay_mask):
 def train(optimizer: str, lr: float, steps: int) -> float:
     """Returns the loss on held-out text after some steps."""
     out = f"checkpoints/optimizer_{Path(optimizer).stem}"
+    shutil.rmtree(out, ignore_errors=True)  # of an earlier start
     config = preset("tiny", data="builtin", mesh="2x1", zero=1, optimizer=optimizer, lr=lr, steps=steps, out=out)
     return Session.create(config).train().best.val_loss
 

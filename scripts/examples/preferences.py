@@ -10,6 +10,7 @@ import csv
 import itertools
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -33,9 +34,11 @@ def write_pairs() -> None:
 
 
 def main(steps: int = 120) -> list[float]:
-    if not Path(BASE).exists():
+    if not Path(BASE, "final.json").exists():  # which the end of its training writes
+        shutil.rmtree(BASE, ignore_errors=True)
         shardformer(f"train tiny data=builtin seq=32 steps=100 out={BASE}")
     write_pairs()
+    shutil.rmtree(TUNED, ignore_errors=True)  # of an earlier start
     shardformer(f"train base={BASE} data={PAIRS} objective=dpo beta=0.1 lr=3e-3 sft_weight=1 steps={steps} out={TUNED}")
     shardformer(f"sample {TUNED} prompt='Tamsin: ' temperature=0 tokens=12")
     with open(f"{TUNED}/metrics.csv", newline="") as file:

@@ -9,6 +9,7 @@ at the end has adapter_config.json and adapter_model.safetensors, for `peft.Peft
 import csv
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,9 +25,12 @@ def shardformer(command: str) -> None:
 
 
 def main(steps: int = 60) -> dict:
-    if not Path(BASE).exists():
+    if not Path(BASE, "final.json").exists():  # which the end of its training writes
+        shutil.rmtree(BASE, ignore_errors=True)
         shardformer(f"train tiny data=builtin seq=32 steps=100 out={BASE}")
     TEXT.write_text(POEM * 100)
+    for folder in (TUNED, PEFT):  # of an earlier start
+        shutil.rmtree(folder, ignore_errors=True)
     shardformer(
         f"train base={BASE} weights=nf4 lora_rank=4 lora_targets=q,v data={TEXT} lr=1e-2 steps={steps} out={TUNED}"
     )

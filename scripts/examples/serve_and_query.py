@@ -9,6 +9,7 @@ that a seed gives the same text again. Any client of OpenAI's API works with bas
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import urllib.request
@@ -36,7 +37,8 @@ def start_server() -> tuple[subprocess.Popen, str]:
 
 
 def main() -> list[dict]:
-    if not Path(BASE).exists():
+    if not Path(BASE, "final.json").exists():  # which the end of its training writes
+        shutil.rmtree(BASE, ignore_errors=True)
         words = f"train tiny data=builtin seq=32 steps=100 out={BASE}"
         subprocess.run([sys.executable, "-m", "shardformer", *words.split()], check=True)
     server, address = start_server()

@@ -11,6 +11,7 @@ import csv
 import itertools
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,7 @@ def shardformer(command: str) -> None:
 
 def main(steps: int = 150) -> tuple[float, float]:
     write_tasks()
+    shutil.rmtree(OUT, ignore_errors=True)  # of an earlier start
     shardformer(
         f"train tiny data={TASKS} tokenizer=chars seq=8 objective=grpo reward={__file__}:is_between answer_tokens=1 "
         f"batch=64 group_size=8 lr=5e-3 mesh=2x1 steps={steps} eval_every=50 out={OUT}"

@@ -51,6 +51,13 @@ def run_here(command, **_):
     assert (runs.train(*words) if name == "train" else main([name, *words])) == 0
 
 
+def leave_run(folder: Path, end: bool = False) -> None:
+    """Leaves what a run of an earlier start left, which a new run does not overwrite."""
+    (folder / "step_00000001").mkdir(parents=True)
+    for name in ("config.json", "metrics.csv", *["final.json"] * end):
+        (folder / name).touch()
+
+
 def test_index_lists_each_program_with_its_seconds():
     rows = dict(re.findall(r"^\| \[(\w+\.\w+)\]\(\1\) \|.*\| (\d+) \|$", INDEX, re.MULTILINE))
     assert sorted(rows) == [path.name for path in FILES]
@@ -67,6 +74,7 @@ def test_program_is_a_page_that_starts_with_its_purpose(path):
 
 
 def test_own_optimizer_trains(folder):
+    leave_run(folder / "checkpoints" / "optimizer_adamw")
     losses = load("own_optimizer").main(steps=3)
     assert losses.keys() == {"adamw", "lion"}
     assert losses["adamw"] != losses["lion"]
@@ -74,6 +82,7 @@ def test_own_optimizer_trains(folder):
 
 def test_own_data_is_a_function_of_the_step(folder):
     module = load("own_data")
+    leave_run(folder / "checkpoints" / "counting")
     assert 0 < module.main(steps=2) < 4
     third = next(module.batches_from(2))
     assert (third["tokens"] == module.draw_batch(2)["tokens"]).all()
@@ -107,6 +116,7 @@ def test_xmap_program_needs_the_removed_names(monkeypatch):
 
 def test_cells_of_the_notebook_run(folder, text, monkeypatch, capsys):
     code = "\n".join(read_cells(EXAMPLES / "notebook.ipynb", "code"))
+    leave_run(folder / "checkpoints" / "notebook")
     monkeypatch.setattr("logging.Logger.setLevel", lambda *_: None)
     code = code.replace('data="builtin"', f"data={str(text)!r}").replace("steps=100", "steps=2, decay_steps=3")
     exec(compile(code.replace("steps=120", "steps=3"), "notebook", "exec"), {})
@@ -129,6 +139,31 @@ def test_commands_of_the_program_are_understood(folder, monkeypatch, name):
     for line in lines:
         if not line.startswith("convert "):
             check(line.replace("train base=", "train tiny base="))
+
+
+@pytest.mark.parametrize("name", WITH_COMMANDS)
+def test_program_replaces_its_run_of_an_earlier_start(folder, monkeypatch, name):
+    module = load(name)
+    out = folder / (module.OUT if name == "verifier" else module.TUNED)
+    leave_run(out)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: None)
+    with pytest.raises(FileNotFoundError):  # what the commands would have written
+        module.main()
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("ended", [True, False])
+@pytest.mark.parametrize("name", ["preferences", "qlora", "serve_and_query"])
+def test_base_is_used_only_if_its_training_ended(folder, monkeypatch, name, ended):
+    module, lines = load(name), []
+    leave_run(folder / module.BASE, ended)
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: lines.append(shlex.join(command[3:])))
+    monkeypatch.setattr(module, "start_server", Path("no_server").read_text, raising=False)
+    with pytest.raises(FileNotFoundError):
+        module.main()
+    base = f"train tiny data=builtin seq=32 steps=100 out={module.BASE}"
+    assert lines.count(base) == (not ended)
+    assert (folder / module.BASE).exists() == ended
 
 
 def test_wrong_command_of_a_program_is_noticed():
