@@ -66,11 +66,18 @@ def easylm_to_run(source: Path, target: Path, arguments: list[str]) -> str:
 def _unstack(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns the arrays of single layers under PyTorch's names and with its axes."""
     result: dict[str, Tensor] = {}
+    entries = 0
     for name, tensor in tensors.items():
         if not name.startswith(_SCANNED) or not tensor.shape:
             moved = flax_files.to_torch(tensor)
             result[moved.name] = moved
             continue
+        entries += tensor.shape[0] * max(1, len(tensor.pieces))  # each layer lists all pieces
+        if entries > flax_files.MAX_ENTRIES:  # layers without values take no bytes of the file
+            raise UsageError(
+                f"{tensor.path} has {tensor.shape[0]:,} layers in {name!r:.100}: the arrays of all layers are more "
+                f"than the limit of {flax_files.MAX_ENTRIES:,}"
+            )
         for layer in range(tensor.shape[0]):
             one = flax_files.to_torch(tensor.row(layer)._replace(name=f"transformer.h.{layer}.{name[len(_SCANNED) :]}"))
             result[one.name] = one

@@ -8,10 +8,11 @@ import pytest
 
 from shardformer.__main__ import main
 from shardformer.config.names import LAYERS
-from shardformer.convert import easylm, hf_settings, runs
+from shardformer.convert import easylm, flax_files, hf_settings, runs
+from shardformer.errors import UsageError
 from shardformer.training.run_folder import Run
 from tests.convert.hf_models import FOLDER
-from tests.convert.test_flax_files import pack
+from tests.convert.test_flax_files import chunked, described, pack
 from tests.convert.test_hf import params_of
 from tests.runs import FAILED, USAGE
 
@@ -122,6 +123,26 @@ def test_wrong_streams_and_keys_are_rejected(name, tmp_path, capsys):
     assert convert(write_stream(tmp_path / "params", **changes), tmp_path / "run", *keys) == USAGE
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+SCANNED = b"transformer.h.scan_decoder.attention.wq.kernel"
+TOO_MANY_LAYERS = {
+    "in_one_piece": described([2**40, 0], content=b"")[3:],
+    "in_pieces": pack(chunked([2**40, 0], np.zeros(0, np.float32))["a"]),
+    "of_single_values": pack(np.zeros((100_001, 1), np.bool_)),
+    "of_many_pieces": pack(chunked([400, 1], *[np.zeros(1, np.float32)] * 400)["a"]),
+}
+
+
+@pytest.mark.parametrize("name", TOO_MANY_LAYERS)
+def test_layers_beyond_the_limit_are_rejected(name, tmp_path):
+    """Without values, a file of about 90 bytes would fill the memory with the names of its layers."""
+    content = TOO_MANY_LAYERS[name]
+    key = b"\x91\xd9" + bytes([len(SCANNED)]) + SCANNED
+    (tmp_path / "params").write_bytes(b"\x92" + key + struct.pack(">BI", 0xC6, len(content)) + content)
+    tensors = flax_files.read_stream(tmp_path / "params")
+    with pytest.raises(UsageError, match=r"layers in 'transformer.h.scan_decoder.*the limit of 100,000"):
+        easylm._unstack(tensors)
 
 
 def test_a_lost_array_and_a_cut_stream_are_damaged(tmp_path, capsys):
