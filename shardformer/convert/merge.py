@@ -8,7 +8,7 @@ import numpy as np
 
 from shardformer.adapters import lora
 from shardformer.adapters.adapter_keys import is_adapter
-from shardformer.config.names import MATRICES
+from shardformer.config.names import MATRICES, is_stacked
 from shardformer.convert import runs, stored_weights
 from shardformer.convert.leaves import Array, Filled, Leaves, State, copy_into
 from shardformer.errors import RunError, UsageError
@@ -66,20 +66,25 @@ def merge_adapters(run: Run, state: State) -> tuple[Run, State]:
     """Returns the run and its state without adapters; each layer is merged when it is written."""
 
     def fill(name: str, whole: np.ndarray) -> None:
-        module, _, leaf_name = name.rpartition("/")
-        adapted = [name, f"{name}{lora.IN}", f"{name}{lora.OUT}"]
-        if adapted[1] not in state.params:
+        if f"{name}{lora.IN}" not in state.params:
             copy_into(whole, state.params[name])
             return
         for layer in range(len(whole)):  # those that have the matrix
-            exact = {other: np.asarray(state.params[other][layer], np.float32) for other in adapted}
-            leaves = {other.removeprefix(f"{module}/"): leaf for other, leaf in exact.items()}
-            whole[layer] = lora.merge_adapters(leaves, run.config)[leaf_name]
+            fill_row(name, whole[layer], layer)
+
+    def fill_row(name: str, target: np.ndarray, layer: int) -> None:
+        module, _, leaf_name = name.rpartition("/")
+        names = [other for other in (name, f"{name}{lora.IN}", f"{name}{lora.OUT}") if other in state.params]
+        exact = {other: np.asarray(state.params[other][layer], np.float32) for other in names}
+        leaves = {other.removeprefix(f"{module}/"): leaf for other, leaf in exact.items()}
+        target[...] = lora.merge_adapters(leaves, run.config)[leaf_name]
+
+    def make(name: str, shape: tuple[int, ...]) -> Filled:
+        row = functools.partial(fill_row, name) if is_stacked(name) else None
+        return Filled(shape, np.dtype(np.float32), functools.partial(fill, name), row)
 
     params: dict[str, Array] = {
-        name: Filled(leaf.shape, np.dtype(np.float32), functools.partial(fill, name))
-        for name, leaf in state.params.items()
-        if not is_adapter(name)
+        name: make(name, leaf.shape) for name, leaf in state.params.items() if not is_adapter(name)
     }
     settings = run.config.replace(
         lora_rank=0, weights="float", base="", ema=0.0, lr_rules="", param_dtype="float32", moment_dtype="float32"

@@ -90,7 +90,12 @@ def dequantize(params: Leaves, config: Config) -> Leaves:
 
 
 def _as_float(leaf: Array) -> Filled:
-    return Filled(tuple(leaf.shape), np.dtype(np.float32), functools.partial(copy_into, source=leaf))
+    fill, fill_row = functools.partial(copy_into, source=leaf), functools.partial(_copy_row, leaf)
+    return Filled(tuple(leaf.shape), np.dtype(np.float32), fill, fill_row)
+
+
+def _copy_row(leaf: Array, target: np.ndarray, row: int) -> None:
+    target[...] = leaf[row]
 
 
 def _fill_layers(compute, parts: list, target: np.ndarray) -> None:
