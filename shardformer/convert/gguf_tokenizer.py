@@ -13,12 +13,18 @@ NONE = {"tokenizer.ggml.model": "no_vocab"}
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = "llama-bpe"  # for which llama.cpp sets ignore_merges: a word that is a token needs no merges
 # How a text is split into words -> llama.cpp's name for it.
 PRE_TOKENIZERS = {
-    rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{_WORDS}|\p{{N}}{{1,3}}|{_REST}": "llama-bpe",
+    rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{_WORDS}|\p{{N}}{{1,3}}|{_REST}": LLAMA3,
     rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{_WORDS}|\p{{N}}|{_REST}": "qwen2",
 }
 GPT2, DIGITS = "gpt-2", "starcoder"  # ByteLevel's own splitting, and that with single digits
+PIECES = "default"  # the name for pieces, which are not split into words
+# Steps that llama.cpp does too, or that leave most texts as they are: NFC, which it lacks.
+NFC = {"type": "NFC"}
+PREPEND_SPACE = {"type": "Prepend", "prepend": "\u2581"}
+MARK_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
 WITHOUT = "give tokenizer=false to write the model without it"
 
 
@@ -85,12 +91,40 @@ def _list_bpe_keys(vocabulary: HfTokenizer, size: int) -> dict[str, Any]:
         kinds[number] = CONTROL if token.get("special") else USER_DEFINED
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     if model.get("byte_fallback"):
+        _check_settings(vocabulary.name, document, PIECES, [PREPEND_SPACE, MARK_SPACES])
         return _list_pieces(document, tokens, kinds, merges, size)
+    pre_tokenizer = _find_pre_tokenizer(vocabulary.name, document.get("pre_tokenizer") or {})
+    _check_settings(vocabulary.name, document, pre_tokenizer, [NFC])
     return _list_tokens(tokens, kinds, size) | {
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": _find_pre_tokenizer(vocabulary.name, document.get("pre_tokenizer") or {}),
+        "tokenizer.ggml.pre": pre_tokenizer,
         "tokenizer.ggml.merges": merges,
     }
+
+
+def _check_settings(name: str, document: dict, pre_tokenizer: str, normalizers: list[dict]) -> None:
+    """Rejects settings that change a text or its tokens in a way that llama.cpp does not."""
+    for step in _list_steps(document.get("normalizer")):
+        if step not in normalizers:
+            raise UsageError(
+                f"tokenizer={name} normalises a text by {json.dumps(step)!s:.300}, which llama.cpp does not; {WITHOUT}"
+            )
+    model = document["model"]
+    settings = ["continuing_subword_prefix", "end_of_word_suffix"]
+    settings += [] if pre_tokenizer == LLAMA3 else ["ignore_merges"]
+    for setting in settings:
+        if model.get(setting):
+            raise UsageError(
+                f"tokenizer={name} has {setting}={model[setting]!r:.40}, which llama.cpp lacks for "
+                f"pre={pre_tokenizer}; {WITHOUT}"
+            )
+
+
+def _list_steps(normalizer: dict | None) -> list[dict]:
+    """Returns the steps that change a text before it is split, those of sequences one by one."""
+    if normalizer and normalizer.get("type") == "Sequence":
+        return [step for inner in normalizer["normalizers"] for step in _list_steps(inner)]
+    return [normalizer] if normalizer else []
 
 
 def _find_pre_tokenizer(name: str, settings: dict) -> str:
@@ -126,11 +160,12 @@ def _list_pieces(document: dict, tokens: list[str], kinds: list[int], merges: li
     if unknown in ids:
         kinds[ids[unknown]] = UNKNOWN
         keys["tokenizer.ggml.unknown_token_id"] = ids[unknown]
-    steps = json.dumps([document.get("normalizer"), document.get("pre_tokenizer")])
-    has_prefix = '"Prepend"' in steps or '"prepend_scheme": "first"' in steps or '"prepend_scheme": "always"' in steps
+    schemes = ('"prepend_scheme": "first"', '"prepend_scheme": "always"')
+    splits = json.dumps(document.get("pre_tokenizer"))
+    has_prefix = PREPEND_SPACE in _list_steps(document.get("normalizer")) or any(one in splits for one in schemes)
     return keys | _list_tokens(tokens, kinds, size) | {
         "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.pre": PIECES,
         "tokenizer.ggml.scores": scores + [-1000.0] * max(0, size - len(tokens)),
         "tokenizer.ggml.add_space_prefix": has_prefix,
     }  # fmt: skip

@@ -65,15 +65,9 @@ def test_a_trained_bpe_is_gpt2s():
 
 @pytest.mark.parametrize("pattern", PRE_TOKENIZERS)
 def test_words_of_a_regular_expression_are_named(pattern):
-    steps = [
-        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
-        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
-    ]
-    vocabulary = byte_level(pre_tokenizer={"type": "Sequence", "pretokenizers": steps})
-    assert keys_of(vocabulary)["pre"] == PRE_TOKENIZERS[pattern]
-    steps[0]["pattern"] = {"Regex": pattern.replace("'ve", "'vee")}
+    assert keys_of(byte_level(**words(pattern)))["pre"] == PRE_TOKENIZERS[pattern]
     with pytest.raises(UsageError, match=r"tokenizer=own splits a text by .*'vee.*; give tokenizer=false"):
-        keys_of(byte_level(pre_tokenizer={"type": "Sequence", "pretokenizers": steps}))
+        keys_of(byte_level(**words(pattern.replace("'ve", "'vee"))))
 
 
 def test_single_digits_are_starcoders():
@@ -97,6 +91,68 @@ def test_pieces_have_scores_in_the_order_of_their_merges():
     assert len(keys["scores"]) == len(keys["tokens"]) == 16
     without = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}  # Gemma's
     assert keys_of(pieces(normalizer=without))["add_space_prefix"] is False
+
+
+LLAMA3, QWEN2 = PRE_TOKENIZERS
+MARK = "\u2581"
+MARK_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": MARK}
+
+
+def chain(*steps) -> dict:
+    return {"type": "Sequence", "normalizers": list(steps)}
+
+
+def words(pattern, **model) -> dict:
+    """The parts of a byte-level BPE with the words of a regular expression."""
+    steps = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
+    ]
+    changed = json.loads(byte_level().text)["model"] | model
+    return {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}, "model": changed}
+
+
+PUBLISHED = {  # forms of published tokenizers
+    "GPT-2": lambda: byte_level(**words(QWEN2, continuing_subword_prefix="", end_of_word_suffix="")),
+    "Pythia": lambda: byte_level(normalizer={"type": "NFC"}),
+    "DeepSeek": lambda: byte_level(normalizer=chain()),
+    "Qwen2": lambda: byte_level(normalizer={"type": "NFC"}, **words(QWEN2, ignore_merges=False)),
+    "Llama 3": lambda: byte_level(**words(LLAMA3, ignore_merges=True)),
+    "Gemma": lambda: pieces(normalizer=MARK_SPACES),
+    "Mistral 3": lambda: pieces(normalizer=None, pre_tokenizer={
+        "type": "Metaspace", "replacement": MARK, "prepend_scheme": "first", "split": False,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_normalizers_of_published_tokenizers_are_accepted(name):
+    keys = keys_of(PUBLISHED[name]())
+    assert keys.get("add_space_prefix") == {"Gemma": False, "Mistral 3": True}.get(name)
+
+
+LOWERCASE = {"type": "Lowercase"}
+REJECTED = {
+    "lowercase": (lambda: byte_level(normalizer=LOWERCASE), r'normalises a text by \{"type": "Lowercase"\}, which'),
+    "in_a_chain": (lambda: byte_level(normalizer=chain(chain({"type": "NFC"}, LOWERCASE))), "Lowercase"),
+    "of_pieces": (lambda: pieces(normalizer=chain(MARK_SPACES, LOWERCASE)), "Lowercase"),
+    "composed_pieces": (lambda: pieces(normalizer={"type": "NFC"}), "NFC"),
+    "marks_of_bytes": (lambda: byte_level(normalizer=MARK_SPACES), "Replace"),
+    "other_mark": (lambda: pieces(normalizer=MARK_SPACES | {"content": "_"}), '"content": "_"'),
+    "other_prefix": (lambda: pieces(normalizer={"type": "Prepend", "prepend": "a"}), '"prepend": "a"'),
+    "whole_words": (lambda: byte_level(**words(QWEN2, ignore_merges=True)), "ignore_merges=True, .* for pre=qwen2"),
+    "ends": (lambda: byte_level(**words(LLAMA3, end_of_word_suffix="</w>")), "has end_of_word_suffix='</w>'"),
+    "prefixes": (
+        lambda: byte_level(**words(LLAMA3, continuing_subword_prefix="#", merges=[])), "continuing_subword_prefix='#'"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_settings_that_llama_cpp_lacks_are_rejected(name):
+    make, message = REJECTED[name]
+    with pytest.raises(UsageError, match=rf"{message}.*; give tokenizer=false"):
+        keys_of(make())
 
 
 def test_other_models_are_rejected():
