@@ -147,9 +147,12 @@ def _find_pre_tokenizer(name: str, settings: dict) -> str:
 
 
 def _list_pieces(document: dict, tokens: list[str], kinds: list[int], merges: list[str], size: int) -> dict[str, Any]:
-    """The keys of SentencePiece's BPE: a token that is merged earlier has a higher score."""
+    """The keys of SentencePiece's BPE: a token that is merged earlier has a higher score, and one of no merge the last.
+
+    llama.cpp forms every token of two that are next to each other, the one with the highest score first.
+    """
     ids = {token: number for number, token in enumerate(tokens)}
-    scores = [0.0] * len(tokens)
+    scores = [-float(len(merges) + 1)] * max(size, len(tokens))
     for rank, merge in reversed(list(enumerate(merges))):
         scores[ids[merge.replace(" ", "")]] = -float(rank + 1)
     for number, token in enumerate(tokens):
@@ -166,6 +169,6 @@ def _list_pieces(document: dict, tokens: list[str], kinds: list[int], merges: li
     return keys | _list_tokens(tokens, kinds, size) | {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.pre": PIECES,
-        "tokenizer.ggml.scores": scores + [-1000.0] * max(0, size - len(tokens)),
+        "tokenizer.ggml.scores": scores,
         "tokenizer.ggml.add_space_prefix": has_prefix,
     }  # fmt: skip

@@ -85,12 +85,21 @@ def test_a_prefix_that_llama_cpp_lacks_is_rejected():
 def test_pieces_have_scores_in_the_order_of_their_merges():
     keys = keys_of(pieces(), vocab=16)
     assert (keys["model"], keys["add_space_prefix"], keys["add_bos_token"]) == ("llama", True, True)
-    assert keys["scores"][:9] == [0, 0, 0, 0, 0, 0, 0, -1, -2]
+    assert keys["scores"] == [*[-3.0] * 7, -1.0, -2.0, *[-3.0] * 7]
     assert keys["token_type"][:9] == [UNKNOWN, CONTROL, USER_DEFINED, BYTE, *[NORMAL] * 5]
     assert (keys["bos_token_id"], keys["unknown_token_id"], keys["eos_token_id"]) == (1, 0, 2)
     assert len(keys["scores"]) == len(keys["tokens"]) == 16
     without = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}  # Gemma's
     assert keys_of(pieces(normalizer=without))["add_space_prefix"] is False
+
+
+def test_pieces_that_no_merge_makes_are_formed_last():
+    """llama.cpp would form them first with a score of 0; Hugging Face never forms them."""
+    document = json.loads(pieces().text)
+    document["model"]["vocab"]["ba"] = 9
+    keys = keys_of(HfTokenizer("pieces", json.dumps(document)))
+    assert keys["tokens"][9] == "ba"
+    assert keys["scores"][9] < min(keys["scores"][7:9]) == -2
 
 
 LLAMA3, QWEN2 = PRE_TOKENIZERS
