@@ -7,12 +7,16 @@ import numpy as np
 import pytest
 
 from shardformer.__main__ import main
-from shardformer.convert import gguf, gguf_files, hf_settings, weight_files
+from shardformer.config.names import BLOCKS, CODES, LAYERS, SCALES
+from shardformer.convert import gguf, gguf_files, hf_settings, runs, weight_files
 from shardformer.convert.families.llama_cpp import GGUF, list_settings
 from shardformer.convert.gguf_codes import KINDS
+from shardformer.quantized import packed_matrix
+from shardformer.training.run_folder import Run
 from tests.convert.hf_models import FOLDER
 from tests.convert.test_hf import params_of
 from tests.convert.test_peft import make_adapters, merged_by_hand
+from tests.quantized.test_quantized_weights import spread, unpack
 from tests.runs import USAGE
 
 MODELS = (
@@ -376,6 +380,24 @@ def test_adapters_are_merged(base, tmp_path, capsys):
         values = np.frombuffer(found[f"blk.{layer}.ffn_gate.weight"][2], np.float32)
         wanted = expected[f"model.layers.{layer}.mlp.gate_proj.weight"]
         np.testing.assert_allclose(values, wanted.ravel(), rtol=0, atol=1e-6)
+
+
+def test_codes_are_dequantised(base, tmp_path):
+    assert convert(base, tmp_path / "run", "weights=nf4") == 0
+    assert convert(tmp_path / "run", tmp_path / "a.gguf", "dtype=f32") == 0
+    found = read_gguf(tmp_path / "a.gguf")[1]
+    with runs.open_state(Run.open(tmp_path / "run"), 0, False, with_codes=True) as state:
+        params = {name: np.asarray(leaf) for name, leaf in state.params.items()}
+    for ours, theirs in {"up": "ffn_up", "down": "ffn_down", "v": "attn_v"}.items():
+        codes, scales, blocks = (params[f"{LAYERS}/{ours}{suffix}"] for suffix in (CODES, SCALES, BLOCKS))
+        assert blocks.shape == (2, 2)  # in each layer the scale of all scales, and their mean
+        exact = packed_matrix.dynamic_levels()[scales] * blocks[:, :1, None] + blocks[:, 1:, None]
+        matrix = spread(exact, codes) * np.array(packed_matrix.NF4_LEVELS)[unpack(codes)]
+        for layer in range(2):
+            code, _, content = found[f"blk.{layer}.{theirs}.weight"]
+            assert code == 0
+            values = np.frombuffer(content, np.float32)
+            np.testing.assert_allclose(values, matrix[layer].T.ravel(), rtol=1e-6, atol=1e-7)
 
 
 # Those without gelu, of which llama.cpp computes a table in half precision: their logits differ by 1e-3.
