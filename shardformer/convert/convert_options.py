@@ -7,12 +7,12 @@ from shardformer.config.keys import key
 from shardformer.errors import UsageError
 from shardformer.quantized.weight_keys import MEANING
 
-FLOATS = ("float32", "bfloat16", "float16")  # of a Hugging Face folder
+FLOAT_NAMES = ("float32", "bfloat16", "float16")  # of a Hugging Face folder
 
 
 def check_float(dtype: str) -> None:
-    if dtype not in FLOATS:
-        raise UsageError(f"dtype is one of {', '.join(FLOATS)}; got {dtype!r}")
+    if dtype not in FLOAT_NAMES:
+        raise UsageError(f"dtype is one of {', '.join(FLOAT_NAMES)}; got {dtype!r}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,30 +5,27 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 
 from shardformer.config import Config
 from shardformer.convert import safetensors_files, weight_files
+from shardformer.convert.convert_options import FLOAT_NAMES
 from shardformer.convert.families import FAMILIES, Family, Part, Stored, list_arrays, list_stored
 from shardformer.convert.gptj import TABLE, TABLE_BIAS
 from shardformer.convert.hf_settings import select_text_arrays
 from shardformer.convert.leaves import Filled, Leaves, Readable, blocks, flatten
 from shardformer.convert.mxfp4 import Packed, unpack
-from shardformer.convert.safetensors_files import DTYPES, CreatedTensor
+from shardformer.convert.safetensors_files import CreatedTensor
 from shardformer.convert.weight_files import Tensor
 from shardformer.errors import RunError, UsageError
 from shardformer.model import Model
 
 Source = Tensor | Packed
 MAX_FLOAT16 = 65504.0
-FLOATS = [DTYPES[name] for name in ("F32", "BF16", "F16")]
+FLOATS = {name: jnp.dtype(name) for name in FLOAT_NAMES}
 # Masks and frequencies that older versions of transformers saved; config.json determines them.
 _DERIVED = re.compile(r"(.*\.)?(attn|attention)\.(attention\.)?(bias|masked_bias)|(.*\.)?rotary_emb\.inv_freq")
-
-
-def float_kind(dtype: str) -> np.dtype:
-    """Returns the number type that an option names."""
-    return next(kind for kind in FLOATS if kind.name == dtype)
 
 
 def open_params(folder: Path, family: str, config: Config, not_finite: set[str], positions: int = 0) -> Leaves:
@@ -96,8 +93,8 @@ def match(
             raise UsageError(
                 f"{tensor.path}: {tensor.name} is {list(tensor.shape)}, and config.json makes it {list(stored.shape)}"
             )
-        if tensor.dtype not in FLOATS:
-            raise UsageError(f"{tensor.path}: {tensor.name} is {tensor.dtype}, expected float32, bfloat16 or float16")
+        if tensor.dtype not in FLOATS.values():
+            raise UsageError(f"{tensor.path}: {tensor.name} is {tensor.dtype}, expected one of {', '.join(FLOATS)}")
         result.append((stored, tensor))
     if missing:
         raise RunError(f"{folder} lacks {first_of(missing)}; copy all of its files again")
@@ -171,7 +168,7 @@ def check_float16(array: np.ndarray, name: str, instead: str) -> None:
 
 
 def write_params(folder: Path, family: str, config: Config, params: Leaves, dtype: str, shard_bytes: int) -> None:
-    kind = float_kind(dtype)
+    kind = FLOATS[dtype]
 
     def make(stored: Stored) -> np.ndarray:
         array = compute_array(params, stored)

@@ -21,7 +21,7 @@ from shardformer.convert import hf_settings, peft_experts, runs, safetensors_fil
 from shardformer.convert.convert_options import FromPeft, ToPeft
 from shardformer.convert.families import Part, Stored, list_stored
 from shardformer.convert.hf import copy_tokenizer
-from shardformer.convert.hf_state import FLOATS, first_of, float_kind
+from shardformer.convert.hf_state import FLOATS, first_of
 from shardformer.convert.leaves import Array, Filled, State, copy_into, flatten
 from shardformer.convert.new_folder import describe_form, new_folder, new_folder_on_disk
 from shardformer.convert.safetensors_files import CreatedTensor, Tensor
@@ -125,7 +125,7 @@ def run_to_peft(source: Path, target: Path, arguments: list[str]) -> str:
             settings = _write_settings(family, run.config, adapters)
         if options.base_name or "base_model_name_or_path" not in settings:
             settings["base_model_name_or_path"] = options.base_name or None
-        kind = float_kind(options.dtype)
+        kind = FLOATS[options.dtype]
         created = [
             CreatedTensor(name, kind, array.shape, functools.partial(np.asarray, array))
             for name, array in arrays.items()
@@ -401,7 +401,7 @@ def _match(source: Path, targets: list[Target]) -> list[tuple[Target, Tensor, Te
                 f"{path}: {target.module} has adapters of {list(a.shape)} and {list(b.shape)}, and the base makes them "
                 f"[{rows}, {inputs}] and [{outputs}, {rows}]"
             )
-        if a.dtype not in FLOATS or b.dtype not in FLOATS:
+        if a.dtype not in FLOATS.values() or b.dtype not in FLOATS.values():
             raise UsageError(f"{path}: {target.module} has {a.dtype} and {b.dtype}, expected floats")
         pairs.append((target, a, b))
     if left:

@@ -18,6 +18,7 @@ from shardformer.analysis import dense_reference, traced
 from shardformer.config import Config
 from shardformer.config.names import LAYERS
 from shardformer.convert import families, hf_settings, hf_state, runs, safetensors_files, weight_files
+from shardformer.convert.convert_options import FLOAT_NAMES, ToHf
 from shardformer.convert.families.family import read_scaling
 from shardformer.errors import RunError, UsageError
 from shardformer.inference import Generator, Sampling
@@ -234,6 +235,15 @@ def test_there_and_back_is_bitwise_with_the_tokenizer(name, tmp_path, capsys):
     family, config = hf_settings.read_config(source)
     assert Run.open(tmp_path / "run").config.replace(out="") == config.replace(tokenizer="ids", data="")
     assert f"of a {family} model" in capsys.readouterr().out
+
+
+def test_dtypes_of_options_are_those_of_folders():
+    assert tuple(hf_state.FLOATS) == FLOAT_NAMES
+    for name, kind in hf_state.FLOATS.items():
+        assert ToHf(dtype=name).dtype == kind.name
+        assert kind in safetensors_files.DTYPES.values()
+    with pytest.raises(UsageError, match="dtype is one of float32, bfloat16, float16; got 'float64'"):
+        ToHf(dtype="float64")
 
 
 def test_codes_of_a_folder_are_made_layer_by_layer(tmp_path, capsys, monkeypatch):
