@@ -54,7 +54,8 @@ def succeed_or_fail_together(act: Callable[[], T]) -> T:
         local_error = error
     except OSError as error:
         local_error = RunError(str(error) or type(error).__name__)
-    failures = gather_texts(f"{type(local_error).__name__}:{local_error}" if local_error else "")
+    local_kind = UsageError if isinstance(local_error, UsageError) else RunError  # whatever class of these it is
+    failures = gather_texts(f"{local_kind.__name__}:{local_error}" if local_error else "")
     for process, failure in enumerate(failures):
         if failure:
             kind, _, message = failure.partition(":")

@@ -10,6 +10,7 @@ import pytest
 
 from shardformer import preset
 from shardformer.analysis import memory
+from shardformer.checkpoint import FolderLost, FolderTaken
 from shardformer.config import Config
 from shardformer.config.names import AXES
 from shardformer.devices import clusters, processes, rendezvous
@@ -209,6 +210,18 @@ def test_what_fails_on_one_process_fails_on_all(monkeypatch):
         answer_for_processes(monkeypatch, lambda own, kind=kind: [own, f"{kind.__name__}:there: it"])
         with pytest.raises(kind, match=r"^process 1: there: it$"):
             processes.succeed_or_fail_together(lambda: 7)
+
+
+@pytest.mark.parametrize(("raised", "kind"), [(FolderTaken, UsageError), (FolderLost, RunError)])
+def test_a_failure_is_of_one_kind_on_all_processes(raised, kind, monkeypatch):
+    """A wrong command has the exit status of one on every process, whatever class of error it is."""
+    told = []
+    answer_for_processes(monkeypatch, lambda own: told.append(own) or [own])
+    with pytest.raises(raised, match=r"^a run$"):
+        processes.succeed_or_fail_together(lambda: (_ for _ in ()).throw(raised("a run")))
+    answer_for_processes(monkeypatch, lambda own: [own, *told])
+    with pytest.raises(kind, match=r"^process 1: a run$"):
+        processes.succeed_or_fail_together(lambda: 7)
 
 
 def test_what_the_first_process_does_the_others_only_hear_of(monkeypatch):
