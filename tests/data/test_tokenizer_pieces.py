@@ -241,12 +241,12 @@ def test_settings_beside_vocab_and_merges_are_read(documents, tmp_path):
 
 def test_a_converted_model_takes_vocab_and_merges(documents, tmp_path):
     make_gpt2_folder(tmp_path, documents["gpt2"])
-    config, vocabulary, _ = open_vocabulary(hf._choose_tokenizer(tmp_path, Config.of(vocab=600)))
+    config, vocabulary, _ = open_vocabulary(hf.choose_tokenizer(tmp_path, Config.of(vocab=600)))
     assert config.data.tokenizer == str(tmp_path)
     assert vocabulary.encode(TEXT).tolist() == encode_by_package(documents["gpt2"], TEXT)
     (tmp_path / "merges.txt").unlink()
     with pytest.raises(UsageError, match=r"has vocab\.json and no tokenizer\.json; .* or give tokenizer=ids"):
-        open_vocabulary(hf._choose_tokenizer(tmp_path, Config.of(vocab=600)))
+        open_vocabulary(hf.choose_tokenizer(tmp_path, Config.of(vocab=600)))
 
 
 def test_a_damaged_vocab_is_rejected(documents, tmp_path):
