@@ -20,7 +20,7 @@ def small():
         patch.setattr(slot_programs, "LONGEST_CHUNK", 8)
         patch.setattr(slot_programs, "SMALLEST_CACHE", 8)
         patch.setattr(engine_module, "SMALLEST_POOL", 32)
-        own, weights = engine(**SIZES)
+        own, weights = engine.__wrapped__(**SIZES)  # not one that other tests have made with other sizes
         yield own, (weights, own.load(scaled_parameters()))
 
 
