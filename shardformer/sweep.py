@@ -1,7 +1,7 @@
 """A sweep: an ordinary run for each combination of some keys' values and each seed; the worse half may stop early.
 
 What is left to do follows from the runs' folders. So the same command continues a sweep, and processes on one disk
-share its runs, such as the tasks of a SLURM array. Each process tries a run that has failed once.
+share its runs, such as the tasks of a SLURM array. A run that fails is tried once by each process.
 """
 
 import dataclasses
@@ -18,8 +18,6 @@ import jax
 from shardformer import checkpoint, storage
 from shardformer.checkpoint import FolderTaken
 from shardformer.config import FIELDS, LAUNCH_ONLY_KEYS, Config
-from shardformer.config.config import key_names
-from shardformer.config.data_keys import DataKeys
 from shardformer.config.keys import format_value
 from shardformer.config.registries import names_code
 from shardformer.errors import RunError, UsageError
@@ -244,6 +242,6 @@ def _check_unchanged(config: Config) -> None:
 
 
 def _settled(config: Config) -> list[str]:
-    """Returns the keys whose values a run settles at its start: the mesh, what is auto, and data keys left out."""
-    left_out = [name for name in key_names(DataKeys) if config.get(name) == FIELDS[name].default]
-    return ["vocab", "mesh", *left_out, *(name for name in FIELDS if config.shown(name) == "auto")]
+    """Returns the keys that a run settles at its start: the mesh, what is auto, and the rows of conversations."""
+    of_rows = [name for name in ("documents", "mask_prompt") if config.get(name) == FIELDS[name].default]
+    return ["vocab", "mesh", *of_rows, *(name for name in FIELDS if config.shown(name) == "auto")]

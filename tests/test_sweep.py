@@ -10,7 +10,7 @@ from shardformer import UsageError, preset
 from shardformer.__main__ import main
 from shardformer.checkpoint import FolderTaken
 from shardformer.errors import RunError
-from shardformer.sweep import Sweep
+from shardformer.sweep import Sweep, _check_unchanged
 from shardformer.training.stop_signal import StopSignal
 from tests import runs
 
@@ -157,6 +157,18 @@ def test_a_failed_run_leaves_the_others(sweep, monkeypatch):
 def test_a_stop_ends_the_sweep(sweep, monkeypatch):
     monkeypatch.setattr(Sweep, "train_one", lambda *_: False)
     assert not sweep.train()
+
+
+@pytest.mark.parametrize("changed", [{"order": "random"}, {"validation": "0.5"}, {"batch": 16}])
+def test_runs_of_other_keys_are_not_continued(changed, sweep):
+    """Their losses would not be comparable. What a run settles by its data is no other key."""
+    run = sweep.settings[0].runs[0]
+    Path(run.run.out).mkdir()
+    (Path(run.run.out) / "config.json").write_text(run.replace(vocab=63, tokenizer="chars", **changed).to_json())
+    with pytest.raises(UsageError, match=f"was trained with other keys .*{next(iter(changed))}"):
+        sweep.train()
+    (Path(run.run.out) / "config.json").write_text(run.replace(vocab=63, tokenizer="chars", mesh="2x1").to_json())
+    _check_unchanged(run)
 
 
 def test_evaluations_too_rare_are_rejected():

@@ -183,7 +183,7 @@ def test_a_run_without_subwords_has_no_vocabulary(vocabulary):
     assert keys_of(vocabulary) == {"model": "no_vocab"}
 
 
-def test_special_tokens_are_those_that_the_model_was_published_with():
+def test_special_tokens_are_those_of_the_published_model():
     keys = keys_of(byte_level(), beginning=3, ends=(5, 6), padding=4)
     assert [keys[f"{name}_token_id"] for name in ("bos", "eos", "eot", "padding")] == [3, 5, 6, 4]
 

@@ -99,7 +99,7 @@ def test_an_installed_package_is_used(nothing_installed):
         assert run("import wandb")["wandb"].mine
 
 
-def test_installed_smart_open_reads_buckets_as_folders_without_google(nothing_installed):
+def test_installed_smart_open_reads_buckets_as_folders(nothing_installed):
     (nothing_installed / "smart_open.py").write_text("def open(uri, mode, **options):\n    return f'theirs: {uri}'\n")
     (nothing_installed / "bucket").mkdir()
     with installed():
@@ -121,7 +121,7 @@ def bucket(tmp_path, monkeypatch):
     return tmp_path / "bucket"
 
 
-def test_a_missing_object_is_not_found_and_a_missing_bucket_is_advised(bucket):
+def test_missing_object_is_not_found_and_bucket_is_advised(bucket):
     assert smart_open.open("gs://bucket/model/step_1/shard_0/0.npz", "rb").read() == b"bytes"
     with pytest.raises(buckets.NotFound, match=r"gs://bucket/meta\.json: no file bucket/meta\.json"):
         smart_open.open("gs://bucket/meta.json")

@@ -162,7 +162,7 @@ def test_mistake_in_the_task_is_noticed(tmp_path, wrong, status):
     assert main(["verify", task, "mesh=4x2", "batch=8", "exact=true"]) == status
 
 
-def test_first_task_of_the_tutorial_differs_in_the_lines_that_it_names():
+def test_first_task_differs_in_the_lines_that_it_names():
     dense, split = (
         set((PAGES / "tutorial" / name).read_text().splitlines()) for name in ("squares_dense.py", "squares.py")
     )
