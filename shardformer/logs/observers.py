@@ -16,7 +16,10 @@ from shardformer.messages import log
 
 
 class Observer(Protocol):
-    """An object that receives the logged rows of a run."""
+    """An object that receives the logged rows of a run.
+
+    After an error, the end of the run calls `close_failed()` in place of `close()`, if the observer has it.
+    """
 
     def write(self, row: dict) -> None: ...
 
@@ -38,9 +41,9 @@ class Observers:
     def __enter__(self) -> "Observers":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         for worker in self._workers:
-            worker.finish()
+            worker.finish(failed=error is not None)
         self._print_problems()
 
     def start(self, name: str, make: Callable[[], Observer], finish_seconds: float | None = None) -> None:
@@ -63,6 +66,7 @@ class _Worker:
         self.problems: collections.deque[str] = collections.deque()
         self._name, self._make, self._finish_seconds = name, make, finish_seconds
         self._reported: set[str] = set()
+        self._failed = False  # the run, known at its end
         self._rows: queue.Queue[dict | None] = queue.Queue(queue_rows)
         self._thread = threading.Thread(target=self._work, name=f"observer {name}", daemon=True)
         self._thread.start()
@@ -74,7 +78,8 @@ class _Worker:
             if self._thread.is_alive():
                 self._report("is too slow: it does not receive every row")
 
-    def finish(self) -> None:
+    def finish(self, failed: bool) -> None:
+        self._failed = failed
         end = time.monotonic() + self._finish_seconds
         with contextlib.suppress(queue.Full):
             self._rows.put(None, timeout=self._finish_seconds)
@@ -95,7 +100,8 @@ class _Worker:
             except BaseException as error:
                 self._report(f"failed: {_describe(error)}")
         try:
-            observer.close()
+            close = getattr(observer, "close_failed", observer.close) if self._failed else observer.close
+            close()
         except BaseException as error:
             self._report(f"failed: {_describe(error)}")
 

@@ -37,7 +37,7 @@ class Client(Protocol):
 
     def log(self, step: int, values: dict[str, float]) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, failed: bool) -> None: ...
 
 
 class Wandb:
@@ -59,8 +59,8 @@ class Wandb:
     def log(self, step: int, values: dict[str, float]) -> None:
         self._run.log(values, step=step)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
 
 
 class Mlflow:
@@ -76,8 +76,8 @@ class Mlflow:
     def log(self, step: int, values: dict[str, float]) -> None:
         self._mlflow.log_metrics(values, step=step)
 
-    def close(self) -> None:
-        self._mlflow.end_run()
+    def close(self, failed: bool) -> None:
+        self._mlflow.end_run("FAILED" if failed else "FINISHED")
 
 
 class Aim:
@@ -94,7 +94,8 @@ class Aim:
         for name, value in values.items():
             self._run.track(value, name=name, step=step)
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
+        self._run["status"] = "failed" if failed else "finished"  # Aim has no status of its own
         self._run.close()
 
 
@@ -117,7 +118,10 @@ class PackageTracker:
         self._client.log(row["step"], values)
 
     def close(self) -> None:
-        self._client.close()
+        self._client.close(failed=False)
+
+    def close_failed(self) -> None:
+        self._client.close(failed=True)
 
 
 def read_identities(folder: Path) -> dict[str, str]:

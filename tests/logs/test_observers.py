@@ -1,9 +1,11 @@
 """Trackers that are slow, fail or hang: each costs a run one line."""
 
+import contextlib
 import threading
 
 import pytest
 
+from shardformer.errors import RunError
 from shardformer.logs.observers import Observers
 
 
@@ -31,6 +33,28 @@ def test_each_observer_receives_every_row_and_is_closed(said):
             watching.write({"step": step})
     assert [recorder.rows for recorder in recorders] == [[*range(100)]] * 2
     assert all(recorder.closed for recorder in recorders)
+    assert said == []
+
+
+class Judge(Recorder):
+    """An observer that distinguishes a failed run."""
+
+    failed = False
+
+    def close_failed(self):
+        self.failed = True
+
+
+@pytest.mark.parametrize("error", [RunError("no memory"), KeyboardInterrupt(), None])
+def test_observer_that_asks_for_it_is_closed_as_failed(error, said):
+    judge, recorder = Judge(), Recorder()
+    with contextlib.suppress(RunError, KeyboardInterrupt), Observers() as watching:
+        watching.start("a judge", lambda: judge)
+        watching.start("a recorder", lambda: recorder)
+        if error:
+            raise error
+    assert (judge.failed, judge.closed) == (error is not None, error is None)
+    assert recorder.closed
     assert said == []
 
 

@@ -1,5 +1,6 @@
 """Trackers by name, and traces of steps."""
 
+import contextlib
 import importlib
 import importlib.machinery
 import importlib.metadata
@@ -10,7 +11,7 @@ import sys
 import pytest
 
 from shardformer.config.run_keys import TRACKERS
-from shardformer.errors import UsageError
+from shardformer.errors import RunError, UsageError
 from shardformer.logs import step_profiler, trackers
 from shardformer.logs.observers import Observers
 from shardformer.logs.step_profiler import StepProfiler
@@ -22,11 +23,20 @@ ROWS = ({"step": 1, "loss": 2.0, "val_loss": None, "own": 3.0}, {"step": 2, "los
 VALUES = ({"train/loss": 2.0, "own": 3.0}, {"train/loss": 1.0, "validation/loss": 1.5, "own": 3.5})
 
 
-def report(tracker, folder, new=True, rows=ROWS):
-    with Observers() as observers:
+ENDS = {
+    "wandb": lambda failed: ("Run.finish", {"exit_code": int(failed)}),
+    "mlflow": lambda failed: ("end_run", {"status": "FAILED" if failed else "FINISHED"}),
+    "aim": lambda failed: ("config", {"status": "failed" if failed else "finished"}),
+}
+
+
+def report(tracker, folder, new=True, rows=ROWS, error=None):
+    with contextlib.suppress(RunError), Observers() as observers:
         trackers.start_tracker(observers, tracker, folder, SETTINGS, new)
         for row in rows:
             observers.write(row)
+        if error:
+            raise error
 
 
 @pytest.fixture(params=[*trackers.CLIENTS])
@@ -55,6 +65,16 @@ def test_package_receives_rows_settings_and_the_end(tmp_path, calls, said):
     config = {"out": "checkpoints/mine", "steps": 4, "lr": 0.1, "task": str(print)}
     assert config in [value for _, given in noted for value in given.values()]
     assert noted[-1][0] in ("Run.finish", "end_run", "Run.close")
+
+
+@pytest.mark.parametrize("error", [None, RunError("a loss that is not finite")])
+def test_package_shows_only_a_failed_run_as_failed(tmp_path, calls, error, said):
+    tracker, noted = calls
+    report(tracker, tmp_path, error=error)
+    ends = ENDS[tracker]
+    assert noted.count(ends(failed=error is not None)) == 1
+    assert noted.count(ends(failed=error is None)) == 0
+    assert said == []
 
 
 def test_resume_continues_the_run_of_the_package(tmp_path, calls, said):
