@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the sdist and the wheel, and trains with the installed wheel in a clean environment outside of the checkout.
+# Builds the sdist and the wheel, and trains with each, installed in a clean environment outside of the checkout.
 #
 #   scripts/wheel.sh [FOLDER]   FOLDER gets both files; dist by default
 #
@@ -26,6 +26,13 @@ run "$work/tools/bin/twine" check --strict "$folder"/shardformer-*
 run "$python" -m venv "$work/clean"
 run "$work/clean/bin/pip" install --quiet --disable-pip-version-check --no-compile "$folder"/shardformer-*.whl
 cd -- "$work"
-run "$work/clean/bin/shardformer" --version
-run "$work/clean/bin/shardformer" train tiny data=builtin steps=20 out=run
-run "$work/clean/bin/shardformer" sample run tokens=20
+try_installed() {
+    run "$work/clean/bin/shardformer" --version
+    run "$work/clean/bin/shardformer" train tiny data=builtin steps=20 out="$1"
+    run "$work/clean/bin/shardformer" sample "$1" tokens=20
+}
+try_installed run
+# Built from the sdist, the package has the files of data that the sdist has; its dependencies are the wheel's.
+run "$work/clean/bin/pip" install --quiet --disable-pip-version-check --no-compile --no-deps --force-reinstall \
+    "$folder"/shardformer-*.tar.gz
+try_installed run_of_sdist
