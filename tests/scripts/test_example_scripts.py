@@ -115,7 +115,9 @@ def test_xmap_program_needs_the_removed_names(monkeypatch):
 
 
 def test_cells_of_the_notebook_run(folder, text, monkeypatch, capsys):
-    code = "\n".join(read_cells(EXAMPLES / "notebook.ipynb", "code"))
+    install, *cells = read_cells(EXAMPLES / "notebook.ipynb", "code")
+    assert install.splitlines()[-1] == "%pip install -q shardformer"
+    code = "\n".join(cells)
     leave_run(folder / "checkpoints" / "notebook")
     monkeypatch.setattr("logging.Logger.setLevel", lambda *_: None)
     code = code.replace('data="builtin"', f"data={str(text)!r}").replace("steps=100", "steps=2, decay_steps=3")
