@@ -98,7 +98,7 @@ def say_how_to_resume(run: Run) -> None:
 
 
 def finish(trained: Trained, stop: StopSignal) -> None:
-    """Evaluates the best checkpoint on all of validation and test, and prints a sample of it.
+    """Evaluates the best checkpoint on all held-out data, and prints a sample of it.
 
     A stop ends it; `train --resume` repeats it.
     """
@@ -106,10 +106,12 @@ def finish(trained: Trained, stop: StopSignal) -> None:
     ending: FinalSample | TaskReport = TaskReport(trained) if run.config.start.task else FinalSample(trained)
     with stop.printed_by(print_line, plan=plan), ending:
         try:
-            say("evaluating the best checkpoint on all of validation and test")
+            if splits := [*trained.evaluator.corpus.held_out]:
+                say(f"evaluating the best checkpoint on all of {' and '.join(splits)}")
             losses = trained.evaluate(stop.is_requested)
             step, params = run.restore_params(ending.model, trained.best.step)
-            say(f"\nbest checkpoint: step {step}, on {run.config.data.source}\n{format_losses(losses, run.config)}")
+            table = format_losses(losses, run.config) if losses else "there is no validation data to evaluate it on"
+            say(f"\nbest checkpoint: step {step}, on {run.config.data.source}\n{table}")
             with contextlib.suppress(SampleStopped):
                 say_text(ending.write(params, stop))
         except EvaluationStopped:

@@ -18,7 +18,7 @@ Batch = dict[str, np.ndarray]  # arrays that lead with the rows
 
 
 class Task:
-    """A loss with its data. A subclass has `rows`, `batches` and `loss`; training/README.md shows a split one.
+    """A loss with its data. A subclass has `rows`, `batches` and `loss`; the tutorial of the documentation shows one.
 
     >>> import itertools, haiku as hk, numpy as np
     >>> from shardformer import Task

@@ -28,6 +28,17 @@ def test_run_is_evaluated_at_its_end(trained):
     assert (record["rows"], list(record)) == (16, ["loss", "accuracy", "rows", "largest"])
 
 
+def test_end_names_the_splits_that_the_task_has(trained, tmp_path, capsys):
+    assert main(["train", "--resume", str(trained), "steps=5", TASK]) == 0
+    assert "evaluating the best checkpoint on all of validation\n" in capsys.readouterr().out
+    other = f"task={FILE}:WithoutValidation"
+    assert main(["train", other, *KEYS, "mesh=2x2", f"out={tmp_path / 'run'}"]) == 0
+    printed = capsys.readouterr().out
+    assert "\nthere is no validation data to evaluate it on\n" in printed
+    assert "evaluating the best checkpoint" not in printed
+    assert "\nsplit " not in printed
+
+
 def test_stored_run_does_not_name_the_code(trained):
     stored = json.loads((trained / "config.json").read_text())
     assert stored["objective"] == "task"

@@ -37,3 +37,10 @@ class Perceptron(Task):
 
     def measure(self, batch, logits):
         return {"accuracy": (logits.argmax(-1) == batch["y"]).mean(), "largest": jnp.abs(logits).max(-1).mean()}
+
+
+class WithoutValidation(Perceptron):
+    """The same without held-out data."""
+
+    def validation(self, count):
+        return []
