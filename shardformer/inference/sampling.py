@@ -36,17 +36,20 @@ class Drawing(NamedTuple):
         )  # fmt: skip
 
 
-def choose_tokens(logits_BV, key_B, drawing: Drawing, seen_BV=None) -> jax.Array:
+def choose_tokens(logits_BV, key_B, drawing: Drawing, seen_BV=None, bias_BV=None, biased=True) -> jax.Array:
     """Returns one id per row, each drawn with its key. A token whose logit is -inf is never drawn.
 
     drawing: values for all rows, or [B] of each row, which do not change the draws of other rows.
     seen_BV: the tokens that the repetition penalty makes less likely.
+    bias_BV: what is then added to the logits, -inf for a token that must not be drawn; nothing unless `biased`.
     """
     drawing = Drawing(*(jnp.broadcast_to(value, len(logits_BV))[:, None] for value in drawing))
     if seen_BV is not None:
         factor_B1 = drawing.repetition_penalty
         penalised_BV = jnp.where(logits_BV > 0, logits_BV / factor_B1, logits_BV * factor_B1)
         logits_BV = jnp.where(seen_BV, penalised_BV, logits_BV)
+    if bias_BV is not None:
+        logits_BV = lax.cond(biased, lambda: logits_BV + bias_BV, lambda: logits_BV)
     greedy_B1 = drawing.temperature == 0
 
     def draw():

@@ -5,6 +5,8 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from shardformer.config.sampling_keys import Sampling
 from shardformer.inference.generator import Continuation, Row, Stop, never_stop
 from shardformer.inference.serve.slot_programs import SlotPrograms
@@ -13,6 +15,7 @@ SMALLEST_POOL = 128  # tokens of a row in the first pool; each next pool has 4 t
 SPARE = 16  # tokens that a row can draw at least before it moves on, unless its context is full
 
 Top = list[tuple[int, float]]  # the most likely ids of a position and their log-probabilities
+Bias = Callable[[list[int]], np.ndarray]  # from the ids drawn so far to what is added to the next logits
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,6 +43,7 @@ class Job(Row):
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     weights: Weights | None = None
     stops: Stop = never_stop
+    bias: Bias | None = None
     top: int = 0  # most likely tokens to report at each position
     scores_prompt: bool = False  # also report the log-probability of each token of the prompt
     draws: bool = True  # False: only the prompt is scored

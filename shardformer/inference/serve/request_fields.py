@@ -15,15 +15,14 @@ COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens
 IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls")  # they change no token
 # Fields of OpenAI that the engine does not compute, and the values with which they change nothing.
 NEUTRAL: dict[str, tuple] = {
-    "presence_penalty": (0, None),
-    "frequency_penalty": (0, None),
-    "logit_bias": (None, {}),
     "suffix": (None, ""),
     "tool_choice": (None, "auto", "none"),
     "response_format": (None, {"type": "text"}),
 }
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos", "seed")
-COMMON = ("model", "n", "stream", "stream_options", "stop", "max_tokens", "best_of", *SAMPLING, *NEUTRAL, *IGNORED)
+BIASES = ("logit_bias", "presence_penalty", "frequency_penalty")
+ANSWERED = ("model", "n", "stream", "stream_options", "stop", "max_tokens", "best_of")
+COMMON = (*ANSWERED, *SAMPLING, *BIASES, *NEUTRAL, *IGNORED)
 OF_COMPLETIONS = (*COMMON, "prompt", "logprobs", "echo")
 OF_CHAT = (*COMMON, "messages", "tools", "logprobs", "top_logprobs", "max_completion_tokens", "chat_template_kwargs")
 
@@ -109,7 +108,7 @@ def take(body: dict, name: str, kind: type, default: Any, least: int | None = No
     is_number = kind is float and type(value) in (int, float)
     if type(value) is not kind and not is_number:
         raise ApiError(400, f"{name} is {value!r:.60}; expected {_describe(kind)}", name)
-    if (least is not None and value < least) or (most is not None and value > most):
+    if (least is not None and not value >= least) or (most is not None and not value <= most):  # NaN is neither
         bounds = f"at least {least}" if most is None else f"{least} to {most}"
         raise ApiError(400, f"{name} is {value!r:.60}; expected {bounds}", name)
     return value

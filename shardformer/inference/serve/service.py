@@ -15,7 +15,7 @@ from shardformer.inference.sampling import Stops
 from shardformer.inference.serve.answers import Answer, Choice
 from shardformer.inference.serve.bodies import Bodies, Limits
 from shardformer.inference.serve.engine_thread import EngineThread, Full
-from shardformer.inference.serve.jobs import Job, Tokens, Weights
+from shardformer.inference.serve.jobs import Bias, Job, Tokens, Weights
 from shardformer.inference.serve.request_fields import (
     MOST_CHOICES,
     ApiError,
@@ -26,6 +26,7 @@ from shardformer.inference.serve.request_fields import (
     take,
 )
 from shardformer.inference.serve.text_stream import TextStream
+from shardformer.inference.serve.token_bias import read_bias
 from shardformer.inference.text_codec import TextCodec
 
 SHORT_BODY = 100_000  # bytes: such bodies never wait for a longer one to be encoded
@@ -89,8 +90,8 @@ class Service:
     async def start(self, content: bytes, chat: bool) -> "Exchange":
         """Checks the body of a request and queues its jobs."""
         async with self._short if len(content) <= SHORT_BODY else self._long:
-            fields, model, prompts = await asyncio.to_thread(self._read, content, chat)
-        jobs = self._make_jobs(fields, [ids for _, ids in prompts], model.weights)
+            fields, model, prompts, bias = await asyncio.to_thread(self._read, content, chat)
+        jobs = self._make_jobs(fields, [ids for _, ids in prompts], model.weights, bias)
         choices = [self._make_choice(fields, job, prompts[job.number // fields.sampling.samples][0], chat)
                    for job in jobs]  # fmt: skip
         answer = Answer(fields, model.name, self.codec.vocabulary, choices, chat)
@@ -99,16 +100,17 @@ class Service:
         self.metrics.prompt_tokens += sum(len(ids) for _, ids in prompts)
         return exchange
 
-    def _read(self, content: bytes, chat: bool) -> tuple[Fields, Served, list[tuple[str, list[int]]]]:
-        """Returns the fields of a body, its model, and the text and the ids of each prompt."""
+    def _read(self, content: bytes, chat: bool) -> tuple[Fields, Served, list[tuple[str, list[int]]], Bias | None]:
+        """Returns the fields of a body, its model, the text and the ids of each prompt, and the bias of its draws."""
         fields = read_fields(parse_body(content), chat)
         model = self.find_model(fields.model)
         if chat and self.chat is None:
             raise ApiError(400, f"{model.name} has no chat template; use /v1/completions")
         try:
-            return fields, model, self._encode_chat(fields) if chat else self._encode_prompts(fields)
+            prompts = self._encode_chat(fields) if chat else self._encode_prompts(fields)
         except UsageError as error:
             raise ApiError(400, str(error), "messages" if chat else "prompt") from None
+        return fields, model, prompts, read_bias(fields.body, self.thread.engine.vocab_size, self.codec.encode_bare)
 
     def _encode_prompts(self, fields: Fields) -> list[tuple[str, list[int]]]:
         """Returns the text and the ids of each prompt; the first one that does not fit ends the encoding."""
@@ -168,7 +170,7 @@ class Service:
             )  # fmt: skip
         return tokens
 
-    def _make_jobs(self, fields: Fields, prompts: list[list[int]], weights: Weights) -> list[Job]:
+    def _make_jobs(self, fields: Fields, prompts: list[list[int]], weights: Weights, bias: Bias | None) -> list[Job]:
         tokens = self._count_tokens(fields, max(map(len, prompts)))
         sampling = dataclasses.replace(fields.sampling, tokens=max(tokens, 1))
         stops = self._make_stops(fields)
@@ -176,7 +178,7 @@ class Service:
         return [
             Job(
                 number * sampling.samples + sample, ids, sample, sampling=sampling, weights=weights, stops=stops,
-                top=fields.top, scores_prompt=scored, draws=tokens > 0,
+                bias=bias, top=fields.top, scores_prompt=scored, draws=tokens > 0,
             )
             for number, ids in enumerate(prompts)
             for sample in range(sampling.samples)

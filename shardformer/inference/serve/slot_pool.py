@@ -125,19 +125,40 @@ class SlotPool:
         Returns the passes over the model: one for each token, but none for the first after a context was read. Such
         first tokens are drawn before the others, so that they wait for no pass.
         """
+        biases = self._collect_biases(jobs)
+        jobs = [job for job in jobs if not job.failure]
         fresh, others = [job for job in jobs if job.fresh], [job for job in jobs if not job.fresh]
-        passes = self._draw(weights, fresh, 1, fresh=True) if fresh else 0
+        count = 1 if biases else count  # a bias depends on the token before it
+        passes = self._draw(weights, fresh, 1, True, biases) if fresh else 0
         if others:  # in the same call, or a stream of new requests would hold them up
-            passes += self._draw(weights, others, 1 if fresh else count, fresh=False)
+            passes += self._draw(weights, others, 1 if fresh else count, False, biases)
         return passes
 
-    def _draw(self, weights: Weights | None, jobs: list[Job], count: int, fresh: bool) -> int:
+    def _collect_biases(self, jobs: list[Job]) -> dict[int, np.ndarray]:
+        """Returns the biases by row; a job whose bias fails, such as without any possible token, fails alone."""
+        biases: dict[int, np.ndarray] = {}
+        for job in jobs:
+            try:
+                if job.bias:
+                    biases[job.slot or 0] = job.bias(job.ids)
+            except Exception as error:
+                job.failure = error
+        return biases
+
+    def _draw(
+        self, weights: Weights | None, jobs: list[Job], count: int, fresh: bool, biases: dict[int, np.ndarray]
+    ) -> int:
         count = min([count, *(min(job.remaining, job.room) for job in jobs)])
         draws = self._describe(jobs)
         with_top = any(job.top for job in jobs)
         assert weights is not None
         programs = weights.programs or self.programs
-        control = count, self.vocab_size, with_top, fresh
+        bias_BV = None
+        if chosen := [job.slot for job in jobs if job.slot in biases]:
+            bias_BV = programs.make_bias()
+            for slot in chosen:
+                bias_BV[slot, : self.vocab_size] = biases[slot]
+        control = count, self.vocab_size, with_top, fresh, bias_BV
         self._state, drawn = programs.draw(weights.unstacked, self._state, draws, *control)
         passes = count - fresh
         for job in jobs:

@@ -66,12 +66,13 @@ class SlotPrograms:
         self.longest_chunk = round_up_tokens(min(LONGEST_CHUNK, model.config.model.seq), self._cp)
         self._least_at_end = round_up_tokens(self.longest_chunk // 4, self._cp)  # tokens of a chunk without padding
         self.top = min(MOST_TOP, model.config.model.vocab)
-        rows, everywhere = model.sharding(ROWS), model.sharding(P())
+        rows, everywhere, logits = model.sharding(ROWS), model.sharding(P()), model.sharding(P("dp", "mp"))
         self._to_rows = functools.partial(place, sharding=rows)
         self._to_all = functools.partial(place, sharding=everywhere)
+        self._to_logits = functools.partial(place, sharding=logits)
         self.unstack = Unstacking(model)
         cache = model.sharding(self.decoder.cache_spec)
-        layout = State._make((model.sharding(P("dp", "mp")), cache, rows))
+        layout = State._make((logits, cache, rows))
         self._empty = programs.jit(self._make_empty, static_argnames="size", out_shardings=layout)
         self._read = programs.jit(self.decoder.extend, out_shardings=layout[:2])
         self._score = programs.jit(self._score_chunk, out_shardings=(layout[:2], *[everywhere] * 3))
@@ -79,6 +80,14 @@ class SlotPrograms:
         self._take = programs.jit(self.decoder.take_slots, static_argnames="count", out_shardings=cache)
         self._restore = programs.jit(self.decoder.put_slots, donate_argnames="caches", out_shardings=cache)
         self._draw = programs.jit(self._draw_tokens, donate_argnums=1, out_shardings=(layout, *[everywhere] * 4))
+
+    @functools.cached_property
+    def _no_bias(self) -> jax.Array:
+        return self._to_logits(self.make_bias())
+
+    def make_bias(self) -> np.ndarray:
+        """Returns zeros [B, V], for `draw`."""
+        return np.zeros((self.rows, self.model.config.model.padded_vocab), np.float32)
 
     def make_state(self, size: int) -> State:
         """Returns rows without tokens, with caches for `size` tokens."""
@@ -125,17 +134,20 @@ class SlotPrograms:
         return state._replace(caches=self._restore(row_D, position_D, state.caches, taken))
 
     def draw(
-        self, unstacked, state: State, draws: Draws, count: int, vocab_size: int, with_top: bool, fresh: bool
-    ) -> tuple[State, Drawn]:
+        self, unstacked, state: State, draws: Draws, count: int, vocab_size: int, with_top: bool, fresh: bool,
+        bias_BV: np.ndarray | None = None,
+    ) -> tuple[State, Drawn]:  # fmt: skip
         """Returns the state and the results after `count` more tokens of the active rows.
 
         fresh: the last tokens of these rows are stored, and the state has the logits after them.
+        bias_BV: what is added to the logits of each row. One program has both cases: two might round differently.
         """
         integers = np.stack([*draws[:6], draws.rules.top_k]).astype(np.int32)
         rules = draws.rules
         floats = np.stack([rules.temperature, rules.top_p, rules.min_p, rules.repetition_penalty]).astype(np.float32)
-        control = np.array([count, vocab_size, with_top, fresh], np.int32)
-        state, *results = self._draw(unstacked, state, *map(self._to_all, (integers, floats, control)))
+        control = np.array([count, vocab_size, with_top, fresh, bias_BV is not None], np.int32)
+        bias = self._no_bias if bias_BV is None else self._to_logits(bias_BV)
+        state, *results = self._draw(unstacked, state, *map(self._to_all, (integers, floats, control)), bias)
         return state, Drawn(*map(np.asarray, results))
 
     def _slots(self, size: int) -> list[int]:
@@ -169,10 +181,10 @@ class SlotPrograms:
         top_logprobs, top_ids = lax.top_k(logprobs_DCV, self.top)
         return new, logprob_DC, top_ids, top_logprobs
 
-    def _draw_tokens(self, unstacked, state: State, integers, floats, control):
+    def _draw_tokens(self, unstacked, state: State, integers, floats, control, bias_BV):
         seed_B, sample_B, drawn_B, position_B, active_B, token_B, top_k_B = integers
         rules = Drawing(floats[0], top_k_B, *floats[1:])
-        count, vocab_size, with_top, fresh = control
+        count, vocab_size, with_top, fresh, biased = control
         key_B = jax.vmap(lambda seed, sample: jax.random.fold_in(jax.random.key(seed, impl=THREEFRY), sample))(
             seed_B, sample_B
         )
@@ -202,7 +214,8 @@ class SlotPrograms:
                 (i >= fresh, logits_BV, caches),
             )
             keys = jax.vmap(jax.random.fold_in)(key_B, drawn_B + i)
-            token_B = choose_tokens(jnp.where(known_V[None], logits_BV, -jnp.inf), keys, rules, seen_BV)
+            known_BV = jnp.where(known_V[None], logits_BV, -jnp.inf)
+            token_B = choose_tokens(known_BV, keys, rules, seen_BV, bias_BV, biased > 0)
             # Over all of the model's entries, as `score` and transformers do, though the tokenizer may have fewer.
             logprobs_BV = jax.nn.log_softmax(logits_BV, axis=-1)
             top = lax.cond(with_top > 0, find_top, skip_top, logprobs_BV)

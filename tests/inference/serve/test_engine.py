@@ -21,6 +21,7 @@ from shardformer.inference.serve import slot_programs
 from shardformer.inference.serve.engine import Engine
 from shardformer.inference.serve.jobs import Job, make_jobs
 from shardformer.inference.serve.slot_pool import SlotPool
+from shardformer.inference.serve.token_bias import TokenBias
 from shardformer.parallel import context
 from tests import shared
 from tests.inference import test_generator
@@ -116,15 +117,16 @@ def draw_job(rng, number, weights, longest):
                         | rng.choice(rules))  # fmt: skip
     prompt = [rng.randrange(shared.VOCAB) for _ in range(rng.randint(1, longest))]
     end = rng.randrange(shared.VOCAB)
+    bias = rng.choice([None, None, TokenBias(shared.VOCAB, {end: -3.0, 1: 4.0}, presence=1.0, frequency=0.5)])
     return Job(
         number, prompt, rng.randrange(3), sampling=sampling, weights=rng.choice(weights), top=rng.choice([0, 3]),
-        stops=lambda ids: ids[-1] == end, scores_prompt=rng.random() < 0.2,
+        stops=lambda ids: ids[-1] == end, scores_prompt=rng.random() < 0.2, bias=bias,
     )  # fmt: skip
 
 
 def copy_of(job):
     return Job(job.number, job.prompt, job.sample, sampling=job.sampling, weights=job.weights, top=job.top,
-               stops=job.stops, scores_prompt=job.scores_prompt)  # fmt: skip
+               stops=job.stops, scores_prompt=job.scores_prompt, bias=job.bias)  # fmt: skip
 
 
 def run_at_random(own, weights, seed, count=10):

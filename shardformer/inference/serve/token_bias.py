@@ -1,0 +1,70 @@
+"""What a request adds to its logits before each draw: the biases of tokens and the penalties of repeated ones."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from shardformer.errors import UsageError
+from shardformer.inference.serve.request_fields import ApiError, take
+
+LARGEST_BIAS, LARGEST_PENALTY = 100, 2  # OpenAI's bounds, of both signs
+MOST_BIASES = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenBias:
+    """The bias of each of a row's `size` tokens, which depends on the tokens drawn before, not on the prompt."""
+
+    size: int
+    listed: dict[int, float]
+    presence: float = 0.0  # is subtracted once from each token that was drawn
+    frequency: float = 0.0  # is subtracted as often as the token was drawn
+
+    def __call__(self, ids: list[int]) -> np.ndarray:
+        bias = np.zeros(self.size, np.float32)
+        bias[list(self.listed)] = list(self.listed.values())
+        if self.presence or self.frequency:
+            drawn, counts = np.unique(np.array(ids, np.int64), return_counts=True)
+            bias[drawn] -= (self.presence + self.frequency * counts).astype(np.float32)
+        return bias
+
+
+def read_bias(body: dict[str, Any], size: int, encode: Callable[[str], list[int]]) -> TokenBias | None:
+    """Returns the bias of a request's fields; None if it is zero.
+
+    size: the ids that may be drawn. encode: of a text, whose tokens a key of logit_bias may name, as for llama.cpp.
+    """
+    presence, frequency = (_read_penalty(body, name) for name in ("presence_penalty", "frequency_penalty"))
+    listed = _read_listed(body, size, encode)
+    return TokenBias(size, listed, presence, frequency) if presence or frequency or listed else None
+
+
+def _read_penalty(body: dict[str, Any], name: str) -> float:
+    value = take(body, name, float, 0.0, -LARGEST_PENALTY, LARGEST_PENALTY)
+    return float(value)
+
+
+def _read_listed(body: dict[str, Any], size: int, encode: Callable[[str], list[int]]) -> dict[int, float]:
+    entries = take(body, "logit_bias", dict, {})
+    if len(entries) > MOST_BIASES:
+        raise ApiError(400, f"logit_bias has {len(entries):,} entries; expected at most {MOST_BIASES:,}", "logit_bias")
+    listed: dict[int, float] = {}
+    for key, value in entries.items():
+        if type(value) not in (int, float) or not abs(value) <= LARGEST_BIAS:
+            raise ApiError(
+                400, f"logit_bias of {key!r:.60} is {value!r:.60}; expected a number from -{LARGEST_BIAS} to "
+                f"{LARGEST_BIAS}", "logit_bias",
+            )  # fmt: skip
+        try:
+            ids = [int(key)] if key.isascii() and key.isdigit() and len(key) < 10 else encode(key)
+        except UsageError as error:
+            raise ApiError(400, f"logit_bias: {error}", "logit_bias") from None
+        if unknown := [token for token in ids if token >= size]:
+            raise ApiError(
+                400, f"logit_bias has the token id {unknown[0]}, outside 0..{size - 1}, which the model does not know",
+                "logit_bias",
+            )  # fmt: skip
+        listed |= dict.fromkeys(ids, float(value))
+    return {token: value for token, value in listed.items() if value}
