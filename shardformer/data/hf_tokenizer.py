@@ -18,6 +18,7 @@ import numpy as np
 from shardformer.data import text_cuts
 from shardformer.data.chat.letters import remove_guards
 from shardformer.data.text_cuts import Breaks, cut_text
+from shardformer.data.token_bytes import list_token_bytes
 from shardformer.data.tokenizer_growth import MAX_GROWTH, bound_growth
 from shardformer.data.tokenizer_pieces import find_breaks, list_unknown, remove_prefix
 from shardformer.data.vocabulary import FILE, Vocabulary
@@ -242,6 +243,9 @@ class HfTokenizer(Vocabulary):
             elif not added[number].special:
                 lengths[number] = len(added[number].content.encode())
         return lengths
+
+    def token_bytes(self) -> list[bytes] | None:
+        return list_token_bytes(self._document, self._ids, len(self))
 
 
 def _remove_dropout(document: dict) -> float:

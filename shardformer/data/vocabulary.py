@@ -56,6 +56,10 @@ class Vocabulary(abc.ABC):
         """Returns the number of UTF-8 bytes of each id; None if it is unknown."""
         return None
 
+    def token_bytes(self) -> list[bytes] | None:
+        """Returns the bytes of each id inside a text, none for special tokens; None if they depend on other ids."""
+        return None
+
     @property
     def first_id(self) -> int | None:
         """The only id of the tokenizer's template; None if it has none or more than one."""
@@ -186,6 +190,9 @@ class Characters(Vocabulary):
     def byte_lengths(self) -> np.ndarray:
         return np.array([len(c.encode("utf-8", "surrogatepass")) for c in self.characters], np.int32)
 
+    def token_bytes(self) -> list[bytes]:
+        return [character.encode("utf-8", "replace") for character in self.characters]
+
     def _describe_unknown(self, text: str, unknown: np.ndarray, source: str) -> str:
         """Describes the first unknown character and lists all; `unknown` has indices of the text."""
         index = int(unknown[0])
@@ -236,6 +243,9 @@ class Bytes(Vocabulary):
 
     def byte_lengths(self) -> np.ndarray:
         return np.array([1] * 256 + [0], np.int32)
+
+    def token_bytes(self) -> list[bytes]:
+        return [bytes([byte]) for byte in range(256)] + [b""]
 
 
 @dataclasses.dataclass(frozen=True)

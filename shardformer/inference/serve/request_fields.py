@@ -17,10 +17,9 @@ IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls")  
 NEUTRAL: dict[str, tuple] = {
     "suffix": (None, ""),
     "tool_choice": (None, "auto", "none"),
-    "response_format": (None, {"type": "text"}),
 }
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos", "seed")
-BIASES = ("logit_bias", "presence_penalty", "frequency_penalty")
+BIASES = ("logit_bias", "presence_penalty", "frequency_penalty", "response_format")
 ANSWERED = ("model", "n", "stream", "stream_options", "stop", "max_tokens", "best_of")
 COMMON = (*ANSWERED, *SAMPLING, *BIASES, *NEUTRAL, *IGNORED)
 OF_COMPLETIONS = (*COMMON, "prompt", "logprobs", "echo")

@@ -15,7 +15,7 @@ from shardformer.inference.sampling import Stops
 from shardformer.inference.serve.answers import Answer, Choice
 from shardformer.inference.serve.bodies import Bodies, Limits
 from shardformer.inference.serve.engine_thread import EngineThread, Full
-from shardformer.inference.serve.jobs import Bias, Job, Tokens, Weights
+from shardformer.inference.serve.jobs import Job, Tokens, Weights
 from shardformer.inference.serve.request_fields import (
     MOST_CHOICES,
     ApiError,
@@ -25,8 +25,9 @@ from shardformer.inference.serve.request_fields import (
     read_prompts,
     take,
 )
+from shardformer.inference.serve.response_format import Forms
 from shardformer.inference.serve.text_stream import TextStream
-from shardformer.inference.serve.token_bias import read_bias
+from shardformer.inference.serve.token_bias import DrawRules, read_bias
 from shardformer.inference.text_codec import TextCodec
 
 SHORT_BODY = 100_000  # bytes: such bodies never wait for a longer one to be encoded
@@ -61,6 +62,7 @@ class Service:
         self.models = {model.name: model for model in models}
         self.api_key, self.limits, self.hosts = api_key, limits or Limits(), hosts
         self.bodies = Bodies(self.limits)
+        self._forms = Forms(codec.vocabulary)
         self._short, self._long = asyncio.Semaphore(SHORT_ENCODERS), asyncio.Semaphore(1)
         self._processes: list[TemplateProcess] = []  # idle ones: a start takes as long as the prefill of a small model
         self._first = models[0]
@@ -90,18 +92,20 @@ class Service:
     async def start(self, content: bytes, chat: bool) -> "Exchange":
         """Checks the body of a request and queues its jobs."""
         async with self._short if len(content) <= SHORT_BODY else self._long:
-            fields, model, prompts, bias = await asyncio.to_thread(self._read, content, chat)
-        jobs = self._make_jobs(fields, [ids for _, ids in prompts], model.weights, bias)
+            fields, model, prompts, rules = await asyncio.to_thread(self._read, content, chat)
+        jobs = self._make_jobs(fields, [ids for _, ids in prompts], model.weights)
         choices = [self._make_choice(fields, job, prompts[job.number // fields.sampling.samples][0], chat)
                    for job in jobs]  # fmt: skip
+        for job in jobs:
+            rules.apply(job, self._choose_ends(fields))
         answer = Answer(fields, model.name, self.codec.vocabulary, choices, chat)
         exchange = Exchange(self, answer, jobs)
         exchange.submit()
         self.metrics.prompt_tokens += sum(len(ids) for _, ids in prompts)
         return exchange
 
-    def _read(self, content: bytes, chat: bool) -> tuple[Fields, Served, list[tuple[str, list[int]]], Bias | None]:
-        """Returns the fields of a body, its model, the text and the ids of each prompt, and the bias of its draws."""
+    def _read(self, content: bytes, chat: bool) -> tuple[Fields, Served, list[tuple[str, list[int]]], DrawRules]:
+        """Returns the fields of a body, its model, the text and the ids of each prompt, and the rules of its draws."""
         fields = read_fields(parse_body(content), chat)
         model = self.find_model(fields.model)
         if chat and self.chat is None:
@@ -110,7 +114,8 @@ class Service:
             prompts = self._encode_chat(fields) if chat else self._encode_prompts(fields)
         except UsageError as error:
             raise ApiError(400, str(error), "messages" if chat else "prompt") from None
-        return fields, model, prompts, read_bias(fields.body, self.thread.engine.vocab_size, self.codec.encode_bare)
+        bias = read_bias(fields.body, self.thread.engine.vocab_size, self.codec.encode_bare)
+        return fields, model, prompts, DrawRules(bias, self._forms.read(fields.body))
 
     def _encode_prompts(self, fields: Fields) -> list[tuple[str, list[int]]]:
         """Returns the text and the ids of each prompt; the first one that does not fit ends the encoding."""
@@ -170,7 +175,7 @@ class Service:
             )  # fmt: skip
         return tokens
 
-    def _make_jobs(self, fields: Fields, prompts: list[list[int]], weights: Weights, bias: Bias | None) -> list[Job]:
+    def _make_jobs(self, fields: Fields, prompts: list[list[int]], weights: Weights) -> list[Job]:
         tokens = self._count_tokens(fields, max(map(len, prompts)))
         sampling = dataclasses.replace(fields.sampling, tokens=max(tokens, 1))
         stops = self._make_stops(fields)
@@ -178,7 +183,7 @@ class Service:
         return [
             Job(
                 number * sampling.samples + sample, ids, sample, sampling=sampling, weights=weights, stops=stops,
-                bias=bias, top=fields.top, scores_prompt=scored, draws=tokens > 0,
+                top=fields.top, scores_prompt=scored, draws=tokens > 0,
             )
             for number, ids in enumerate(prompts)
             for sample in range(sampling.samples)
@@ -187,7 +192,13 @@ class Service:
     def _make_stops(self, fields: Fields) -> Stops:
         if "messages" in fields.body and self.chat:
             return self.chat.with_stops(fields.stops).make_stops(fields.sampling.ignore_eos)
-        return Stops(self.codec.vocabulary, fields.stops, () if fields.sampling.ignore_eos else self.codec.ends)
+        return Stops(self.codec.vocabulary, fields.stops, self._choose_ends(fields))
+
+    def _choose_ends(self, fields: Fields) -> frozenset[int]:
+        """Returns the tokens that end a text."""
+        if fields.sampling.ignore_eos:
+            return frozenset()
+        return self.chat.ends if "messages" in fields.body and self.chat else self.codec.ends
 
     def _make_choice(self, fields: Fields, job: Job, prompt: str, chat: bool) -> Choice:
         """Returns a choice whose text is that of `generate`."""
@@ -199,8 +210,7 @@ class Service:
             stream = TextStream(decode, codec.read_reply, codec.strings, frozenset(codec.ends))
             return Choice(job, stream, codec.read_reply)
         assert isinstance(job.stops, Stops)
-        ends = frozenset() if fields.sampling.ignore_eos else self.codec.ends
-        stream = TextStream(vocabulary.decode, job.stops.cut, fields.stops, ends)
+        stream = TextStream(vocabulary.decode, job.stops.cut, fields.stops, self._choose_ends(fields))
         return Choice(job, stream, job.stops.cut, prompt)
 
 

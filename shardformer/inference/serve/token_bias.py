@@ -2,12 +2,15 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardformer.errors import UsageError
+from shardformer.inference.grammars.token_automaton import TokenAutomaton
+from shardformer.inference.serve.jobs import Job
 from shardformer.inference.serve.request_fields import ApiError, take
+from shardformer.inference.serve.response_format import Form
 
 LARGEST_BIAS, LARGEST_PENALTY = 100, 2  # OpenAI's bounds, of both signs
 MOST_BIASES = 1024
@@ -15,12 +18,20 @@ MOST_BIASES = 1024
 
 @dataclasses.dataclass(frozen=True)
 class TokenBias:
-    """The bias of each of a row's `size` tokens, which depends on the tokens drawn before, not on the prompt."""
+    """The bias of each of a row's `size` tokens, which depends on the tokens drawn before, not on the prompt.
+
+    Tokens that the form of the text forbids have -inf.
+    """
 
     size: int
     listed: dict[int, float]
     presence: float = 0.0  # is subtracted once from each token that was drawn
     frequency: float = 0.0  # is subtracted as often as the token was drawn
+    form: Form | None = None  # of one job only
+
+    @property
+    def is_zero(self) -> bool:
+        return not (self.listed or self.presence or self.frequency or self.form)
 
     def __call__(self, ids: list[int]) -> np.ndarray:
         bias = np.zeros(self.size, np.float32)
@@ -28,17 +39,42 @@ class TokenBias:
         if self.presence or self.frequency:
             drawn, counts = np.unique(np.array(ids, np.int64), return_counts=True)
             bias[drawn] -= (self.presence + self.frequency * counts).astype(np.float32)
+        if self.form:
+            bias[~self.form.allow(ids)] = -np.inf
+            if not np.isfinite(bias).any():
+                raise RuntimeError("no token of the vocabulary can continue a text of this form")
         return bias
 
 
-def read_bias(body: dict[str, Any], size: int, encode: Callable[[str], list[int]]) -> TokenBias | None:
-    """Returns the bias of a request's fields; None if it is zero.
+class DrawRules(NamedTuple):
+    """What a request asks of its draws."""
+
+    bias: TokenBias
+    form: TokenAutomaton | None  # of any text
+
+    def apply(self, job: Job, ends: frozenset[int]) -> None:
+        """Gives a job its bias and the form of its text; `ends` are the tokens that end it."""
+        bias, stops = self.bias, job.stops
+        if self.form:
+            form = Form(self.form, ends, job.sampling.tokens)
+            bias = dataclasses.replace(bias, form=form)
+
+            def end(ids: list[int]) -> bool:
+                return stops(ids) or form.is_final(ids)
+
+            job.stops = end
+        if not bias.is_zero:
+            job.bias = bias
+
+
+def read_bias(body: dict[str, Any], size: int, encode: Callable[[str], list[int]]) -> TokenBias:
+    """Returns the bias of a request's fields.
 
     size: the ids that may be drawn. encode: of a text, whose tokens a key of logit_bias may name, as for llama.cpp.
     """
     presence, frequency = (_read_penalty(body, name) for name in ("presence_penalty", "frequency_penalty"))
     listed = _read_listed(body, size, encode)
-    return TokenBias(size, listed, presence, frequency) if presence or frequency or listed else None
+    return TokenBias(size, listed, presence, frequency)
 
 
 def _read_penalty(body: dict[str, Any], name: str) -> float:

@@ -31,8 +31,8 @@ def test_keys_are_ids_or_texts():
 
 @pytest.mark.parametrize("fields", [{}, {"presence_penalty": 0}, {"logit_bias": {}}, {"logit_bias": {"foo": 0}}])
 def test_zero_is_no_bias(fields):
-    assert read(**fields) is None
-    assert read(**fields, frequency_penalty=-2) is not None
+    assert read(**fields).is_zero
+    assert not read(**fields, frequency_penalty=-2).is_zero
 
 
 @pytest.mark.parametrize(

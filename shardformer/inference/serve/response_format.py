@@ -1,0 +1,107 @@
+"""The form that a request asks for: any JSON object, or a value of a JSON schema."""
+
+import functools
+import json
+import threading
+from typing import Any
+
+import numpy as np
+
+from shardformer.data import Vocabulary
+from shardformer.errors import UsageError
+from shardformer.inference.grammars.grammar import NEVER, Automaton, Rules
+from shardformer.inference.grammars.json_rules import JSON_OBJECT
+from shardformer.inference.grammars.json_schema import make_rules
+from shardformer.inference.grammars.token_automaton import TokenAutomaton, TokenTexts
+from shardformer.inference.serve.request_fields import ApiError, take
+
+MOST_AUTOMATA = 32  # that later requests of the same form find
+FIELD = "response_format"
+
+
+class Form:
+    """The text of one job, as its automaton reads it: which tokens may follow, and whether it has ended."""
+
+    def __init__(self, automaton: TokenAutomaton, ends: frozenset[int], tokens: int):
+        """ends: the tokens that end a text. tokens: as many as can be drawn."""
+        self._automaton, self._ends, self._tokens = automaton, [*ends], tokens
+        self._state: int | None = None
+        self._count = 0  # tokens that were read
+
+    def allow(self, ids: list[int]) -> np.ndarray:
+        """Returns which tokens [V] may follow some ids."""
+        self._read(ids)
+        allowed, is_complete = self._automaton.allow(self._state, self._tokens - len(ids))
+        allowed[self._ends] = is_complete
+        return allowed
+
+    def is_final(self, ids: list[int]) -> bool:
+        """Returns whether the text is complete, so that only an end could follow."""
+        self._read(ids)
+        return self._automaton.is_final(self._state)
+
+    def _read(self, ids: list[int]) -> None:
+        for token in ids[self._count :]:
+            if token not in self._ends:
+                self._state = self._automaton.read(self._state, token)
+        self._count = len(ids)
+
+
+class Forms:
+    """The automata of a vocabulary, by their rules."""
+
+    def __init__(self, vocabulary: Vocabulary):
+        self._vocabulary = vocabulary
+        self._automata: dict[str, TokenAutomaton] = {}  # the last used one last
+        self._lock = threading.Lock()
+
+    @functools.cached_property
+    def _tokens(self) -> TokenTexts:
+        texts = self._vocabulary.token_bytes()
+        if texts is None:
+            raise ApiError(
+                400, f"{FIELD}: the tokens of tokenizer={self._vocabulary.name} are no bytes of a text; ask for text",
+                FIELD,
+            )  # fmt: skip
+        return TokenTexts(texts)
+
+    def read(self, body: dict[str, Any]) -> TokenAutomaton | None:
+        """Returns the automaton of the form that a request asks for; None for any text."""
+        wanted = take(body, FIELD, dict, {"type": "text"})
+        kind = wanted.get("type")
+        if kind == "text":
+            return None
+        if kind == "json_object":
+            return self.find("json_object", JSON_OBJECT)
+        if kind != "json_schema":
+            raise ApiError(400, f"{FIELD} has the type {kind!r:.60}; expected text, json_object or json_schema", FIELD)
+        described = wanted.get("json_schema")
+        if not isinstance(described, dict) or not isinstance(described.get("schema"), dict):
+            raise ApiError(400, f"{FIELD} has no schema; give it as json_schema: {{name, schema}}", FIELD)
+        try:
+            return self.find(json.dumps(described["schema"]), make_rules(described["schema"], f"{FIELD}"))
+        except UsageError as error:
+            raise ApiError(400, str(error), FIELD) from None
+
+    def find(self, name: str, rules: Rules) -> TokenAutomaton:
+        """Returns the automaton of rules, which an earlier request may have made."""
+        with self._lock:
+            found = self._automata.pop(name, None)
+            if found is None or found.is_large:
+                found = self._make(rules)
+            self._automata[name] = found
+            if len(self._automata) > MOST_AUTOMATA:
+                del self._automata[next(iter(self._automata))]
+        return found
+
+    def _make(self, rules: Rules) -> TokenAutomaton:
+        automaton = Automaton(rules)
+        if automaton.least[automaton.start] == NEVER:
+            raise ApiError(400, f"{FIELD}: no text is of this form; correct the schema", FIELD)
+        ascii_choices = [choice for choice in automaton.list_choices() if min(choice) < 128]
+        if missing := [choice for choice in ascii_choices if not choice & self._tokens.alone]:
+            raise ApiError(
+                400, f"{FIELD}: tokenizer={self._vocabulary.name} has no token for {chr(min(missing[0]))!r}; ask for "
+                "text", FIELD,
+            )  # fmt: skip
+        return TokenAutomaton(automaton, self._tokens)

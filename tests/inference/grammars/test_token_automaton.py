@@ -1,0 +1,43 @@
+"""The allowed tokens are those after which the text of the grammar can go on and end in time."""
+
+import json
+import random
+
+import numpy as np
+
+from shardformer.inference.grammars.grammar import DEAD, Automaton
+from shardformer.inference.grammars.json_rules import JSON_OBJECT
+from shardformer.inference.grammars.token_automaton import LONGEST_TOKEN, TokenAutomaton, TokenTexts
+
+LONGER = [b'{"', b'": ', b"abc", b"}}", "é".encode() + b"x", b'", "', b"", b" " * (LONGEST_TOKEN + 1)]
+TEXTS = [bytes([byte]) for byte in range(256)] + LONGER
+
+
+def test_allowed_tokens_are_those_that_can_be_read():
+    tokens = TokenAutomaton(Automaton(JSON_OBJECT), TokenTexts(TEXTS))
+    alone, text, state, draw = Automaton(JSON_OBJECT), b"", None, random.Random(0)
+    for _ in range(30):
+        allowed, _ = tokens.allow(state, 10**6)
+        here = alone.run(text)
+        expected = [bool(new) and len(new) <= LONGEST_TOKEN and alone.run(new, here) != DEAD for new in TEXTS]
+        np.testing.assert_array_equal(allowed, expected)
+        token = draw.choice([n for n in np.flatnonzero(allowed) if TEXTS[n][-1:] != b"}"])
+        text, state = text + TEXTS[token], tokens.read(state, token)
+
+
+def test_text_ends_in_time():
+    """Of few tokens, the last ones can only close what is open."""
+    tokens, draw = TokenAutomaton(Automaton(JSON_OBJECT), TokenTexts(TEXTS)), random.Random(0)
+    for count in [1, 2, 3, 7, 20] * 8:
+        state, text = None, b""
+        for left in range(count, 0, -1):
+            allowed, _ = tokens.allow(state, left)
+            token = draw.choice(np.flatnonzero(allowed).tolist())
+            text, state = text + TEXTS[token], tokens.read(state, token)
+            if tokens.is_final(state):
+                break
+        assert count == 1 or isinstance(json.loads(text), dict)  # {} has two
+
+
+def test_bytes_that_are_tokens():
+    assert TokenTexts([b"a", b"bc", b"", b"d"]).alone == {ord("a"), ord("d")}

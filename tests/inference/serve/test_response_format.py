@@ -1,0 +1,86 @@
+"""An answer in a form parses, whatever the model would write and however few tokens it may have."""
+
+import concurrent.futures
+import json
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+from tests.inference.serve.http_server import ask, read_events, send
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 4},
+        "kind": {"enum": ["a", "ab", 3]},
+        "tags": {"type": "array", "items": {"type": "integer"}, "maxItems": 2},
+    },
+    "required": ["kind"],
+    "additionalProperties": False,
+}
+BY_SCHEMA = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
+BODY = {"prompt": "to be", "max_tokens": 60, "temperature": 3.0, "response_format": {"type": "json_object"}}
+CHAT = "/v1/chat/completions"
+
+
+def as_chat(body):
+    body = body | {"messages": [{"role": "user", "content": "hi"}]}
+    return {name: value for name, value in body.items() if name != "prompt"}
+
+
+@pytest.mark.parametrize("tokens", [2, 5, 60])
+def test_any_object_parses(port, tokens):
+    answer = ask(port, BODY | {"n": 4, "seed": tokens, "max_tokens": tokens})
+    objects = [json.loads(choice["text"]) for choice in answer["choices"]]
+    assert all(isinstance(value, dict) for value in objects)
+    free = ask(port, BODY | {"n": 4, "seed": tokens, "response_format": {"type": "text"}})
+    assert not any(choice["text"].lstrip().startswith("{") for choice in free["choices"])
+
+
+@pytest.mark.parametrize("tokens", [12, 60])
+def test_objects_follow_their_schema(port, tokens):
+    body = as_chat(BODY | {"n": 4, "seed": 1, "max_tokens": tokens, "response_format": BY_SCHEMA})
+    for choice in ask(port, body, CHAT)["choices"]:
+        value = json.loads(choice["message"]["content"])
+        assert value["kind"] in ["a", "ab", 3]
+        assert len(value.get("name", "")) <= 4
+        assert value.keys() <= SCHEMA["properties"].keys()
+
+
+def test_forms_do_not_depend_on_other_requests(port):
+    """Requests of other forms, and without one, share the steps of the engine."""
+    formats = [BY_SCHEMA, {"type": "json_object"}, {"type": "text"}]
+    bodies = [BODY | {"seed": i, "logprobs": 1, "response_format": formats[i % 3]} for i in range(9)]
+    with concurrent.futures.ThreadPoolExecutor(9) as pool:
+        together = list(pool.map(lambda body: ask(port, body)["choices"], bodies))
+    assert together == [ask(port, body)["choices"] for body in bodies]
+    assert len({json.dumps(choices) for choices in together}) == 9
+
+
+def test_streamed_object_is_the_same(port):
+    body = as_chat(BODY | {"seed": 3})
+    whole = ask(port, body, CHAT)["choices"][0]
+    events = read_events(port, body, CHAT)
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == whole["message"]["content"]
+    assert json.loads(whole["message"]["content"]) is not None
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ("json_object", "expected an object"),
+        ({"type": "grammar"}, "expected text, json_object or json_schema"),
+        ({"type": []}, "expected text, json_object or json_schema"),
+        ({"type": "json_schema"}, "has no schema"),
+        ({"type": "json_schema", "json_schema": {"schema": {"type": "string", "pattern": "a"}}}, "keyword 'pattern'"),
+        ({"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}, "no text is of this form"),
+        ({"type": "json_schema", "json_schema": {"schema": {"enum": ["\ud800"]}}}, "cannot be written"),
+    ],
+)
+def test_wrong_form_is_named(port, form, message):
+    status, content = send(port, "/v1/completions", BODY | {"response_format": form})
+    error = json.loads(content)["error"]
+    assert (status, error["param"]) == (400, "response_format")
+    assert message in error["message"]
