@@ -73,7 +73,7 @@ def test_echo_repeats_and_scores_the_prompt(client):
     [
         ({"max_tokens": 999}, "BadRequestError"),
         ({"model": "other"}, "NotFoundError"),
-        ({"prompt": 3}, "UnprocessableEntityError"),
+        ({"prompt": 3}, "BadRequestError"),
     ],
 )
 def test_errors_have_the_types_of_the_client(client, change, error):
