@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardformer.config.keys import KeyGroup, key, require
 from shardformer.config.names import EXPERT_MATRICES, LAYERS, LORA_IN, LORA_OUT
+from shardformer.config.optimizer_keys import MUONS
 from shardformer.config.parsing import shorten
 from shardformer.errors import UsageError
 
@@ -77,8 +78,8 @@ class AdapterKeys(KeyGroup):
             "have the inputs of each expert; give lora_dropout=0",
         )
         require(
-            c.optimizer.name != "muon",
-            "optimizer=muon updates full matrices, but lora_rank trains adapters; give optimizer=adamw",
+            c.optimizer.name not in MUONS,
+            f"optimizer={c.optimizer.name} updates full matrices, but lora_rank trains adapters; give optimizer=adamw",
         )
 
 

@@ -11,6 +11,8 @@ from shardformer.config.training_keys import check_decay
 MAX_BETA = 0.999999  # a moment in float32 stops following the gradients before its decay is 1
 OPTIMIZERS, SCHEDULES = "optim/optimizers.py", "optim/schedule.py"
 WITH_RATE = UsedIf(lambda keys: not keys.searches_rate, "with optimizer=lbfgs, whose line search finds the rate")
+MUONS = ("muon", "normuon")  # which update full matrices
+WITH_MOMENTUM = UsedIf(lambda keys: keys.name in MUONS, "without optimizer=muon or normuon")
 WITH_FALLING_RATE = UsedIf(
     lambda keys: not keys.searches_rate and keys.falls,
     "with optimizer=lbfgs or schedule=constant, whose rate does not fall",
@@ -23,8 +25,8 @@ class OptimizerKeys(KeyGroup):
 
     name: str = key(
         "adamw",
-        "muon: for the layers' matrices; lbfgs: line search, ignores lr; FILE.py:NAME: a function that returns an "
-        "optax transformation, named at every start",
+        "muon: for the layers' matrices; normuon: muon with equally large updates of outputs; lbfgs: line search, "
+        "ignores lr; FILE.py:NAME: a function that returns an optax transformation, named at every start",
         fixed=True,
         flat="optimizer",
         registry=OPTIMIZERS,
@@ -55,6 +57,7 @@ class OptimizerKeys(KeyGroup):
     )
     beta1: float = key(0.9, "decay of Adam's first moment", used_if=WITH_RATE)
     beta2: float = key(0.99, "decay of Adam's second moment", used_if=WITH_RATE)
+    momentum: float = key(0.95, "decay of muon's momentum; 0.9 is better for a thousand steps", used_if=WITH_MOMENTUM)
     weight_decay: float = key(0.1, "weight decay of matrices; norms, biases and positions have none", least=0)
     clip: float = key(1.0, "limit of the global gradient norm; 0: no clipping", least=0)
     param_dtype: Literal["float32", "bfloat16"] = key(
@@ -96,6 +99,7 @@ class OptimizerKeys(KeyGroup):
     def check(self) -> None:
         check_decay("beta1", self.beta1, MAX_BETA)
         check_decay("beta2", self.beta2, MAX_BETA)
+        check_decay("momentum", self.momentum, MAX_BETA)
         rules = parse_lr_rules(self.lr_rules)
         require(
             self.offload == "none" or (self.name == "adamw" and self.moment_dtype == "float32"),
@@ -108,10 +112,7 @@ class OptimizerKeys(KeyGroup):
             return
         reason = "one line search finds one rate for all" if self.searches_rate else "it applies the rate itself"
         rates = [str(rule) for rule in rules if rule.factor]
-        require(
-            not rates,
-            f"lr_rules with optimizer={self.name} can only freeze, as {reason}; got {','.join(rates)}",
-        )
+        require(not rates, f"lr_rules with optimizer={self.name} can only freeze, as {reason}; got {','.join(rates)}")
         require(
             self.moment_dtype == "float32",
             f"optimizer={self.name} needs moment_dtype=float32; got moment_dtype={self.moment_dtype}",

@@ -21,12 +21,15 @@ def adamw(keys: OptimizerKeys, decay_mask: Callable, scale_by_rate: optax.Gradie
 
 
 @OPTIMIZERS.register
-def muon(
-    keys: OptimizerKeys, decay_mask: Callable, scale_by_rate: optax.GradientTransformation, map_matrices: Callable
-):
+def muon(keys: OptimizerKeys, decay_mask: Callable, scale_by_rate, map_matrices: Callable):
     from shardformer.optim.muon import scale_by_muon  # not imported for other optimizers
 
-    return _add_decay(scale_by_muon(_scale_by_adam(keys), map_matrices), keys, decay_mask, scale_by_rate)
+    return _add_decay(scale_by_muon(keys, _scale_by_adam(keys), map_matrices), keys, decay_mask, scale_by_rate)
+
+
+@OPTIMIZERS.register
+def normuon(keys: OptimizerKeys, decay_mask: Callable, scale_by_rate, map_matrices: Callable):
+    return muon(keys, decay_mask, scale_by_rate, map_matrices)  # scale_by_muon reads the name
 
 
 @OPTIMIZERS.register

@@ -36,7 +36,7 @@ TRAINING = {
     "documents": ("masked", "padded"), "skip_steps": (5.0,),
 }  # fmt: skip
 OPTIMIZER = {
-    "optimizer": ("muon", "lbfgs"), "schedule": ("wsd", "linear", "constant"), "weight_decay": (0.0,),
+    "optimizer": ("muon", "normuon", "lbfgs"), "schedule": ("wsd", "linear", "constant"), "weight_decay": (0.0,),
     "lr_rules": ("*bias=10x,embed=frozen",), "clip": (0.0, 0.1), "param_dtype": ("bfloat16",),
     "offload": ("optimizer",), "beta1": (0.5,),
 }  # fmt: skip

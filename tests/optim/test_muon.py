@@ -1,4 +1,4 @@
-"""optimizer=muon against optax's own muon on one whole matrix at a time, on every mesh."""
+"""optimizer=muon against optax's own muon on one whole matrix at a time, on every mesh; normuon by its paper."""
 
 import jax
 import jax.numpy as jnp
@@ -7,10 +7,10 @@ import optax
 import pytest
 from optax import contrib
 
-from shardformer import optim
+from shardformer import exact, optim
 from shardformer.config import Config
 from shardformer.errors import UsageError
-from shardformer.optim import rules
+from shardformer.optim import muon, rules
 from tests import asserts, shared
 from tests.optim import trees
 
@@ -162,6 +162,79 @@ def test_each_expert_is_one_matrix(options):
     assert asserts.relative(updates["expert_up"][0].reshape(rows.shape), together) > 0.1
 
 
-def test_adapters_are_not_for_muon():
-    with pytest.raises(UsageError, match="optimizer=muon updates full matrices, but lora_rank trains adapters"):
-        Config.of(optimizer="muon", lora_rank=4)
+@pytest.mark.parametrize("name", ["muon", "normuon"])
+def test_adapters_are_not_for_muon(name):
+    with pytest.raises(UsageError, match=f"optimizer={name} updates full matrices, but lora_rank trains adapters"):
+        Config.of(optimizer=name, lora_rank=4)
+
+
+@pytest.mark.parametrize("name", ["muon", "normuon"])
+def test_momentum_decays_by_its_key(name):
+    gradients = trees.tree(1)
+    for momentum in (0.95, 0.5):
+        optimizer = optim.make_optimizer(trees.config(**SETTINGS | {"optimizer": name, "momentum": momentum}))
+
+        def follow(gradients, optimizer=optimizer):
+            state = optimizer.update(gradients, optimizer.init(gradients), gradients, step=jnp.int32(2))[1]
+            return optax.tree.get(state[1].inner_states["muon"], "mu")["transformer/layers"]["q"]
+
+        expected = (1 - momentum) * np.asarray(gradients["transformer/layers"]["q"])
+        np.testing.assert_allclose(exact.run(follow, gradients).outputs, expected, rtol=1e-6)
+
+
+def balance(orthogonal, axis):
+    """Returns NorMuon's updates from orthogonal ones of two or more steps (arXiv:2510.05491, algorithm 1)."""
+    second = np.zeros(np.mean(orthogonal[0], axis=axis, keepdims=True).shape)
+    for matrix in orthogonal:
+        second = 0.95 * second + 0.05 * np.mean(matrix**2, axis=axis, keepdims=True)
+        update = matrix / np.sqrt(second)
+        yield 0.2 * np.sqrt(update.size) / np.linalg.norm(update) * update
+
+
+def test_normuon_divides_by_the_mean_square_of_each_output():
+    draw = np.random.default_rng(0)
+    steps = [draw.normal(size=(3, 6, 4)) * np.arange(1, 5) for _ in range(2)]  # three matrices [6, 4]
+    transform = muon.balance_outputs()
+    state = transform.init(jnp.zeros((3, 6, 4)))
+    assert state.shape == (3, 1, 4)
+    got = []
+    for step in steps:
+        updates, state = transform.update(jnp.float32(step), state)
+        got.append(np.asarray(updates))
+    for layer in range(3):
+        matrices = [step[layer] for step in steps]
+        for one, of_outputs, of_inputs in zip(got, balance(matrices, 0), balance(matrices, 1), strict=True):
+            assert asserts.relative(one[layer], of_outputs) < 1e-5
+            assert asserts.relative(one[layer], of_inputs) > 0.1
+
+
+def test_output_without_gradients_stays():
+    matrix = np.ones((1, 6, 4)) * [1.0, 0.0, 1.0, 1.0]
+    transform = muon.balance_outputs()
+    updates, _ = transform.update(jnp.float32(matrix), transform.init(jnp.float32(matrix)))
+    assert np.asarray(updates)[0, 0, 1] == 0 < np.asarray(updates)[0, 0, 0]
+
+
+def test_normuon_balances_the_updates_of_muon():
+    params, gradients, first = trees.tree(0), trees.tree(1), {}
+    for name in ("muon", "normuon"):
+        settings = trees.config(**SETTINGS | {"optimizer": name, "weight_decay": 0.0})
+        optimizer = optim.make_optimizer(settings)
+
+        def update(gradients, params, optimizer=optimizer):
+            return optimizer.update(gradients, optimizer.init(params), params, step=jnp.int32(2))[0]
+
+        rate = float(optim.learning_rate(settings)(2))
+        first[name] = {
+            rules.full_name(path): np.asarray(leaf) / -rate
+            for path, leaf in jax.tree_util.tree_leaves_with_path(exact.run(update, gradients, params).outputs)
+        }
+    for name, plain in first["muon"].items():
+        balanced = first["normuon"][name]
+        if name.split("/")[-1] not in MATRICES:
+            np.testing.assert_array_equal(balanced, plain)
+            continue
+        for matrix, of_muon in zip(balanced, plain, strict=True):
+            outputs = np.sqrt(np.mean(matrix**2, axis=0))
+            np.testing.assert_allclose(outputs, 0.2, rtol=1e-4)  # of the first step
+            assert np.ptp(np.sqrt(np.mean(of_muon**2, axis=0))) > 0.01

@@ -114,9 +114,12 @@ def test_rejects_before_a_step_what_cannot_work(name, message):
         ({"lr_rules": "embed=2x"}, "can only freeze, as it applies the rate itself; got embed=2x"),
         (
             {"optimizer": "lion.txt:lion"},
-            "optimizer is one of adamw, muon, lbfgs, or FILE.py:NAME; got 'lion.txt:lion'",
+            "optimizer is one of adamw, muon, normuon, lbfgs, or FILE.py:NAME; got 'lion.txt:lion'",
         ),
-        ({"optimizer": "lion.py:1"}, "optimizer is one of adamw, muon, lbfgs, or FILE.py:NAME; got 'lion.py:1'"),
+        (
+            {"optimizer": "lion.py:1"},
+            "optimizer is one of adamw, muon, normuon, lbfgs, or FILE.py:NAME; got 'lion.py:1'",
+        ),
         ({"optimizer": "lbfg"}, "did you mean 'lbfgs'"),
     ],
 )
