@@ -1,6 +1,6 @@
 """`bench NAME key=value ...`: chooses the measurement, its options and its configuration."""
 
-from shardformer.bench import checkpoint_time, costs, generation, kernel_check, race, scaling, step_time
+from shardformer.bench import checkpoint_time, costs, generation, kernel_check, race, scaling, speedrun, step_time
 from shardformer.bench.bench_options import Measuring
 from shardformer.config import Config, parsing, require
 from shardformer.config.presets import preset
@@ -20,7 +20,7 @@ BENCHES = {
 # READ: the keys of Measuring that a bench reads. SET: the keys of a run that a bench sets, so a user cannot.
 READ = {
     "step": ("preset", "rounds", "turn", "peers", "json", "picture"),
-    "race": ("preset", "rounds", "peers", "json", "picture"),
+    "race": ("preset", "rounds", "peers", "recipe", "seeds", "json", "picture"),
     "mesh": ("preset", "rounds", "turn", "meshes", "json", "picture"),
     "scaling": ("preset", "rounds", "turn"),
     "accumulation": ("preset", "rounds", "turn"),
@@ -29,6 +29,7 @@ READ = {
     "generate": ("preset", "rounds", "rows", "tokens"),
     "kernel": ("preset",),
 }
+OF_A_RECIPE = {"recipe", "seeds", "json"}  # those of them that `bench race recipe=NAME` reads
 SET = {
     "mesh": ("mesh",),
     "accumulation": ("accum", "accum_mode"),
@@ -46,6 +47,10 @@ def main(arguments: list[str]) -> None:
     known = [word for word in arguments[1:] if word.partition("=")[0] in Measuring.__dataclass_fields__]
     options = parsing.parse_options(known, Measuring)
     overrides = parsing.parse_overrides([word for word in arguments[1:] if word not in known], Config)
+    check_recipe(options, {word.partition("=")[0] for word in known})
+    if options.recipe:
+        speedrun.race_recipe(options, speedrun.make_settings(options.recipe, overrides))
+        return
     named = any(word.startswith("preset=") for word in known)
     settings = generation.gpt2() if name == "generate" and not named else preset(options.preset)
     default_mesh = "auto" if name == "race" else "1x1"
@@ -62,6 +67,17 @@ def reject_unread(name: str, keys: list[str]) -> None:
         hints = "; ".join(f"{key}= is read by bench {', '.join(readers)}" for key, readers in unread.items())
         raise UsageError(
             f"bench {name} does not read {', '.join(unread)}: {hints}; leave {'it' if len(unread) == 1 else 'them'} out"
+        )
+
+
+def check_recipe(options: Measuring, given: set[str]) -> None:
+    """Rejects `seeds` without a recipe, and keys of a race between implementations with one."""
+    if not options.recipe and "seeds" in given:
+        raise UsageError(f"seeds={options.seeds} is read with recipe=NAME only; give one, or leave seeds out")
+    if options.recipe and (unread := given - OF_A_RECIPE):
+        raise UsageError(
+            f"bench race recipe={options.recipe} reads {', '.join(sorted(OF_A_RECIPE))} and keys of a run, got "
+            f"{', '.join(sorted(unread))}; leave {'it' if len(unread) == 1 else 'them'} out"
         )
 
 

@@ -246,6 +246,7 @@ COMMANDS = {
         (
             "bench step [key=value ...]          a train step against other implementations",
             "bench race [key=value ...]          validation loss against CPU seconds, ours and others",
+            "bench race recipe=NAME [seeds=N]    a recipe of the CPU speedrun, next to the recorded ones",
             "bench mesh [key=value ...]          meshes against each other",
             "bench scaling [key=value ...]       how time and memory grow with each size",
             "bench accumulation [key=value ...]  time and memory of microbatches",
