@@ -68,7 +68,8 @@ class AdapterKeys(KeyGroup):
         """Raises UsageError for matrices that a model does not have, and what adapters cannot be combined with."""
         if not self.lora_rank:
             return
-        matrices = [*"qkvo", *c.mixture.list_matrices()]
+        # With a latent, decoding multiplies k and v with queries and sums: it has no products for their adapters.
+        matrices = [*("qo" if c.model.kv_latent else "qkvo"), *c.mixture.list_matrices()]
         unknown = [name for name in self.lora_names if name not in matrices]
         require(not unknown, f"lora_targets takes some of {','.join(matrices)}, got {shorten(self.lora_targets)}")
         of_experts = [name for name in self.lora_names if name in EXPERT_MATRICES]

@@ -112,7 +112,8 @@ def bound_activations(config: Config) -> int:
     tokens = config.microbatch_rows * c.seq // (p.cp * p.pp)
     width = jnp.dtype(p.dtype).itemsize
     entered = c.d_model // (p.mp if p.sequence_parallel else 1)
-    products = (c.attention_size + 2 * c.key_value_heads * c.head_size + (1 + c.gated) * c.ff_size) // p.mp
+    keys = c.key_value_heads * (c.head_size + c.value_size)
+    products = (c.heads * c.head_size + keys + (1 + c.gated) * c.ff_size) // p.mp
     stored = {"full": entered, "dots": entered + products, "none": 2 * entered + products + c.ff_size // p.mp}
     return c.layers // p.pp * tokens * stored[p.remat] * width
 

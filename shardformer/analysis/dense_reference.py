@@ -75,7 +75,7 @@ def logits(config, params: Params, tokens, masks: "Masks | None" = None, documen
     for i in range(c.model.layers):
         norms = {
             kind: {name: leaf[i] for name, leaf in params.get(f"transformer/layers/{kind}", {}).items()}
-            for kind in NORMS[c.model.block]
+            for kind in (*NORMS[c.model.block], "q_latent_norm", "kv_latent_norm")
         }
         layer = _select_layer(c, layers, i)
         if adapter_masks:
@@ -243,13 +243,13 @@ def _layer(c, params, layer, norms, x, masks, documents, routes):
         return _norm(c, norms[kind], x) if kind in norms else x
 
     if c.model.block.startswith("sequential"):
-        y = _attention(c, params, layer, normed("attention_norm", x), masks, documents)
+        y = _attention(c, params, layer, norms, normed("attention_norm", x), masks, documents)
         x = x + _drop(masks, normed("post_attention_norm", y) * c.model.residual_scale, 1)
         y = feed_forward(normed("feed_forward_norm", x))
         return x + _drop(masks, normed("post_feed_forward_norm", y) * c.model.residual_scale, 2)
     first = _norm(c, norms["norm" if c.model.block == "parallel" else "attention_norm"], x)
     second = first if c.model.block == "parallel" else _norm(c, norms["feed_forward_norm"], x)
-    branch = _attention(c, params, layer, first, masks, documents) + feed_forward(second)
+    branch = _attention(c, params, layer, norms, first, masks, documents) + feed_forward(second)
     return x + _drop(masks, branch * c.model.residual_scale, 1)
 
 
@@ -357,12 +357,10 @@ def _router_losses(c, routes: list, counts):
     return total
 
 
-def _attention(c, params, p, h, masks=None, documents=None):
+def _attention(c, params, p, norms, h, masks=None, documents=None):
     B, T, D = h.shape
     H, K = c.model.heads, c.model.head_dim or D // c.model.heads
-    q, k, v = (h @ p[n] + (p[f"{n}_bias"][None, None] if f"{n}_bias" in p else 0.0) for n in "qkv")
-    q, k, v = (_norm_heads(c, p, n, a.reshape(B, T, -1, K)) for n, a in zip("qkv", (q, k, v), strict=True))
-    k, v = (jnp.repeat(a, H // a.shape[2], axis=2) for a in (k, v))
+    q, k, v = _heads_of_latents(c, p, norms, h) if c.model.kv_latent else _heads(c, p, h)
     if c.model.positions == "rotary":
         q, k = _rotate(c, q), _rotate(c, k)
     if c.model.attention_scale:
@@ -384,8 +382,30 @@ def _attention(c, params, p, h, masks=None, documents=None):
         logits = jnp.concatenate([logits, sinks], axis=-1)
     weights = jax.nn.softmax(logits, axis=-1)[..., :T]
     weights = masks.drop_weights(weights) if masks else weights
-    y = jnp.einsum("bhts,bshk->bthk", weights, v).reshape(B, T, H * K) @ p["o"]
+    y = jnp.einsum("bhts,bshk->bthk", weights, v).reshape(B, T, -1) @ p["o"]
     return y + p["o_bias"][None, None] if "o_bias" in p else y
+
+
+def _heads(c, p, h):
+    """Returns queries, keys and values [B, T, H, K]."""
+    (B, T, D), H = h.shape, c.model.heads
+    K = c.model.head_dim or D // H
+    q, k, v = (h @ p[n] + (p[f"{n}_bias"][None, None] if f"{n}_bias" in p else 0.0) for n in "qkv")
+    q, k, v = (_norm_heads(c, p, n, a.reshape(B, T, -1, K)) for n, a in zip("qkv", (q, k, v), strict=True))
+    return q, jnp.repeat(k, H // k.shape[2], axis=2), jnp.repeat(v, H // v.shape[2], axis=2)
+
+
+def _heads_of_latents(c, p, norms, h):
+    """Returns queries, keys and values of MLA; the first numbers of a key, which rotate, are those of all heads."""
+    (B, T, _), H, C = h.shape, c.model.heads, c.model.kv_latent
+    with_eps = c.replace(norm_eps=1e-6)  # DeepSeek's
+    queries = _norm(with_eps, norms["q_latent_norm"], h @ p["q_latent"]) if c.model.q_latent else h
+    q = (queries @ p["q"]).reshape(B, T, H, -1)
+    both = h @ p["kv_latent"]
+    latent = _norm(with_eps, norms["kv_latent_norm"], both[..., :C])
+    rotary = jnp.repeat(both[:, :, None, C:], H, axis=2)
+    k = jnp.concatenate([rotary, (latent @ p["k"]).reshape(B, T, H, -1)], axis=-1)
+    return q, k, (latent @ p["v"]).reshape(B, T, H, -1)
 
 
 def _positions(tokens, documents):

@@ -66,12 +66,12 @@ def list_offloaded(state) -> list[tuple]:
 
 def cache_bytes(config: Config, samples: int = 1) -> int:
     """Returns the bytes of the keys and values that `sample` caches, on one device."""
-    width = -(-config.model.key_value_heads // config.parallel.mp) * config.model.head_size
+    width = -(-config.model.cached_heads // config.parallel.mp) * sum(config.model.cached_sizes)
     slots = sum(
         -(-min(window or config.model.seq, config.model.seq) // config.parallel.cp)
         for window in config.model.layer_windows
     )
-    return 2 * slots * samples * width * jnp.dtype(config.parallel.dtype).itemsize
+    return slots * samples * width * jnp.dtype(config.parallel.dtype).itemsize
 
 
 def split_of_layer(config: Config) -> tuple[dict[str, list], dict[str, tuple[int, int, int]]]:

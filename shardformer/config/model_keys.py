@@ -39,6 +39,18 @@ class ModelKeys(KeyGroup):
         None, "key/value heads, each shared by heads / kv_heads query heads; auto: as many as heads", least=1
     )
     head_dim: int | None = key(None, "size of a head; auto: d_model / heads", least=1)
+    kv_latent: int | None = key(
+        None,
+        "width of the latent that keys and values are computed from, as DeepSeek's (MLA): each token caches it and one "
+        "rotary key of rotary_dims for all heads; none: they are computed from activations",
+        least=1,
+        none="none",
+    )
+    q_latent: int | None = key(
+        None, "width of the latent that queries are computed from; none: from activations", least=1, none="none",
+        needs="kv_latent",
+    )  # fmt: skip
+    value_dim: int | None = key(None, "size of a head's values; auto: that of its keys", least=1, needs="kv_latent")
     d_ff: int | None = key(None, "feed-forward width; auto: 4 * d_model", least=1)
     activation: str = key(
         "gelu",
@@ -144,9 +156,23 @@ class ModelKeys(KeyGroup):
         return self.head_dim or self.d_model // self.heads
 
     @functools.cached_property
+    def value_size(self) -> int:
+        return self.value_dim or self.head_size
+
+    @functools.cached_property
     def attention_size(self) -> int:
-        """Width of all heads together."""
-        return self.heads * self.head_size
+        """Width of the values of all heads together."""
+        return self.heads * self.value_size
+
+    @functools.cached_property
+    def cached_heads(self) -> int:
+        """Heads of keys and values that a cache has."""
+        return 1 if self.kv_latent else self.key_value_heads
+
+    @functools.cached_property
+    def cached_sizes(self) -> tuple[int, ...]:
+        """Numbers of a cached head's key and value of a token; of its latent and its rotary key if they are one."""
+        return (self.kv_latent + self.rotary_size,) if self.kv_latent else (self.head_size, self.head_size)
 
     @functools.cached_property
     def key_value_heads(self) -> int:
@@ -261,6 +287,8 @@ class ModelKeys(KeyGroup):
         )
         self._check_positions()
         self._check_window()
+        if self.kv_latent:
+            self._check_latent()
 
     def _check_positions(self) -> None:
         encodes = self.embeds_positions or self.biased_by_distance or self.rotates
@@ -289,6 +317,23 @@ class ModelKeys(KeyGroup):
                 f"rotary_scaling={self.rotary_scaling:.40} must have {2 * pairs} numbers after ATTENTION: {pairs} for "
                 f"short rows, one for each rotating pair, and {pairs} for long rows",
             )
+
+    def _check_latent(self) -> None:
+        require(
+            self.rotates and self.rotary_size < self.head_size,
+            f"kv_latent={self.kv_latent} needs keys of which a part rotates: give positions=rotary and rotary_dims below "
+            f"the head size {self.head_size}; got positions={self.positions} rotary_dims={self.rotary_dims}",
+        )
+        off = {"kv_heads": (None, self.heads), "qk_norm": ("none",), "sinks": (False,)}
+        for name, accepted in off.items():
+            require(
+                getattr(self, name) in accepted,
+                f"{name}={getattr(self, name)} is not computed with kv_latent={self.kv_latent}; leave {name} out",
+            )
+        require(
+            "q" not in self.biased,
+            f"bias={self.bias} has biases of q, k and v, which kv_latent={self.kv_latent} does not have; give bias=none",
+        )
 
     def _check_window(self) -> None:
         theta = self.window_rotary_theta

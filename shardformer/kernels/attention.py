@@ -29,7 +29,7 @@ class Cache(NamedTuple):
     """
 
     k_BhSK: Array
-    v_BhSK: Array
+    v_BhSK: Array | None = None  # None: the keys are the values too, as latents are
 
 
 class AttentionOptions(NamedTuple):
@@ -63,13 +63,13 @@ class Attention:
         raise NotImplementedError
 
     def attend_to_cache(
-        self, q_BThK: Array, k_BTgK: Array, v_BTgK: Array, cache: Cache, options: AttentionOptions
+        self, q_BThK: Array, k_BTgK: Array, v_BTgK: Array | None, cache: Cache, options: AttentionOptions
     ) -> tuple[Array, Cache]:
         """Returns weighted values_BThK for the new tokens of each row, and the cache with these tokens in it."""
         (T, h), (B, g, S, K) = q_BThK.shape[1:3], cache.k_BhSK.shape
         total = self.rows_of(S)
-        v_BgSK = self.store(cache.v_BhSK, v_BTgK, options)
-        k_BgSK, _ = cache = Cache(self.store(cache.k_BhSK, k_BTgK, options), v_BgSK)
+        cache = jax.tree.map(lambda cached, new: self.store(cached, new, options), cache, Cache(k_BTgK, v_BTgK))
+        k_BgSK, v_BgSK = cache.k_BhSK, cache.k_BhSK if cache.v_BhSK is None else cache.v_BhSK
         slot_T = options.slot + jnp.arange(T)
         distance_TS = (slot_T[:, None] - self.local_slots(S)[None]) % total  # of each slot from each new token
         q_BgqK = jnp.moveaxis(q_BThK.reshape(B, T, g, h // g, K), 1, 3).reshape(B, g, -1, K)

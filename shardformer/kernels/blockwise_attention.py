@@ -116,7 +116,7 @@ def _attend(q, k, v, mask: Mask, sizes: Sizes):
 
 def _forward(q, k, v, mask: Mask, sizes: Sizes):
     """Returns the values and the logarithm of each row's denominator."""
-    (B, h, padded_T, K), block = q.shape, sizes.block
+    (B, h, padded_T, _), block = q.shape, sizes.block
 
     def compute_rows(i):
         q_i = take_block(q, i, block)
@@ -124,7 +124,7 @@ def _forward(q, k, v, mask: Mask, sizes: Sizes):
         def add_block(j, running):
             return add_keys(running, q_i, k, v, j, mask, sizes, (i, j))
 
-        zeros = no_keys((B, h, block, K), mask.sink_1h1)
+        zeros = no_keys((B, h, block, v.shape[-1]), mask.sink_1h1)
         first = 0 if mask.window is None else jnp.maximum(i * block - mask.window + 1, 0) // block
         values, largest, total = lax.fori_loop(first, i + 1, add_block, vary_like(zeros, q))
         return (values / total[..., None]).astype(q.dtype), largest + jnp.log(total)
@@ -177,7 +177,7 @@ def _backward(sizes, saved, d_values):
         def add_block(i, sums):
             return add_gradients(sums, queries, i, k_j, v_j, mask, sizes, (i, j))
 
-        zeros = vary_like((jnp.zeros((B, g, block, K)), jnp.zeros((B, g, block, K))), q)
+        zeros = vary_like(tuple(jnp.zeros((B, g, block, x.shape[-1])) for x in (k, v)), q)
         end = padded_T // block
         if mask.window is not None:
             end = jnp.minimum((j * block + block + mask.window - 2) // block + 1, end)

@@ -78,9 +78,10 @@ def find_waits(config: Config, hardware: Hardware) -> dict[str, float]:
     tokens = config.model.seq // config.parallel.cp
     rows = config.microbatch_rows
     pairs = rows * tokens * tokens / 2  # of tokens in a step: zig-zag order halves the work of every step
-    computing = 4 * pairs * config.model.attention_size / config.parallel.mp / hardware.flops
-    width = config.model.key_value_heads * config.model.head_size / config.parallel.mp
-    sending = 2 * rows * tokens * width * (2 if config.parallel.dtype == "bfloat16" else 4) / hardware.wire
+    sizes = config.model.head_size + config.model.value_size
+    computing = 2 * pairs * config.model.heads * sizes / config.parallel.mp / hardware.flops
+    width = config.model.key_value_heads * sizes / config.parallel.mp
+    sending = rows * tokens * width * (2 if config.parallel.dtype == "bfloat16" else 4) / hardware.wire
     steps = config.parallel.cp - 1
     return {
         "ring": steps * (max(sending - computing, 0.0) + EXCHANGE),

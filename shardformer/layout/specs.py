@@ -19,6 +19,8 @@ RULES = (
     ("*/layers/[qk]_head_scale", P()),
     ("*/layers/[qk]_scale", P(None, "mp")),
     ("*/layers/sinks", P(None, "mp")),
+    ("*/layers/q_latent", P()),
+    ("*/layers/kv_latent", P()),
     ("*/layers/o", P(None, "mp", None)),
     ("*/layers/up", P(None, None, "mp")),
     ("*/layers/gate", P(None, None, "mp")),

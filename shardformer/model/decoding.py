@@ -25,7 +25,7 @@ class Decoder:
         # A layer's keys or values [B, H, S, K]: rows split over dp, heads over mp, slots over cp.
         self.cache_spec = P("dp", "mp", "cp" if config.parallel.cp > 1 else None, None)
         # Shards share a head if there are few.
-        self.cached_heads = max(config.model.key_value_heads, config.parallel.mp)
+        self.cached_heads = max(config.model.cached_heads, config.parallel.mp)
         self.unstacked_specs = map_stacked(
             lambda name, spec: [P(*spec[1:])] * len(config.mixture.layers_of(name)), model.specs
         )

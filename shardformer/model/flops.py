@@ -48,7 +48,7 @@ def attention_flops(config: Config) -> int:
     seq = config.model.seq
     windows = [min(window or seq, seq) for window in config.model.layer_windows]
     pairs = sum(2 * window - window * window // seq for window in windows)  # twice the tokens attended to
-    return 2 * pairs * config.model.attention_size
+    return pairs * config.model.heads * (config.model.head_size + config.model.value_size)
 
 
 def _count_multiplying(parameters: dict, config: Config) -> int:
@@ -83,6 +83,7 @@ def describe_formula(config: Config) -> str:
         parameters = "4 x multiplying parameters + 2 x trainable parameters"
     attended = "seq" if not config.model.window else "(2 x window - window^2 / seq in windowed layers, else seq)"
     width = "heads x head_dim" if config.model.head_dim else "d_model"
+    width = "heads x (head_dim + value_dim) / 2" if config.model.value_dim else width
     return f"{parameters} + 6 x layers x {attended} x {width}"
 
 

@@ -61,7 +61,7 @@ class SplitContext(Attention):
         return take_slots(gather(cache, SLOTS), token_S)
 
     def attend_to_cache(
-        self, q_BThK: Array, k_BTgK: Array, v_BTgK: Array, cache: Cache, options: AttentionOptions
+        self, q_BThK: Array, k_BTgK: Array, v_BTgK: Array | None, cache: Cache, options: AttentionOptions
     ) -> tuple[Array, Cache]:
         """Returns weighted values for this shard's tokens of a chunk, or for a single token, which all shards have.
 

@@ -111,7 +111,7 @@ def indices_in_ring(step: int, sizes: Sizes) -> tuple[Array, Array]:
 def _forward(q, k, v, mask: Mask, sizes: Sizes):
     """Returns the values and the logarithm of each row's denominator."""
     cp, visiting = lax.axis_size(CP), (k, v)
-    running: Any = start_rows(q, mask, sizes) if sizes.block else ring_kernel.start(q)
+    running: Any = start_rows(q, v, mask, sizes) if sizes.block else ring_kernel.start(q)
     for step in range(cp):
         arriving = send(visiting) if step < cp - 1 else visiting
         if sizes.block:
@@ -159,7 +159,7 @@ def indices_in_rows(sizes: Sizes) -> tuple[Array, Array]:
 
 def _forward_gathered(q, k, v, mask: Mask, sizes: Sizes):
     """Returns the values and the logarithm of each row's denominator."""
-    running, keys = start_rows(q, mask, sizes), context.gather((k, v), TOKENS)
+    running, keys = start_rows(q, v, mask, sizes), context.gather((k, v), TOKENS)
     return finish_rows(add_to_rows(running, q, keys, indices_in_rows(sizes), mask, sizes), q)
 
 
@@ -184,10 +184,10 @@ attend_to_gathered.defvjp(keep_for_backward(_forward_gathered), _backward_gather
 # The blocks of this shard's queries with blocks of any shard's keys: sums that further keys are added to.
 
 
-def start_rows(q_BhtK: Array, mask: Mask, sizes: Sizes) -> Running:
+def start_rows(q_BhtK: Array, v_BgtK: Array, mask: Mask, sizes: Sizes) -> Running:
     """Returns the softmax over no keys for each block of the queries: arrays of [blocks, B, h, block, ...]."""
-    B, h, t, K = q_BhtK.shape
-    return vary_like(no_keys((t // sizes.block, B, h, sizes.block, K), mask.sink_1h1), q_BhtK)
+    B, h, t, _ = q_BhtK.shape
+    return vary_like(no_keys((t // sizes.block, B, h, sizes.block, v_BgtK.shape[-1]), mask.sink_1h1), q_BhtK)
 
 
 def add_to_rows(
@@ -227,7 +227,7 @@ def add_to_gradients(
 ) -> tuple[tuple, tuple[Array, Array]]:
     """Adds the part of these keys to (dq, d_bias); returns the sums and (dk, dv) of this shard's queries in float32."""
     (k, v), (number_n, number_m), block = keys, indices, sizes.block
-    zeros = vary_like((jnp.zeros((*k.shape[:2], block, k.shape[3])),) * 2, queries.q_BhTK)
+    zeros = vary_like(tuple(jnp.zeros((*x.shape[:2], block, x.shape[3])) for x in (k, v)), queries.q_BhTK)
 
     def compute_columns(sums, m):
         j, k_m, v_m = number_m[m], take_block(k, m, block), take_block(v, m, block)

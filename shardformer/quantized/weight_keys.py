@@ -60,6 +60,7 @@ class WeightKeys(KeyGroup):
         mp = 1 if c.parallel.mesh == "auto" else c.parallel.mp
         local = {"d_model": c.model.d_model, "heads x head size": c.model.attention_size // mp}
         local |= c.mixture.local_widths(mp)
+        local |= {name: size for name in ("q_latent", "kv_latent") if (size := c.get(name))}
         odd = [f"{name} {size}" for name, size in local.items() if size % 2]
         require(
             not odd,

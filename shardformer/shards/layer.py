@@ -103,19 +103,26 @@ class TransformerLayerShard(hk.Module):
         if options.frequency is not None:
             angles = options.position_T, options.frequency, options.rotary_factor
             q_BThK, k_BThK = (rotate(x, *angles) for x in (q_BThK, k_BThK))
-        if self.config.model.attention_scale:  # attention itself divides by sqrt(K)
-            q_BThK = q_BThK * (self.config.model.attention_scale * math.sqrt(self.config.model.head_size))
+        q_BThK = self.scale_queries(q_BThK)
         if self.config.model.sinks:
             sink_h = zeros("sinks", q_BThK.shape[2]).astype(jnp.float32)
             options = options._replace(sink_1h11=sink_h.reshape(1, -1, 1, 1))
         if cache is None:
-            a_BThK = self._attend(q_BThK, k_BThK, v_BThK, options)
+            a_BThK = self.attend(q_BThK, k_BThK, v_BThK, options)
             cache = Cache(jnp.swapaxes(k_BThK, 1, 2), jnp.swapaxes(v_BThK, 1, 2))
         else:
             a_BThK, cache = self.method.attend_to_cache(q_BThK, k_BThK, v_BThK, cache, options)
+        return self.join_heads(a_BThK), cache
+
+    def scale_queries(self, q_BThK: Array) -> Array:
+        """Returns the queries times attention_scale * sqrt(K), as attention itself divides by sqrt(K)."""
+        scale = self.config.model.attention_scale
+        return q_BThK * (scale * math.sqrt(self.config.model.head_size)) if scale else q_BThK
+
+    def join_heads(self, a_BThK: Array) -> Array:
+        """Returns this shard's heads' part of the output projection."""
         B, T, h, K = a_BThK.shape
-        stddev = self.residual_stddev(self.config.model.attention_size)
-        return self.linear("o", a_BThK.reshape(B, T, h * K), stddev), cache
+        return self.linear("o", a_BThK.reshape(B, T, h * K), self.residual_stddev(self.config.model.attention_size))
 
     def feed_forward(self, h_BTD: Array) -> Array:
         """Returns this shard's slice of the hidden layer's contribution: a partial sum over mp."""
@@ -163,7 +170,7 @@ class TransformerLayerShard(hk.Module):
         y_BThK = split_heads(y_BTd, h)
         return norm_heads(name, y_BThK, self.config) if name != "v" and self.config.model.qk_norm != "none" else y_BThK
 
-    def _attend(self, q_BThK, k_BTgK, v_BTgK, options):
+    def attend(self, q_BThK, k_BTgK, v_BTgK, options):
         """Returns weighted values of the sequence's tokens."""
 
         def attend(q_BThK, k_BSgK, v_BSgK):

@@ -9,7 +9,7 @@ from shardformer.config import Config
 from shardformer.kernels.remat import PRODUCT
 from shardformer.layout import Layout
 from shardformer.shards.dropout import DroppedBranches
-from shardformer.shards.layer import LayerFeature, LayerInputs, Records
+from shardformer.shards.layer import LayerFeature, LayerInputs, Records, TransformerLayerShard
 from shardformer.shards.positions import Windows
 
 
@@ -56,6 +56,15 @@ def choose_features(config: Config) -> tuple[LayerFeature, ...]:
 
         features.append(AdaptedProducts(config))
     return tuple(features)
+
+
+def choose_layer(config: Config) -> type[TransformerLayerShard]:
+    """Returns the module of a layer."""
+    if not config.model.kv_latent:
+        return TransformerLayerShard
+    from shardformer.shards.latent_attention import LatentLayerShard
+
+    return LatentLayerShard
 
 
 def choose_records(layout: Layout) -> Records:

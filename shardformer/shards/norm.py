@@ -25,10 +25,11 @@ class Norm(hk.Module):
 
     config: Config
     name: str = "norm"
+    eps: float | None = None  # None: norm_eps
 
     def __call__(self, x_BTD: Array) -> Array:
         """Computes in float32; returns the input's dtype."""
-        x = NORMS[self.config.model.norm](x_BTD.astype(jnp.float32), self.config.model.norm_eps)
+        x = NORMS[self.config.model.norm](x_BTD.astype(jnp.float32), self.eps or self.config.model.norm_eps)
         if "norm" in self.config.model.biased:
             x = add_bias(x, zeros("offset", x.shape[-1]))
         return x.astype(x_BTD.dtype)

@@ -19,8 +19,8 @@ from shardformer.layout.choose_layers import Loop
 from shardformer.shards import layer_groups
 from shardformer.shards.dropout import Dropout
 from shardformer.shards.embedding import EmbeddingShard
-from shardformer.shards.layer import LayerInputs, TransformerLayerShard
-from shardformer.shards.layer_features import choose_features, choose_mixed_layers, choose_records
+from shardformer.shards.layer import LayerInputs
+from shardformer.shards.layer_features import choose_features, choose_layer, choose_mixed_layers, choose_records
 from shardformer.shards.parameters import unstack
 from shardformer.shards.positions import (
     RelativeBiasShard,
@@ -42,7 +42,7 @@ class CausalTransformerShard:
             AttentionOptions, frequency=frequency, rotary_factor=c.model.rotary_factor, cap=c.model.attention_cap
         )
         self._stage_layers, self._features, self.records = c.stage_layers, choose_features(c), choose_records(layout)
-        self._mixed = choose_mixed_layers(c)
+        self._mixed, self._layer = choose_mixed_layers(c), choose_layer(c)
         self._embed = transform(lambda *args: EmbeddingShard(c)(*args))
         self._table = transform(lambda: EmbeddingShard(c).table())
         self._relative_bias = transform(lambda *args: RelativeBiasShard(c)(*args))
@@ -61,7 +61,7 @@ class CausalTransformerShard:
             options = self._options(position_T)
 
             def draw(sparse):
-                return hk.transform(lambda: TransformerLayerShard(c, Plain(), sparse=sparse)(x_BTD, options)).init
+                return hk.transform(lambda: self._layer(c, Plain(), sparse=sparse)(x_BTD, options)).init
 
             sparse = draw(self.records.feed_forward())
             layers = functools.partial(self._mixed.init, sparse, draw(None)) if self._mixed else jax.vmap(sparse)
@@ -235,7 +235,7 @@ class CausalTransformerShard:
         def call(*args):
             method, products, branches = layout.attention, inputs.multiply, inputs.after_branch
             sparse = self.records.feed_forward(stored)
-            result = TransformerLayerShard(self.config, method, products, branches, recompute, sparse)(*args)
+            result = self._layer(self.config, method, products, branches, recompute, sparse)(*args)
             return *result, sparse and sparse.routes
 
         return transform(call)(_without_prefix(inputs.params), x_BTD, inputs.options, cache)

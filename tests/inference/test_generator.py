@@ -22,6 +22,7 @@ SEQ = 8
 GREEDY = Sampling(temperature=0)
 
 WINDOWS = {"window": 3, "attention_cap": 2.0}
+LATENT = {"bias": "none", "kv_latent": 12, "head_dim": 6, "rotary_dims": 2, "value_dim": 5}
 EXPERTS = {"bias": "none", "activation": "swiglu", "d_ff": 32, "balance_rate": 0.1}
 # (config, prompt length, stride); every text outgrows the context.
 ROWS = {
@@ -42,6 +43,8 @@ ROWS = {
         3,
         2,
     ),
+    "latents": (LATENT | {"q_latent": 10, "attention_scale": 0.7, "scan": False}, 3, 1),
+    "latents, windows": (LATENT | WINDOWS | {"window_pattern": "wf", "block": "sequential"}, 6, 2),
     "experts": (EXPERTS | {"experts": 4, "shared_width": 8, "shared_gate": True}, 3, 1),
     "experts, widths split": (
         EXPERTS | {"dense_first": 1, "experts": 6, "router": "sigmoid", "expert_bias": True, "block": "sequential"},

@@ -14,6 +14,7 @@ EXPERTS = {
     "experts": 4, "bias": "none", "activation": "swiglu", "balance_loss": 0.5, "router_z_loss": 0.1,
     "balance_rate": 0.1,
 }  # fmt: skip
+LATENT = LLAMA | {"kv_heads": None, "kv_latent": 12, "head_dim": 6, "rotary_dims": 2, "value_dim": 5}
 ADAPTERS = {"lora_rank": 2, "lora_targets": "q,v:4:3,o,up:2:5,down", "bias": "none"}
 ON_CP = {"mesh": "dp1.cp4.mp1"}
 CASES = {
@@ -41,6 +42,12 @@ CASES = {
     },
     "sinks_ring": LLAMA | ON_CP | {"sinks": True, "context_parallel": "ring", "documents": "masked"},
     "sinks_gather": LLAMA | {"mesh": "dp2.cp2.mp1", "sinks": True, "context_parallel": "gather"},
+    "latent": LATENT | {"q_latent": 10, "zero": 3, "rotary_scaling": "yarn:4,0.5,3,12,1.5", "attention_scale": 0.7},
+    "latent_of_keys": LATENT | {"mesh": "1x4", "block": "parallel", "sequence_parallel": True, "dropout": 0.3},
+    "latent_blocks": LATENT | {"mesh": "2x1", "q_latent": 10, "attention": "blocks", "documents": "masked"},
+    "latent_ring": LATENT | ON_CP | {"context_parallel": "ring", "value_dim": 8},
+    "latent_gather": LATENT | {"mesh": "dp2.cp2.mp1", "context_parallel": "gather"},
+    "latent_int8": LATENT | {"q_latent": 10, "lora_rank": 2, "lora_targets": "q,o", "weights": "int8"},
     "pipeline": {"mesh": "2x1x2", "accum": 2, "layers": 4, "pipeline_rounds": 2, "dropout": 0.3, "window": 5,
                  "window_pattern": "wf"},
     "pipeline_of_six": {"mesh": "1x1x2", "accum": 6, "batch": 6},

@@ -161,13 +161,12 @@ class SlotPrograms:
 
     def _make_empty(self, *, size: int) -> State:
         c = self.model.config
-        shape = self.rows, self.decoder.cached_heads, c.model.head_size
         logits_BV = jnp.zeros((self.rows, c.model.padded_vocab), jnp.float32)
 
-        def zeros(slots):
-            return jnp.zeros((*shape[:2], slots, shape[2]), c.parallel.dtype)
+        def zeros(slots, size):
+            return jnp.zeros((self.rows, self.decoder.cached_heads, slots, size), c.parallel.dtype)
 
-        caches = [Cache(zeros(slots), zeros(slots)) for slots in self._slots(size)]
+        caches = [Cache(*[zeros(slots, each) for each in c.model.cached_sizes]) for slots in self._slots(size)]
         return State(logits_BV, caches, jnp.zeros(logits_BV.shape, bool))
 
     def _put_rows(self, state: State, row_D, new, seen_DV, seen_row_D) -> State:

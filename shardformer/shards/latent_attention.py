@@ -1,0 +1,86 @@
+"""Attention whose keys and values are computed from a latent of each token, as DeepSeek's (MLA).
+
+A token's latent serves all heads, and so does its rotary key; a cache has only these two. Rows of a prompt are attended
+to with keys and values of each head. A new token multiplies its queries with `k` instead of every cached latent, and
+the sums of latents with `v`, so that decoding expands no cache:
+
+    logits = q . (latent @ k) = (q @ k^T) . latent        values = weights . (latent @ v) = (weights . latent) @ v
+
+Every shard of the model computes the latents; `q`, `k`, `v` and `o` are split by heads.
+"""
+
+import math
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from shardformer import collectives
+from shardformer.kernels.attention import AttentionOptions, Cache
+from shardformer.kernels.linear import split_heads
+from shardformer.kernels.rotary import rotate
+from shardformer.shards.layer import TransformerLayerShard
+from shardformer.shards.norm import Norm
+from shardformer.shards.parameters import weight
+
+EPS = 1e-6  # of the latents' norms, whatever norm_eps is: DeepSeek's
+
+
+class LatentLayerShard(TransformerLayerShard):
+    """A transformer layer with latent attention. E numbers of a token are cached: its latent C and its rotary key R.
+
+    A head's key has R rotary numbers, which all heads share, before its own N; values have V numbers.
+    """
+
+    def attention(self, h_BTD: Array, options: AttentionOptions, cache: Cache | None) -> tuple[Array, Cache]:
+        model, h = self.config.model, collectives.local(self.config.model.heads)
+        angles = options.position_T, options.frequency, options.rotary_factor
+        x_BTI = self._norm("q_latent_norm", self._reduce("q_latent", h_BTD, model.q_latent)) if model.q_latent else h_BTD
+        q_BThK = rotate(self._expand("q", x_BTI, h * model.head_size), *angles)
+        q_BThK = self.scale_queries(q_BThK)
+
+        C, R = model.kv_latent, model.rotary_size
+        both_BTE = self._reduce("kv_latent", h_BTD, C + R)
+        latent_BTC = self._norm("kv_latent_norm", both_BTE[..., :C])
+        rotary_BT1R = rotate(both_BTE[..., None, C:], *angles)
+        cached_BT1E = jnp.concatenate([latent_BTC[:, :, None], rotary_BT1R], axis=-1)
+        if cache is None:
+            k_BThK = _join_keys(rotary_BT1R, self._expand("k", latent_BTC, h * (model.head_size - R)))
+            a_BThV = self.attend(q_BThK, k_BThK, self._expand("v", latent_BTC, h * model.value_size), options)
+            return self.join_heads(a_BThV), Cache(jnp.swapaxes(cached_BT1E, 1, 2))
+        a_BThE, cache = self.method.attend_to_cache(self._absorb_keys(q_BThK), cached_BT1E, None, cache, options)
+        a_BThV = jnp.einsum("bthc,chv->bthv", a_BThE[..., :C], self._matrix_of_heads("v", model.value_size, a_BThE))
+        return self.join_heads(a_BThV), cache
+
+    def _reduce(self, name: str, h_BTD: Array, out: int) -> Array:
+        """Returns the product with a matrix that every shard of the model has; its gradient is summed over mp."""
+        w_DO = weight(name, [h_BTD.shape[-1], out], self.config.model.init_std or h_BTD.shape[-1] ** -0.5)
+        return self.multiply(name, h_BTD, jax.tree.map(collectives.vary_over_mp, w_DO))
+
+    @hk.name_like("__call__")  # else Haiku adds this method's name to the norm's path
+    def _norm(self, name: str, x_BTC: Array) -> Array:
+        return Norm(self.config, name, EPS)(x_BTC)
+
+    def _expand(self, name: str, x_BTI: Array, out: int) -> Array:
+        """Returns the product with a matrix of all heads, [B, T, h, out / h]."""
+        return split_heads(self.linear(name, x_BTI, out=out), collectives.local(self.config.model.heads))
+
+    def _absorb_keys(self, q_BThK: Array) -> Array:
+        """Returns queries of latents and rotary keys, whose logits attention divides by sqrt(E) instead of sqrt(K)."""
+        model, R = self.config.model, self.config.model.rotary_size
+        k_ChN = self._matrix_of_heads("k", model.head_size - R, q_BThK)
+        q_BThC = jnp.einsum("bthn,chn->bthc", q_BThK[..., R:], k_ChN, preferred_element_type=jnp.float32)
+        q_BThE = jnp.concatenate([q_BThC, q_BThK[..., :R].astype(jnp.float32)], axis=-1)
+        return (q_BThE * math.sqrt(q_BThE.shape[-1] / model.head_size)).astype(q_BThK.dtype)
+
+    def _matrix_of_heads(self, name: str, size: int, like: Array) -> Array:
+        """Returns this shard's part of `k` or `v`, [C, h, size]."""
+        h, C = collectives.local(self.config.model.heads), self.config.model.kv_latent
+        return weight(name, [C, h * size], stddev=1.0).astype(like.dtype).reshape(C, h, size)
+
+
+def _join_keys(rotary_BT1R: Array, k_BThN: Array) -> Array:
+    """Returns each head's key; the gradient of the part that all heads share is summed in float32."""
+    shared = jnp.broadcast_to(rotary_BT1R.astype(jnp.float32), (*k_BThN.shape[:3], rotary_BT1R.shape[-1]))
+    return jnp.concatenate([shared.astype(k_BThN.dtype), k_BThN], axis=-1)
