@@ -45,6 +45,7 @@ class AttentionOptions(NamedTuple):
     rotary_factor: Array | float = 1.0  # of rotated queries and keys
     slot: Array | int = 0  # number of the first new token; its slot in a cache of S slots is slot % S
     stored: Array | None = None  # new tokens that are stored, the others are padding; None: there is one, not padded
+    head_size: int | None = None  # whose root divides the logits of a cache; None: that of its keys
     sink_1h11: Array | None = None  # each head's logit that only the denominators of its softmaxes have
 
 
@@ -74,7 +75,7 @@ class Attention:
         distance_TS = (slot_T[:, None] - self.local_slots(S)[None]) % total  # of each slot from each new token
         q_BgqK = jnp.moveaxis(q_BThK.reshape(B, T, g, h // g, K), 1, 3).reshape(B, g, -1, K)
         logits_BgqS = jnp.einsum("bgqk,bgsk->bgqs", q_BgqK, k_BgSK, preferred_element_type=jnp.float32)
-        logits_BhTS = (logits_BgqS * np.float32(1 / math.sqrt(K))).reshape(B, h, T, S)
+        logits_BhTS = (logits_BgqS * np.float32(1 / math.sqrt(options.head_size or K))).reshape(B, h, T, S)
         if options.bias is not None:
             logits_BhTS = logits_BhTS + options.bias[:, distance_TS][None]
         logits_BhTS = soft_cap(logits_BhTS, options.cap)

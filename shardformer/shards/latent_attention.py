@@ -9,8 +9,6 @@ the sums of latents with `v`, so that decoding expands no cache:
 Every shard of the model computes the latents; `q`, `k`, `v` and `o` are split by heads.
 """
 
-import math
-
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -49,6 +47,7 @@ class LatentLayerShard(TransformerLayerShard):
             k_BThK = _join_keys(rotary_BT1R, self._expand("k", latent_BTC, h * (model.head_size - R)))
             a_BThV = self.attend(q_BThK, k_BThK, self._expand("v", latent_BTC, h * model.value_size), options)
             return self.join_heads(a_BThV), Cache(jnp.swapaxes(cached_BT1E, 1, 2))
+        options = options._replace(head_size=model.head_size)
         a_BThE, cache = self.method.attend_to_cache(self._absorb_keys(q_BThK), cached_BT1E, None, cache, options)
         a_BThV = jnp.einsum("bthc,chv->bthv", a_BThE[..., :C], self._matrix_of_heads("v", model.value_size, a_BThE))
         return self.join_heads(a_BThV), cache
@@ -67,12 +66,11 @@ class LatentLayerShard(TransformerLayerShard):
         return split_heads(self.linear(name, x_BTI, out=out), collectives.local(self.config.model.heads))
 
     def _absorb_keys(self, q_BThK: Array) -> Array:
-        """Returns queries of latents and rotary keys, whose logits attention divides by sqrt(E) instead of sqrt(K)."""
-        model, R = self.config.model, self.config.model.rotary_size
-        k_ChN = self._matrix_of_heads("k", model.head_size - R, q_BThK)
-        q_BThC = jnp.einsum("bthn,chn->bthc", q_BThK[..., R:], k_ChN, preferred_element_type=jnp.float32)
-        q_BThE = jnp.concatenate([q_BThC, q_BThK[..., :R].astype(jnp.float32)], axis=-1)
-        return (q_BThE * math.sqrt(q_BThE.shape[-1] / model.head_size)).astype(q_BThK.dtype)
+        """Returns the queries of latents and rotary keys."""
+        R = self.config.model.rotary_size
+        k_ChN = self._matrix_of_heads("k", self.config.model.head_size - R, q_BThK)
+        q_BThC = jnp.einsum("bthn,chn->bthc", q_BThK[..., R:], k_ChN)
+        return jnp.concatenate([q_BThC, q_BThK[..., :R]], axis=-1)
 
     def _matrix_of_heads(self, name: str, size: int, like: Array) -> Array:
         """Returns this shard's part of `k` or `v`, [C, h, size]."""

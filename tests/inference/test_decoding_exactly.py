@@ -17,7 +17,7 @@ SEQ, ROUNDS = 8, 3
 LENGTHS = np.array([5, 3, 4, 1], np.int32)
 BOUND = 1e-12
 MESHES = ("2x4", "4x2")
-ACROSS_CONTEXT = ("rotary, parallel, scanned", "windows, unrolled", "experts")
+ACROSS_CONTEXT = ("rotary, parallel, scanned", "windows, unrolled", "latents", "experts")
 # longrope changes the frequencies of a growing text: the generator reads its context again.
 FIXED = [row for row in ROWS if "longrope" not in row]
 CASES = [(row, mesh) for row in FIXED for mesh in MESHES] + [(row, "dp2.cp2.mp2") for row in ACROSS_CONTEXT]
