@@ -327,8 +327,12 @@ def _mix_experts(c, p, h, routes: list | None):
     keys, logits_ = c.experts, h @ p["router"] + (p["router_shift"][None, None] if c.experts.expert_bias else 0.0)
     scores = jax.nn.softmax(logits_) if keys.router == "softmax" else jax.nn.sigmoid(logits_)
     ranked = scores + p["router_bias"][None, None] if keys.balance_rate else scores
-    place = jnp.argsort(jnp.argsort(-ranked, axis=-1, stable=True), axis=-1)  # equal scores: the lowest number first
-    chosen = (place < keys.experts_per_token).astype(h.dtype)
+    if keys.expert_groups > 1:
+        groups = ranked.reshape(*ranked.shape[:2], keys.expert_groups, -1)
+        best = jnp.sort(groups, axis=-1)[..., -1 if keys.router == "softmax" else -2 :].sum(-1)
+        groups = jnp.where(_is_largest(best, keys.groups_per_token)[..., None], groups, -jnp.inf)
+        ranked = groups.reshape(ranked.shape)
+    chosen = _is_largest(ranked, keys.experts_per_token).astype(h.dtype)
     gates = scores * chosen
     if keys.router_norm:
         gates = gates / gates.sum(-1, keepdims=True)
@@ -345,6 +349,11 @@ def _mix_experts(c, p, h, routes: list | None):
     shared = {n: p[f"shared_{n}"] for n in ("up", "gate", "down") if f"shared_{n}" in p}
     every = _feed_forward(shared, h, c.model.activation)
     return y + (jax.nn.sigmoid(h @ p["shared_scale"])[..., None] * every if keys.shared_gate else every)
+
+
+def _is_largest(x, count: int):
+    """Returns which numbers are among the `count` largest of the last axis; of equal ones, those that come first."""
+    return jnp.argsort(jnp.argsort(-x, axis=-1, stable=True), axis=-1) < count
 
 
 def _router_losses(c, routes: list, counts):

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from shardformer.config.keys import KeyGroup, key, require
+from shardformer.config.keys import KeyGroup, UsedIf, key, largest_divisor, require
 from shardformer.config.names import EXPERT_MATRICES, MATRICES, SHARED_MATRICES
 from shardformer.errors import UsageError
 from shardformer.tables import format_count
@@ -69,6 +69,18 @@ class ExpertKeys(KeyGroup):
     router_scale: float = key(
         1.0, "factor on the gates of a token's experts, as DeepSeek-V3", fixed=True, needs="experts"
     )
+    expert_groups: int = key(
+        1,
+        "equal groups of experts, of which a token's experts are in groups_per_token; a group ranks by its best expert, "
+        "with router=sigmoid by the sum of its best two, as DeepSeek",
+        least=1,
+        fixed=True,
+        needs="experts",
+    )
+    groups_per_token: int = key(
+        1, "groups that a token's experts are in", least=1, fixed=True,
+        used_if=UsedIf(lambda experts: experts.expert_groups > 1, "without expert_groups; give expert_groups as well"),
+    )  # fmt: skip
     balance_loss: float = key(
         0.0,
         "coefficient of the load balancing loss of Switch and GShard, over the global batch, added for each layer; "
@@ -100,10 +112,32 @@ class ExpertKeys(KeyGroup):
             f"experts_per_token={self.experts_per_token} must be at most experts={self.experts}; "
             f"try experts_per_token={self.experts}",
         )
+        if self.experts and self.expert_groups > 1:
+            self._check_groups()
         require(
             set(self.expert_pattern) <= {"e", "d"},
             "expert_pattern takes the letters e (experts) and d (dense), such as de; got "
             f"expert_pattern={self.expert_pattern:.40}",
+        )
+
+
+    def _check_groups(self) -> None:
+        require(
+            self.experts % self.expert_groups == 0,
+            f"experts={self.experts} does not divide into expert_groups={self.expert_groups}; try "
+            f"expert_groups={largest_divisor(self.experts, self.expert_groups)}",
+        )
+        in_group = self.experts // self.expert_groups
+        require(
+            self.router == "softmax" or in_group > 1,
+            f"router=sigmoid ranks a group by its best two experts, and expert_groups={self.expert_groups} have one each; "
+            "give expert_groups=1",
+        )
+        require(
+            self.groups_per_token <= self.expert_groups and self.experts_per_token <= self.groups_per_token * in_group,
+            f"experts_per_token={self.experts_per_token} must be in groups_per_token={self.groups_per_token} of "
+            f"expert_groups={self.expert_groups} with {in_group} each; try groups_per_token="
+            f"{min(-(-self.experts_per_token // in_group), self.expert_groups)}",
         )
 
 

@@ -65,6 +65,8 @@ class ExpertFeedForward:
         if keys.balance_rate:
             bias_E = vary_over_mp(zeros(ROUTER_BIAS, keys.experts))
             ranked_BTE = score_BTE + bias_E.reshape(1, 1, -1)
+        if keys.expert_groups > 1:
+            ranked_BTE = self.limit_to_groups(ranked_BTE)
         choice_BTC = lax.top_k(lax.stop_gradient(ranked_BTE), keys.experts_per_token)[1]
         gate_BTC = jnp.take_along_axis(score_BTE, choice_BTC, axis=-1)
         if keys.router_norm:
@@ -73,6 +75,15 @@ class ExpertFeedForward:
             gate_BTC = gate_BTC * keys.router_scale
         self.routes = self.record(logits_BTE, score_BTE, choice_BTC, bias_E)
         return choice_BTC, gate_BTC
+
+    def limit_to_groups(self, ranked_BTE: Array) -> Array:
+        """Returns the ranks of the experts in each token's groups, and -inf for the others."""
+        keys = self.config.experts
+        by_group_BTGE = ranked_BTE.reshape(*ranked_BTE.shape[:2], keys.expert_groups, -1)
+        best_BTG = lax.top_k(by_group_BTGE, 1 if keys.router == "softmax" else 2)[0].sum(-1)
+        chosen_BTN = lax.top_k(best_BTG, keys.groups_per_token)[1]
+        is_chosen_BTG = (chosen_BTN[..., None] == jnp.arange(keys.expert_groups).reshape(1, 1, 1, -1)).any(2)
+        return jnp.where(is_chosen_BTG[..., None], by_group_BTGE, -jnp.inf).reshape(ranked_BTE.shape)
 
     def record(self, logits_BTE: Array, score_BTE: Array, choice_BTC: Array, bias_E: Array | None) -> Routes:
         """Returns the record of a layer."""

@@ -58,6 +58,13 @@ CASES = {
         "mesh": "1x2", "sequence_parallel": True, "shared_width": 8, "shared_gate": True, "layers": 3,
         "dense_first": 1, "block": "sequential",
     },
+    "experts_groups": EXPERTS | {
+        "experts": 8, "expert_groups": 4, "groups_per_token": 2, "experts_per_token": 3, "router": "sigmoid",
+    },
+    "experts_groups_softmax": EXPERTS | {
+        "experts": 6, "expert_groups": 3, "groups_per_token": 1, "router_norm": False, "mesh": "1x4",
+    },
+    "latent_experts": LATENT | EXPERTS | {"q_latent": 10, "layers": 3, "dense_first": 1, "shared_width": 8},
     "experts_bias": EXPERTS | {"expert_bias": True, "activation": "clamped_swiglu", "zero": 1},
     "experts_bias_widths": EXPERTS | {"expert_bias": True, "experts": 3, "mesh": "1x4", "sequence_parallel": True},
     "experts_bias_dp": EXPERTS | {"expert_bias": True, "expert_axes": "dp", "zero": 3, "layers": 3, "dense_first": 1},
