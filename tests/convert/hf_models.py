@@ -32,6 +32,8 @@ ENDS = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
 EIGHT = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}
 ROUTED = {"num_hidden_layers": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 2}
 ROUTED |= {"moe_intermediate_size": 16, "routed_scaling_factor": 1.5}
+LATENT = ENDS | {"num_attention_heads": 8, "num_key_value_heads": 8, "kv_lora_rank": 16, "qk_rope_head_dim": 4}
+LATENT |= {"qk_nope_head_dim": 6, "v_head_dim": 8}
 BLOOM = {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 8, "seq_length": SEQ}
 FACTORS = {"embedding_multiplier": 1.5, "residual_multiplier": 0.7, "attention_multiplier": 0.3, "logits_scaling": 2.5}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0, 1.1], "long_factor": [1.5, 3.0]}
@@ -218,6 +220,15 @@ MODELS = {
         | {"intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2}
         | {"sliding_window": 5, "rope_parameters": YARN | {"truncate": False, "beta_fast": 1.5, "beta_slow": 0.25}},
     ),
+    "deepseek_v2": ("DeepseekV2", HIDDEN | LATENT | ROUTED | {"first_k_dense_replace": 1, "q_lora_rank": None}),
+    "deepseek_v3": (
+        "DeepseekV3",
+        HIDDEN
+        | LATENT
+        | ROUTED
+        | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "q_lora_rank": 12}
+        | {"rope_parameters": YARN | {"mscale": 1.5, "mscale_all_dim": 0.8}},
+    ),
 }
 # With larger weights, transformers' float32 logits of these models would differ from its float64 logits by 1.9e-6.
 ROUNDED_BY_TRANSFORMERS = ("llama", "mistral", "gemma2", "gemma3", "qwen2", "qwen3", "olmo2", "stablelm", "phi3")
@@ -228,6 +239,7 @@ ROUNDED_BY_TRANSFORMERS += ("exaone4", "exaone", "internlm3", "iquestcoder", "ar
 ROUNDED_BY_TRANSFORMERS += ("ernie4_5", "helium", "glm", "glm4", "cwm", "granitemoe", "granitemoeshared", "flex_olmo")
 ROUNDED_BY_TRANSFORMERS += ("hyperclovax", "vaultgemma", "gpt_bigcode", "codegen", "progen")
 ROUNDED_BY_TRANSFORMERS += ("glm4_moe", "dots1", "solar_open", "exaone_moe", "minimax_m2", "gpt_oss")
+ROUNDED_BY_TRANSFORMERS += ("deepseek_v2", "deepseek_v3")
 ADDS_ONE_TO_SCALES = ("gemma", "vaultgemma", "nemotron")
 # Further settings of a family, which are compared where transformers is installed.
 SHARED = {"num_key_value_heads": 1, "num_attention_heads": 8, "hidden_size": 48}
@@ -474,6 +486,15 @@ SETTINGS = {
         {"layer_types": ["full_attention", "sliding_attention"], "attention_bias": False, "rope_parameters": YARN},
         {"num_local_experts": 8, "num_experts_per_tok": 1, "rope_parameters": LINEAR, "tie_word_embeddings": True},
         {"layer_types": ["full_attention"] * 2, "num_local_experts": 3},
+    ),
+    "deepseek_v2": (
+        {"q_lora_rank": 12, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}, "v_head_dim": 4}
+        | {"topk_method": "group_limited_greedy", "n_routed_experts": 8, "n_group": 4, "topk_group": 2},
+        {"first_k_dense_replace": 0, "n_shared_experts": 1, "rope_parameters": LINEAR, "tie_word_embeddings": True},
+    ),
+    "deepseek_v3": (
+        {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": YARN, "v_head_dim": 10},
+        {"norm_topk_prob": False, "first_k_dense_replace": 0, "n_group": 2, "topk_group": 1, "rope_parameters": LINEAR},
     ),
     "flex_olmo": (
         {"num_experts": 8, "num_experts_per_tok": 1, "tie_word_embeddings": True},

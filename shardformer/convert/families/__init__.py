@@ -8,6 +8,7 @@ from shardformer.convert.families.hf_codegen import CODEGEN, PROGEN
 from shardformer.convert.families.hf_cohere import COHERE
 from shardformer.convert.families.hf_cohere2 import COHERE_2
 from shardformer.convert.families.hf_cwm import CWM
+from shardformer.convert.families.hf_deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
 from shardformer.convert.families.hf_ernie4_5 import ERNIE_4_5
 from shardformer.convert.families.hf_exaone4 import EXAONE_4
 from shardformer.convert.families.hf_exaone_moe import EXAONE_MOE
@@ -118,6 +119,9 @@ FAMILIES = {
     "exaone_moe": EXAONE_MOE,
     "minimax_m2": MINIMAX_M2,
     "gpt_oss": GPT_OSS,
+    "deepseek_v2": DEEPSEEK_V2,
+    "deepseek_v3": DEEPSEEK_V3,
+    "kimi_k2": KIMI_K2,
 }
 
 

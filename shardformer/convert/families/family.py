@@ -90,16 +90,20 @@ _ROPE_NUMBERS = {
 }
 
 
-def find_rope(theirs: dict) -> dict:
-    """Returns the object of rotary settings that transformers reads; rejects one that it would not read fully."""
+def find_rope(theirs: dict, of_yarn: tuple[str, ...] = ()) -> dict:
+    """Returns the object of rotary settings that transformers reads; rejects one that it would not read fully.
+
+    of_yarn: further names that a family reads of rope_type=yarn.
+    """
     rope = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _ROPE_NUMBERS:
         raise UsageError(
             f"rope_type={kind!r:.80} is not a scaling that we compute: there are {', '.join(_ROPE_NUMBERS)}"
         )
+    known = {*_ROPE_NAMES, *_ROPE_NUMBERS[kind], *_ROPE_SWITCHES.get(kind, ()), *(of_yarn if kind == "yarn" else ())}
     for name, value in rope.items():
-        if name not in {*_ROPE_NAMES, *_ROPE_NUMBERS[kind], *_ROPE_SWITCHES.get(kind, ())} and value is not None:
+        if name not in known and value is not None:
             raise UsageError(
                 f"{name}={value!r:.80} of rope_type={kind} is not known here, and may change the positions"
             )

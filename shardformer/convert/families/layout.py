@@ -93,7 +93,7 @@ def half_split(ours: str, c: Config, heads: int, cut: tuple = ()) -> tuple[Part,
     places = [(slice(0, R // 2), slice(0, R, 2)), (slice(R // 2, R), slice(1, R, 2)), (slice(R, K), slice(R, K))]
 
     return tuple(
-        Part(ours, functools.partial(_show_by_head, heads, columns), (slice(None), *cut, theirs))
+        Part(ours, functools.partial(show_by_head, heads, columns), (slice(None), *cut, theirs))
         for theirs, columns in places
         if len(range(K)[columns])
     )
@@ -101,9 +101,10 @@ def half_split(ours: str, c: Config, heads: int, cut: tuple = ()) -> tuple[Part,
 
 def neighbours(ours: str, c: Config, heads: int, cut: tuple = ()) -> tuple[Part, ...]:
     """Lists the part of a projection to heads whose rotary pairs are (2j, 2j + 1), as ours."""
-    return (Part(ours, functools.partial(_show_by_head, heads, slice(None)), (slice(None), *cut)),)
+    return (Part(ours, functools.partial(show_by_head, heads, slice(None)), (slice(None), *cut)),)
 
 
-def _show_by_head(heads: int, columns: slice, ours: np.ndarray) -> np.ndarray:
+def show_by_head(heads: int, columns: slice, ours: np.ndarray) -> np.ndarray:
+    """Returns some columns of each head, [heads, columns, inputs]; of a bias, [heads, columns]."""
     by_head = ours.reshape(*ours.shape[:-1], heads, -1)[..., columns]
     return by_head.transpose(1, 2, 0) if by_head.ndim == 3 else by_head  # a bias has no inputs

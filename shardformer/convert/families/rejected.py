@@ -1,8 +1,8 @@
 """Families that are not computed, and the part of each that is missing."""
 
 _BY_PART = {
-    "attention through a compressed latent (MLA)": (
-        "deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 kimi_k2 kimi_k25 minicpm3 glm4_moe_lite glm_moe_dsa mistral4 "
+    "attention through a compressed latent (MLA) of this form": (
+        "deepseek_v32 deepseek_v4 kimi_k25 minicpm3 glm4_moe_lite glm_moe_dsa mistral4 "
         "mistral_large4 longcat_flash youtu sarvam_mla axk1 axk2 hy_v4 dots3_note bailing_hybrid"
     ),
     "state-space layers (Mamba)": (
