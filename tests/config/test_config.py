@@ -86,7 +86,7 @@ def test_model_batch_and_state_keys_are_fixed_on_resume():
               "norm", "norm_eps", "bias", "head_bias", "positions", "rotary_dims", "rotary_theta", "rotary_scaling",
               "attention_scale", "attention_cap", "window", "window_pattern", "window_rotary_theta",
               "embed", "tied", "init_std", "head_dim", "qk_norm", "logits_cap", "embed_scale", "residual_scale",
-              "logits_scale", "sinks"}  # fmt: skip
+              "logits_scale", "sinks", "kv_latent", "q_latent", "value_dim"}  # fmt: skip
     batches = {"tokenizer", "order", "documents", "mask_prompt", "special_tokens", "bos", "batch",
                "seed", "chat_template", "objective", "teacher", "group_size", "answer_tokens", "rollout_steps",
                "token_mean"}  # fmt: skip
@@ -94,7 +94,8 @@ def test_model_batch_and_state_keys_are_fixed_on_resume():
               "moment_dtype", "lora_rank", "lora_targets", "lora_alpha", "weights",
               "rslora"}  # fmt: skip
     experts = {"experts", "dense_first", "expert_pattern", "experts_per_token", "expert_width", "shared_width",
-               "shared_gate", "expert_bias", "router", "router_norm", "router_scale", "balance_rate"}  # fmt: skip
+               "shared_gate", "expert_bias", "router", "router_norm", "router_scale", "balance_rate",
+               "expert_groups", "groups_per_token"}  # fmt: skip
     assert set(key_names(ModelKeys)) == shapes
     assert set(config.ARCHITECTURE) == shapes | experts
     assert set(config.FIXED_ON_RESUME) == shapes | experts | batches | arrays

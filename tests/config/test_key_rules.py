@@ -12,6 +12,7 @@ from shardformer.errors import UsageError
 CHOICES = {name: values for name, field in FIELDS.items() if (values := parsing.choices(field))}
 GRPO = {"objective": "grpo", "batch": 16}
 LBFGS = {"optimizer": "lbfgs", "clip": 0.0, "weight_decay": 0.0}
+LATENT = {"kv_latent": 16, "rotary_dims": 4, "bias": "none"}
 NUMBERS = [name for name, field in FIELDS.items() if parsing.plain_type(field.type) is float]
 
 
@@ -232,6 +233,25 @@ def or_code(name: str) -> str:
         ({"zero": "3"}, "zero is one of 0, 1, 3; got '3'; give 3 without quotes"),
         ({"experts": 10**9}, "experts must be below 100001, got 1000000000"),
         ({"experts": 2, "experts_per_token": 3}, "experts_per_token=3 must be at most experts=2"),
+        *(({name: 0}, f"{name} must be at least 1, got 0") for name in ("expert_groups", "groups_per_token")),
+        *(({name: 0}, f"{name} must be at least 1, or none, got 0") for name in ("kv_latent", "q_latent")),
+        ({"value_dim": 0}, "value_dim must be at least 1, or auto, got 0"),
+        ({"experts": 6, "bias": "none", "expert_groups": 4},
+         "experts=6 does not divide into expert_groups=4; try expert_groups=3"),
+        ({"experts": 4, "bias": "none", "expert_groups": 4, "router": "sigmoid", "groups_per_token": 2},
+         "router=sigmoid ranks a group by its best two experts, and expert_groups=4 have one each"),
+        ({"experts": 8, "bias": "none", "expert_groups": 4, "experts_per_token": 3},
+         "experts_per_token=3 must be in groups_per_token=1 of expert_groups=4 with 2 each; try groups_per_token=2"),
+        ({"experts": 8, "bias": "none", "expert_groups": 4, "groups_per_token": 5}, "must be in groups_per_token=5 of"),
+        (LATENT | {"rotary_dims": None},
+         "give positions=rotary and rotary_dims below the head size 32; got positions=rotary rotary_dims=None"),
+        (LATENT | {"positions": "learned"}, "kv_latent=16 needs keys of which a part rotates: give positions=rotary"),
+        (LATENT | {"kv_heads": 2}, "kv_heads=2 is not computed with kv_latent=16; leave kv_heads out"),
+        (LATENT | {"qk_norm": "head"}, "qk_norm=head is not computed with kv_latent=16; leave qk_norm out"),
+        (LATENT | {"sinks": True}, "sinks=True is not computed with kv_latent=16; leave sinks out"),
+        (LATENT | {"bias": "qkv"}, "bias=qkv has biases of q, k and v, which kv_latent=16 does not have; give bias=none"),
+        (LATENT | {"lora_rank": 2}, "lora_targets takes some of q,o,up,down, got 'q,v'"),
+        (LATENT | {"attention": "fused", "weights": "int4", "q_latent": 5}, "has an odd number of q_latent 5"),
         ({"experts": 4, "bias": "none", "expert_pattern": "ex"},
          "expert_pattern takes the letters e (experts) and d (dense), such as de; got expert_pattern=ex"),
         ({"experts": 4, "bias": "none", "layers": 2, "dense_first": 2}, "leave none of layers=2 with experts"),
@@ -315,6 +335,7 @@ def test_following_the_advice_leads_to_a_valid_configuration(dp, mp, **changes):
                 "router": "sigmoid",
                 "router_norm": False,
                 "router_scale": 2.0,
+                "expert_groups": 2,
                 "balance_loss": 0.1,
                 "router_z_loss": 0.1,
                 "balance_rate": 0.1,
@@ -325,6 +346,9 @@ def test_following_the_advice_leads_to_a_valid_configuration(dp, mp, **changes):
             {"experts": 4, "bias": "none", "balance_rate": 0.001, "lora_rank": 2},
             "balance_rate does nothing with lora_rank, which freezes the biases; give balance_rate=0",
         ),
+        ({"groups_per_token": 2, "experts": 4, "bias": "none"}, "groups_per_token does nothing without expert_groups"),
+        ({"q_latent": 8}, "q_latent does nothing without kv_latent; give kv_latent as well"),
+        ({"value_dim": 8}, "value_dim does nothing without kv_latent; give kv_latent as well"),
         ({"shared_gate": True}, "shared_gate does nothing without shared_width; give shared_width as well"),
         ({"rotary_dims": 4, "positions": "learned"}, "rotary_dims does nothing without positions=rotary; got rotary_"),
         ({"beta1": 0.5, "optimizer": "lbfgs", "clip": 0.0, "weight_decay": 0.0}, "beta1 does nothing with optimizer=l"),

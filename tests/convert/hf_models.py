@@ -229,6 +229,15 @@ MODELS = {
         | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "q_lora_rank": 12}
         | {"rope_parameters": YARN | {"mscale": 1.5, "mscale_all_dim": 0.8}},
     ),
+    "kimi_k2": (
+        "DeepseekV3",
+        HIDDEN | LATENT | ROUTED | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 12},
+    ),
+}
+# What their publishers' config.json has, of types that transformers does not know.
+OTHER_TYPES = {
+    "progen": {"model_type": "progen", "architectures": ["ProGenForCausalLM"]},
+    "kimi_k2": {"model_type": "kimi_k2"},
 }
 # With larger weights, transformers' float32 logits of these models would differ from its float64 logits by 1.9e-6.
 ROUNDED_BY_TRANSFORMERS = ("llama", "mistral", "gemma2", "gemma3", "qwen2", "qwen3", "olmo2", "stablelm", "phi3")
@@ -239,7 +248,7 @@ ROUNDED_BY_TRANSFORMERS += ("exaone4", "exaone", "internlm3", "iquestcoder", "ar
 ROUNDED_BY_TRANSFORMERS += ("ernie4_5", "helium", "glm", "glm4", "cwm", "granitemoe", "granitemoeshared", "flex_olmo")
 ROUNDED_BY_TRANSFORMERS += ("hyperclovax", "vaultgemma", "gpt_bigcode", "codegen", "progen")
 ROUNDED_BY_TRANSFORMERS += ("glm4_moe", "dots1", "solar_open", "exaone_moe", "minimax_m2", "gpt_oss")
-ROUNDED_BY_TRANSFORMERS += ("deepseek_v2", "deepseek_v3")
+ROUNDED_BY_TRANSFORMERS += ("deepseek_v2", "deepseek_v3", "kimi_k2")
 ADDS_ONE_TO_SCALES = ("gemma", "vaultgemma", "nemotron")
 # Further settings of a family, which are compared where transformers is installed.
 SHARED = {"num_key_value_heads": 1, "num_attention_heads": 8, "hidden_size": 48}
@@ -488,7 +497,7 @@ SETTINGS = {
         {"layer_types": ["full_attention"] * 2, "num_local_experts": 3},
     ),
     "deepseek_v2": (
-        {"q_lora_rank": 12, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}, "v_head_dim": 4}
+        {"q_lora_rank": 24, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}, "v_head_dim": 4}
         | {"topk_method": "group_limited_greedy", "n_routed_experts": 8, "n_group": 4, "topk_group": 2},
         {"first_k_dense_replace": 0, "n_shared_experts": 1, "rope_parameters": LINEAR, "tie_word_embeddings": True},
     ),
@@ -566,9 +575,8 @@ def main() -> None:
         logits = compute(model, tokens)
         continued = continue_greedily(model, tokens[:1, : SEQ - NEW]).astype(np.int32)
         model.to(torch.bfloat16).save_pretrained(folder)
-        if name == "progen":
-            config = json.loads((folder / "config.json").read_text())
-            config |= {"model_type": "progen", "architectures": ["ProGenForCausalLM"]}
+        if name in OTHER_TYPES:
+            config = json.loads((folder / "config.json").read_text()) | OTHER_TYPES[name]
             (folder / "config.json").write_text(json.dumps(config, indent=2))
         np.savez(folder / "golden.npz", tokens=tokens, logits=logits, continued=continued)
         print(name, logits.std(), sum(path.stat().st_size for path in folder.iterdir()))

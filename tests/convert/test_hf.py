@@ -186,6 +186,10 @@ WRONG_KEYS = {
     "minimax_m2": {"router": "softmax", "rotary_dims": 2, "qk_norm": "none"},
     "gpt_oss": {"window": 6, "window_pattern": "fw", "activation": "swiglu", "router_norm": False}
     | {"rotary_scaling": "yarn:4,0.25,1.5,12,1.138629436111989"},
+    "deepseek_v2": {"router_scale": 1.0, "rotary_theta": 9000.0, "experts_per_token": 1},
+    "deepseek_v3": {"attention_scale": None, "groups_per_token": 1, "expert_groups": 1, "router_norm": False}
+    | {"rotary_scaling": "yarn:4,1,32,12,1"},
+    "kimi_k2": {"router_scale": 1.0, "rotary_theta": 9000.0},
     # Not router_norm, which scales all experts of a token: the norm after them takes that away.
     "flex_olmo": {"experts_per_token": 2, "qk_norm": "none"},
 }

@@ -22,7 +22,7 @@ def convert(*words) -> int:
     return main(["convert", *map(str, words)])
 
 
-@pytest.mark.parametrize("name", [name for name in hf_models.MODELS if name != "progen"])
+@pytest.mark.parametrize("name", [name for name in hf_models.MODELS if name not in hf_models.OTHER_TYPES])
 def test_transformers_loads_what_we_write(name, tmp_path):
     theirs = hf_models.make_model(name, seed=1)
     theirs.save_pretrained(tmp_path / "src")

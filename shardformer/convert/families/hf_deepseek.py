@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from shardformer.config import Config
-from shardformer.convert.families import balanced_experts, latent_attention
+from shardformer.convert.families import balanced_experts, latent_arrays
 from shardformer.convert.families.balanced_experts import list_balanced, read_balanced, write_balanced
 from shardformer.convert.families.expert_arrays import (
     QWEN_NAMES,
@@ -15,13 +15,13 @@ from shardformer.convert.families.expert_arrays import (
 )
 from shardformer.convert.families.family import GATED_ACTIVATIONS, read_activation
 from shardformer.convert.families.hf_llama import LLAMA, list_layer
-from shardformer.convert.families.latent_attention import list_attention, read_latent, write_latent
+from shardformer.convert.families.latent_arrays import list_attention, read_latent, write_latent
 from shardformer.convert.families.layout import Stored
 from shardformer.errors import UsageError
 
 _HARMLESS = ("aux_loss_alpha", "seq_aux", "ep_size")
 _GREEDY, _IN_GROUPS = "greedy", "group_limited_greedy"
-_NAMES = LLAMA.names | balanced_experts.NAMES | latent_attention.NAMES | {"dense_first": "first_k_dense_replace"}
+_NAMES = LLAMA.names | balanced_experts.NAMES | latent_arrays.NAMES | {"dense_first": "first_k_dense_replace"}
 
 
 def _read(theirs: dict) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def _layer(c: Config) -> list[Stored]:
 
 
 def _find_variants(c: Config) -> dict[str, tuple | None]:
-    return LLAMA.variants(c) | balanced_experts.find_variants(c) | latent_attention.find_variants(c)
+    return LLAMA.variants(c) | balanced_experts.find_variants(c) | latent_arrays.find_variants(c)
 
 
 DEEPSEEK_V3 = dataclasses.replace(
@@ -61,7 +61,7 @@ DEEPSEEK_V3 = dataclasses.replace(
     },
     read=lambda theirs: _read(theirs) | read_balanced(theirs, balanced_experts.NAMES),
     write=_write,
-    also=(*LLAMA.also, *latent_attention.ALSO),
+    also=(*LLAMA.also, *latent_arrays.ALSO),
     layer=lambda c: replace_dense(c, _layer(c), list_balanced(c, "model.layers.{}.mlp")),
     aliases={"num_local_experts": "n_routed_experts"},
     silent=(*LLAMA.silent, *balanced_experts.SILENT, "num_nextn_predict_layers", "num_mtp_layers"),
