@@ -321,8 +321,8 @@ class ModelKeys(KeyGroup):
     def _check_latent(self) -> None:
         require(
             self.rotates and self.rotary_size < self.head_size,
-            f"kv_latent={self.kv_latent} needs keys of which a part rotates: give positions=rotary and rotary_dims below "
-            f"the head size {self.head_size}; got positions={self.positions} rotary_dims={self.rotary_dims}",
+            f"kv_latent={self.kv_latent} needs keys of which a part rotates: give positions=rotary and rotary_dims "
+            f"below the head size {self.head_size}; got positions={self.positions} rotary_dims={self.rotary_dims}",
         )
         off = {"kv_heads": (None, self.heads), "qk_norm": ("none",), "sinks": (False,)}
         for name, accepted in off.items():
@@ -332,7 +332,7 @@ class ModelKeys(KeyGroup):
             )
         require(
             "q" not in self.biased,
-            f"bias={self.bias} has biases of q, k and v, which kv_latent={self.kv_latent} does not have; give bias=none",
+            f"bias={self.bias} has biases of q, k and v, which kv_latent={self.kv_latent} does not have; give bias=ff",
         )
 
     def _check_window(self) -> None:

@@ -71,7 +71,7 @@ class ExpertKeys(KeyGroup):
     )
     expert_groups: int = key(
         1,
-        "equal groups of experts, of which a token's experts are in groups_per_token; a group ranks by its best expert, "
+        "equal groups of experts; those of a token are in groups_per_token of them. A group ranks by its best expert, "
         "with router=sigmoid by the sum of its best two, as DeepSeek",
         least=1,
         fixed=True,
@@ -120,7 +120,6 @@ class ExpertKeys(KeyGroup):
             f"expert_pattern={self.expert_pattern:.40}",
         )
 
-
     def _check_groups(self) -> None:
         require(
             self.experts % self.expert_groups == 0,
@@ -130,8 +129,8 @@ class ExpertKeys(KeyGroup):
         in_group = self.experts // self.expert_groups
         require(
             self.router == "softmax" or in_group > 1,
-            f"router=sigmoid ranks a group by its best two experts, and expert_groups={self.expert_groups} have one each; "
-            "give expert_groups=1",
+            f"router=sigmoid ranks a group by its best two experts, and expert_groups={self.expert_groups} have one "
+            "each; give expert_groups=1",
         )
         require(
             self.groups_per_token <= self.expert_groups and self.experts_per_token <= self.groups_per_token * in_group,

@@ -33,24 +33,27 @@ class LatentLayerShard(TransformerLayerShard):
 
     def attention(self, h_BTD: Array, options: AttentionOptions, cache: Cache | None) -> tuple[Array, Cache]:
         model, h = self.config.model, collectives.local(self.config.model.heads)
+        C, R, K = model.kv_latent, model.rotary_size, model.head_size
+        assert C is not None  # the rules of keys require it and positions=rotary
+        assert options.frequency is not None
         angles = options.position_T, options.frequency, options.rotary_factor
-        x_BTI = self._norm("q_latent_norm", self._reduce("q_latent", h_BTD, model.q_latent)) if model.q_latent else h_BTD
-        q_BThK = rotate(self._expand("q", x_BTI, h * model.head_size), *angles)
-        q_BThK = self.scale_queries(q_BThK)
-
-        C, R = model.kv_latent, model.rotary_size
+        x_BTI = h_BTD
+        if model.q_latent:
+            x_BTI = self._norm("q_latent_norm", self._reduce("q_latent", h_BTD, model.q_latent))
+        q_BThK = self.scale_queries(rotate(self._expand("q", x_BTI, h * K), *angles))
         both_BTE = self._reduce("kv_latent", h_BTD, C + R)
         latent_BTC = self._norm("kv_latent_norm", both_BTE[..., :C])
         rotary_BT1R = rotate(both_BTE[..., None, C:], *angles)
         cached_BT1E = jnp.concatenate([latent_BTC[:, :, None], rotary_BT1R], axis=-1)
         if cache is None:
-            k_BThK = _join_keys(rotary_BT1R, self._expand("k", latent_BTC, h * (model.head_size - R)))
+            k_BThK = _join_keys(rotary_BT1R, self._expand("k", latent_BTC, h * (K - R)))
             a_BThV = self.attend(q_BThK, k_BThK, self._expand("v", latent_BTC, h * model.value_size), options)
             return self.join_heads(a_BThV), Cache(jnp.swapaxes(cached_BT1E, 1, 2))
-        options = options._replace(head_size=model.head_size)
-        a_BThE, cache = self.method.attend_to_cache(self._absorb_keys(q_BThK), cached_BT1E, None, cache, options)
-        a_BThV = jnp.einsum("bthc,chv->bthv", a_BThE[..., :C], self._matrix_of_heads("v", model.value_size, a_BThE))
-        return self.join_heads(a_BThV), cache
+        k_ChN, v_ChV = self._by_head("k", [C, h, K - R], q_BThK), self._by_head("v", [C, h, model.value_size], q_BThK)
+        q_BThC = jnp.einsum("bthn,chn->bthc", q_BThK[..., R:], k_ChN)
+        q_BThE = jnp.concatenate([q_BThC, q_BThK[..., :R]], axis=-1)
+        a_BThE, cache = self.method.attend_to_cache(q_BThE, cached_BT1E, None, cache, options._replace(head_size=K))
+        return self.join_heads(jnp.einsum("bthc,chv->bthv", a_BThE[..., :C], v_ChV)), cache
 
     def _reduce(self, name: str, h_BTD: Array, out: int) -> Array:
         """Returns the product with a matrix that every shard of the model has; its gradient is summed over mp."""
@@ -65,17 +68,10 @@ class LatentLayerShard(TransformerLayerShard):
         """Returns the product with a matrix of all heads, [B, T, h, out / h]."""
         return split_heads(self.linear(name, x_BTI, out=out), collectives.local(self.config.model.heads))
 
-    def _absorb_keys(self, q_BThK: Array) -> Array:
-        """Returns the queries of latents and rotary keys."""
-        R = self.config.model.rotary_size
-        k_ChN = self._matrix_of_heads("k", self.config.model.head_size - R, q_BThK)
-        q_BThC = jnp.einsum("bthn,chn->bthc", q_BThK[..., R:], k_ChN)
-        return jnp.concatenate([q_BThC, q_BThK[..., :R]], axis=-1)
-
-    def _matrix_of_heads(self, name: str, size: int, like: Array) -> Array:
-        """Returns this shard's part of `k` or `v`, [C, h, size]."""
-        h, C = collectives.local(self.config.model.heads), self.config.model.kv_latent
-        return weight(name, [C, h * size], stddev=1.0).astype(like.dtype).reshape(C, h, size)
+    def _by_head(self, name: str, shape: list[int], like: Array) -> Array:
+        """Returns this shard's part of `k` or `v`, [C, h, size], which a new token multiplies with its own arrays."""
+        w = weight(name, [shape[0], shape[1] * shape[2]], stddev=1.0)  # never drawn here
+        return w.astype(like.dtype).reshape(shape)
 
 
 def _join_keys(rotary_BT1R: Array, k_BThN: Array) -> Array:

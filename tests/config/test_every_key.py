@@ -26,7 +26,7 @@ REFERENCE = PACKAGE / "analysis" / "dense_reference.py"
 IN_SHAPES = {
     "kv_heads": {"kv_heads": 2}, "d_ff": {"d_ff": 64}, "seq": {"seq": 32, "positions": "learned"},
     "vocab_multiple": {"vocab_multiple": 48}, "bias": {"bias": "all"}, "head_bias": {"head_bias": False},
-    "value_dim": {"value_dim": 8, "kv_latent": 16, "rotary_dims": 4, "bias": "none"},
+    "value_dim": {"value_dim": 8, "kv_latent": 16, "rotary_dims": 2, "bias": "none"},
 }  # fmt: skip
 INITIAL_VALUES_ONLY = {"init_std"}
 

@@ -249,7 +249,7 @@ def or_code(name: str) -> str:
         (LATENT | {"kv_heads": 2}, "kv_heads=2 is not computed with kv_latent=16; leave kv_heads out"),
         (LATENT | {"qk_norm": "head"}, "qk_norm=head is not computed with kv_latent=16; leave qk_norm out"),
         (LATENT | {"sinks": True}, "sinks=True is not computed with kv_latent=16; leave sinks out"),
-        (LATENT | {"bias": "qkv"}, "bias=qkv has biases of q, k and v, which kv_latent=16 does not have; give bias=none"),
+        (LATENT | {"bias": "qkv"}, "bias=qkv has biases of q, k and v, which kv_latent=16 does not have"),
         (LATENT | {"lora_rank": 2}, "lora_targets takes some of q,o,up,down, got 'q,v'"),
         (LATENT | {"attention": "fused", "weights": "int4", "q_latent": 5}, "has an odd number of q_latent 5"),
         ({"experts": 4, "bias": "none", "expert_pattern": "ex"},

@@ -22,7 +22,7 @@ OPTIONS = [
     {"lora_rank": 2, "lora_targets": "q,k,v,o,up,down"},
     {"qk_norm": "head"}, {"qk_norm": "all"}, {"block": "sequential_four_norms"}, {"block": "sequential_post_norms"},
     {"norm": "plain_layernorm", "bias": "none"}, {"sinks": True},
-    {"kv_latent": 8, "q_latent": 8, "rotary_dims": 4},
+    {"kv_latent": 8, "q_latent": 8, "rotary_dims": 2},
     {"activation": "swiglu", "lora_rank": 2, "lora_targets": "gate"},
     {"experts": 4, "bias": "none", "activation": "swiglu", "shared_width": 8, "shared_gate": True, "balance_rate": 0.1,
      "expert_bias": True},

@@ -10,7 +10,8 @@ from shardformer.convert.families.layout import Part, Stored, linear, neighbours
 from shardformer.errors import UsageError
 
 NAMES = {
-    "kv_latent": "kv_lora_rank", "q_latent": "q_lora_rank", "rotary_dims": "qk_rope_head_dim", "value_dim": "v_head_dim",
+    "kv_latent": "kv_lora_rank", "q_latent": "q_lora_rank", "rotary_dims": "qk_rope_head_dim",
+    "value_dim": "v_head_dim",
 }  # fmt: skip
 ALSO = ("qk_nope_head_dim", "num_key_value_heads", "head_dim", "qk_head_dim")
 _OF_YARN = ("mscale", "mscale_all_dim")
