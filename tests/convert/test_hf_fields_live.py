@@ -117,6 +117,18 @@ FURTHER |= {
     | {"num_local_experts": [3], "sliding_window": [None, 1], "swiglu_limit": [0.1], "num_key_value_heads": [None, 8]}
     | {"rope_parameters": [None, {"rope_type": "default"}], "experts_per_token": [1], "initial_context_length": [12]}
     | {"layer_types": [None, ["full_attention"] * 2], "hidden_act": ["relu"]},
+    "deepseek_v2": ROPE
+    | {
+        "n_group": [2],
+        "topk_method": ["group_limited_greedy"],
+        "q_lora_rank": [12],
+        "head_dim": [8],
+        "mlp_bias": [True],
+    }
+    | {"norm_topk_prob": [True], "num_key_value_heads": [None, 4], "first_k_dense_replace": [0, 2]},
+    "deepseek_v3": ROPE
+    | {"n_group": [1, 2], "topk_group": [1, 4], "rope_interleave": [False], "q_lora_rank": [None], "head_dim": [8]}
+    | {"num_key_value_heads": [None, 4], "first_k_dense_replace": [0, 2], "num_nextn_predict_layers": [2]},
     "flex_olmo": ROPE | {"clip_qkv": [0.1], "head_dim": [4, 8], "norm_topk_prob": [True]},
 }
 FURTHER["gemma3 in a wrapper"] = FURTHER["gemma3"] | {"final_logit_softcapping": [1.0]}

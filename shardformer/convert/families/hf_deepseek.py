@@ -19,6 +19,7 @@ from shardformer.convert.families.latent_arrays import list_attention, read_late
 from shardformer.convert.families.layout import Stored
 from shardformer.errors import UsageError
 
+_FLOAT: dict[str, tuple] = {"quantization_config": (None,)}  # FP8 is not read
 _HARMLESS = ("aux_loss_alpha", "seq_aux", "ep_size")
 _GREEDY, _IN_GROUPS = "greedy", "group_limited_greedy"
 _NAMES = LLAMA.names | balanced_experts.NAMES | latent_arrays.NAMES | {"dense_first": "first_k_dense_replace"}
@@ -55,7 +56,8 @@ DEEPSEEK_V3 = dataclasses.replace(
         "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "norm_topk_prob": True,
         "bos_token_id": 0, "eos_token_id": 1,
     },
-    fixed={
+    fixed=_FLOAT
+    | {
         "attention_bias": (False,), "rope_interleave": (True,), "moe_layer_freq": (1,), "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),
     },
@@ -111,7 +113,8 @@ DEEPSEEK_V2 = dataclasses.replace(
         "routed_scaling_factor": 1.0, "n_group": None, "topk_group": None, "topk_method": _GREEDY,
         "first_k_dense_replace": 0, "norm_topk_prob": False, "bos_token_id": 1, "eos_token_id": 2,
     },
-    fixed={
+    fixed=_FLOAT
+    | {
         "attention_bias": (False,), "mlp_bias": (False,), "norm_topk_prob": (False,), "moe_layer_freq": (1,),
         "scoring_func": ("softmax",),
     },
