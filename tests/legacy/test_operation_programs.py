@@ -1,6 +1,6 @@
 """Random programs of xmap equal a loop over all instances, to 1e-7 of their scale: see operation_programs.py.
 
-Both run in the exact interpreter. Some are compiled as well, and equal the loop's results to 2e-3 of their scale.
+Both run in the exact interpreter. Some are compiled as well, and differ by ten times the rounding to float32 at most.
 """
 
 import functools
@@ -15,13 +15,13 @@ from tests.legacy.instance_operations import OPERATIONS
 from tests.legacy.operation_programs import GROUPS, draw_arguments, programs
 
 PROGRAMS_IN_A_GROUP = 17  # 306 in all
-OF_EACH_MODE = (0, 7, 14)  # groups that differ in their layout too
+OF_EACH_MODE = (0, 7, 15)  # groups that differ in their layout too
 COMPILED = (2, 9, 13)
 TOLERANCE = 1e-7  # both are in float64: most differ by 1e-16, one that amplifies rounding by 1.5e-9
 
 
-def run_exactly(function, *arguments):
-    return exact.run(function, *arguments).outputs
+def run_exactly(function, *arguments, **options):
+    return exact.run(function, *arguments, **options).outputs
 
 
 def run_compiled(function, *arguments):
@@ -67,8 +67,10 @@ def test_all_programs(group):
 @pytest.mark.slow
 @pytest.mark.parametrize("group", COMPILED)
 def test_compiled_programs(group):
-    errors = find_errors(seeds_of(group, 6), group, run_compiled)
-    assert {seed: error for seed, error in errors.items() if not error < 2e-3} == {}
+    seeds = seeds_of(group, 6)
+    rounding = find_errors(seeds, group, functools.partial(run_exactly, floats="stored"))
+    errors = find_errors(seeds, group, run_compiled)
+    assert {seed: error for seed, error in errors.items() if not error < 1e-3 + 10 * rounding[seed]} == {}
 
 
 def test_another_transpose_of_psum_is_seen(broken):
@@ -81,8 +83,8 @@ def test_another_transpose_of_psum_is_seen(broken):
     original = jax.lax.psum
     psum.defvjp(lambda x, names: (original(x, names), None), lambda names, _, g: (g,))
     broken(operation_programs.lax, "psum", psum)
-    assert max(find_errors(seeds_of(0, 6), 0).values()) > 1e-3
+    assert max(find_errors(seeds_of(0, 3), 0).values()) > 1e-3
 
 
 def test_each_operation_has_another_name():
-    assert len({operation.__name__ for operation in OPERATIONS}) == len(OPERATIONS) == 40
+    assert len({operation.__name__ for operation in OPERATIONS}) == len(OPERATIONS) == 39
