@@ -256,11 +256,15 @@ class Interpreter:
         return [*carried, *stacked]
 
     def run_while(self, equation, inputs: list[ndarray], mesh: Mesh) -> list[ndarray]:
-        """Runs the body on all devices until the last one has finished; finished devices keep their values."""
+        """Runs the body on all devices until the last one has finished; finished devices keep their values.
+
+        Under vmap a condition has axes of its own, the first ones of all carried arrays.
+        """
         p = equation.params
         before, after = p["cond_nconsts"], p["body_nconsts"]
         condition, constants, carried = inputs[:before], inputs[before : before + after], inputs[before + after :]
-        ranks = [len(variable.aval.shape) for variable in equation.outvars]
+        own = len(p["cond_jaxpr"].out_avals[0].shape)
+        ranks = [len(variable.aval.shape) - own for variable in equation.outvars]
         while True:
             (goes_on,) = self.run_closed(p["cond_jaxpr"], [*condition, *carried], mesh)
             if not goes_on.any():

@@ -88,7 +88,7 @@ class MappedProgram:
             try:
                 return self._map_with(mapper, args)
             except (NotImplementedError, AssertionError) as error:
-                if not raised_by_jax(error):
+                if not raised_by_jax(error) or _is_about_gradients(error):
                     raise
                 refusal = error
         raise type(refusal)(
@@ -308,6 +308,11 @@ def raised_by_jax(error: Exception) -> bool:
     """Returns True if jax itself raised the error, and not the mapped function."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and _library(frames[-1]) == "jax"
+
+
+def _is_about_gradients(error: Exception) -> bool:
+    """Returns True if jax cannot differentiate an operation, such as pmax: no other mapping of the body can."""
+    return any(words in str(error) for words in ("Differentiation rule", "gradients"))
 
 
 def _is_of_a_library(frame: types.FrameType) -> bool:

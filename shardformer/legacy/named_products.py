@@ -49,9 +49,9 @@ def xeinsum(spec: str, *operands):
     return jnp.transpose(x, [letters.index(letter) for letter in out_letters])
 
 
-def einsum(subscripts, /, *operands, **options):
-    """`jnp.einsum`, and xeinsum where the subscripts have named axes in braces."""
-    if isinstance(subscripts, str) and "{" in subscripts:
+def einsum(subscripts, /, *operands, _use_xeinsum: bool = False, **options):
+    """`jnp.einsum`, and xeinsum where the subscripts have named axes in braces, or `_use_xeinsum` asks for it."""
+    if isinstance(subscripts, str) and (_use_xeinsum or "{" in subscripts):
         return xeinsum(subscripts.replace(" ", ""), *operands)
     return _jnp_einsum(subscripts, *operands, **options)
 

@@ -12,7 +12,7 @@ from jax import lax
 
 from shardformer.analysis import program_collectives
 from shardformer.legacy import Mesh, ResourceEnv, SerialLoop, mesh, serial_loop, thread_resources, xmap
-from shardformer.legacy.named_products import pgather, xeinsum
+from shardformer.legacy.named_products import einsum, pgather, xeinsum
 
 
 def devices(*shape):
@@ -321,3 +321,13 @@ def test_gather_over_two_names_counts_the_last_fastest():
     x, index = np.arange(12.0).reshape(3, 2, 2), np.array([5, 0, 1, 4])
     found = xmap(lambda x: pgather(x, index, ("a", "b")), ["a", "b", ...], [...])(x)
     np.testing.assert_array_equal(found, x.reshape(6, 2)[index])
+
+
+def test_einsum_without_names_accepts_use_xeinsum():
+    x, y = np.arange(6.0).reshape(3, 2), np.arange(12.0).reshape(3, 2, 2)
+    np.testing.assert_array_equal(einsum("ij,ijk->ik", x, y, _use_xeinsum=True), np.einsum("ij,ijk->ik", x, y))
+
+
+def test_einsum_rejects_an_unknown_keyword():
+    with pytest.raises(TypeError, match="use_xeinsum"):
+        einsum("i->", np.ones(2), use_xeinsum=True)

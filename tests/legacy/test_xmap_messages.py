@@ -149,3 +149,15 @@ def test_the_traceback_is_whole_where_jax_filters_nothing():
     finally:
         jax.config.update("jax_traceback_filtering", before)
     assert "lambda" not in last_line(raised.value)
+
+
+@pytest.mark.parametrize("mesh_axis", [None, "x"])
+def test_missing_gradient_is_no_matter_of_the_mesh(mesh_axis):
+    """A gradient of pmax does not exist with any mesh, so the error does not advise another one."""
+    gradient = xmap(jax.grad(lambda x: lax.pmax(x, "i")), ["i"], ["i"], axis_resources={"i": mesh_axis or ()})
+    with (
+        mesh(devices(2), ("x",)),
+        pytest.raises(NotImplementedError, match="Differentiation rule for 'pmax' not") as raised,
+    ):
+        gradient(jnp.arange(2.0))
+    assert "mesh" not in str(raised.value)

@@ -30,6 +30,14 @@ g_psum.defvjp(lambda x: (lax.psum(x, "i"), None), lambda _, g: (g,))
 
 
 @jax.custom_vjp
+def mean_backward(x):
+    return x
+
+
+mean_backward.defvjp(lambda x: (x, None), lambda _, g: (lax.pmean(g, "i"),))
+
+
+@jax.custom_vjp
 def scaled(x):
     return x * x
 
@@ -180,6 +188,9 @@ table(
     # An outer xmap over rows: the gradient of the inner one inside of it, and that of both from outside.
     outside_product_with_psum_in_xmap=lambda: rows(GRADIENT_OF_PRODUCT, POWERS),
     outside_product_with_psum_of_nested=lambda: jax.grad(lambda x: jnp.sum(rows(times_psum, x)))(POWERS),
+    outside_custom_vjp_with_psum=lambda: outside(f_psum, "vmapped"),
+    outside_custom_vjp_with_pmean=lambda: outside(mean_backward, "vmapped"),
+    outside_jitted_custom_vjp_with_psum=lambda: outside(jax.jit(g_psum), "vmapped"),
     outside_jvp_local=lambda: outside(OUTSIDE["local"], "mesh", tangents),
     outside_jvp_psum=lambda: outside(OUTSIDE["psum"], "tiled", tangents),
     outside_value_and_grad=lambda: outside(OUTSIDE["local"], "tiled", jax.value_and_grad),
