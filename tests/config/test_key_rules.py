@@ -178,7 +178,7 @@ def or_code(name: str) -> str:
         ({"param_dtype": "bfloat16"}, "the type that they multiply in: give dtype=bfloat16; got dtype=float32"),
         ({"scale": "completep:64x2", "experts": 4, "bias": "none"}, "has no rule for experts and their router"),
         ({"scale": "completep:64x2"} | LBFGS, "needs optimizer=adamw or muon, whose updates have known sizes; got"),
-        *(({"scale": text}, "scale takes completep:WIDTHxLAYERS, the size for which lr was tuned, such as completep:128x4")
+        *(({"scale": text}, "scale takes completep:WIDTHxLAYERS, the size for which lr was tuned, such as")
           for text in ("mup", "completep:64", "completep:0x2", "completep:64x2x2")),
         ({"optimizer": "muon", "lora_rank": 2}, "lora_rank trains adapters; give optimizer=adamw"),
         ({"skip_steps": 3.0, "accum": 2, "accum_mode": "multisteps"}, "updates by microbatches; give accum_mode=scan"),
