@@ -87,8 +87,12 @@ def _check_scale(c: "Config") -> None:
         "leave one of them out",
     )
     require(
+        not c.model.kv_latent,
+        f"scale={c.model.scale} has no rule for latents, got kv_latent={c.model.kv_latent}; leave one of them out",
+    )
+    require(
         not (c.optimizer.searches_rate or c.optimizer.is_code),
-        f"scale={c.model.scale} needs optimizer=adamw or muon, whose updates have known sizes; "
+        f"scale={c.model.scale} needs optimizer=adamw, muon or normuon, whose updates have known sizes; "
         f"got optimizer={c.optimizer.name}",
     )
 

@@ -23,9 +23,7 @@ def adamw(
 
 
 @OPTIMIZERS.register
-def muon(
-    keys: OptimizerKeys, decay_mask: Callable, scale_by_rate, scale_to_size: Callable, map_matrices: Callable
-):
+def muon(keys: OptimizerKeys, decay_mask: Callable, scale_by_rate, scale_to_size: Callable, map_matrices: Callable):
     from shardformer.optim.muon import scale_by_muon  # not imported for other optimizers
 
     scaled = scale_by_muon(keys, _scale_by_adam(keys), map_matrices)
@@ -34,9 +32,7 @@ def muon(
 
 
 @OPTIMIZERS.register
-def normuon(
-    keys: OptimizerKeys, decay_mask: Callable, scale_by_rate, scale_to_size: Callable, map_matrices: Callable
-):
+def normuon(keys: OptimizerKeys, decay_mask: Callable, scale_by_rate, scale_to_size: Callable, map_matrices: Callable):
     return muon(keys, decay_mask, scale_by_rate, scale_to_size, map_matrices)  # scale_by_muon reads the name
 
 

@@ -177,7 +177,8 @@ def or_code(name: str) -> str:
         ({"profile": "90:95", "steps": 80}, "profile=90:95 begins after the last step, steps=80"),
         ({"param_dtype": "bfloat16"}, "the type that they multiply in: give dtype=bfloat16; got dtype=float32"),
         ({"scale": "completep:64x2", "experts": 4, "bias": "none"}, "has no rule for experts and their router"),
-        ({"scale": "completep:64x2"} | LBFGS, "needs optimizer=adamw or muon, whose updates have known sizes; got"),
+        (LATENT | {"scale": "completep:64x2"}, "has no rule for latents, got kv_latent=16"),
+        ({"scale": "completep:64x2"} | LBFGS, "needs optimizer=adamw, muon or normuon, whose updates have known"),
         *(({"scale": text}, "scale takes completep:WIDTHxLAYERS, the size for which lr was tuned, such as")
           for text in ("mup", "completep:64", "completep:0x2", "completep:64x2x2")),
         ({"optimizer": "muon", "lora_rank": 2}, "lora_rank trains adapters; give optimizer=adamw"),
