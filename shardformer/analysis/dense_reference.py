@@ -59,7 +59,7 @@ def logits(config, params: Params, tokens, masks: "Masks | None" = None, documen
 
     Appends to `routes` what each layer's router did: (chosen [B, T, experts], shares [B, T, experts], log-partitions).
     """
-    c = config
+    c = _resolve_scale(config)
     embed, layers = params["transformer/embed"], params["transformer/layers"]
     adapter_masks = masks if c.lora.lora_dropout else None
     if not adapter_masks:
@@ -203,6 +203,15 @@ def make_masks(config, dropout_key, examples) -> Masks | None:
     if not (config.training.dropout or config.lora.lora_dropout) or dropout_key is None:
         return None
     return Masks(config.training.dropout, jax.random.wrap_key_data(dropout_key, impl="threefry2x32"), examples)
+
+
+def _resolve_scale(c):
+    """Returns the config with the factors of `scale` written out."""
+    if not c.model.scale:
+        return c
+    width, layers = map(int, c.model.scale.removeprefix("completep:").split("x"))
+    factors = {"residual_scale": layers / c.model.layers, "logits_scale": width / c.model.d_model}
+    return c.replace(scale="", **{name: c.get(name) * factor for name, factor in factors.items()})
 
 
 def _resolve_window(c, i: int):

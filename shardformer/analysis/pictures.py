@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardformer.analysis import memory
+from shardformer.analysis.coordinates import Movement
 from shardformer.analysis.explain import Routes
 from shardformer.analysis.live import Measured
 from shardformer.analysis.plan import Plan
@@ -61,6 +62,22 @@ def draw_memory(m: Measured, path: str | Path) -> None:
         axes.invert_yaxis()
         handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
         axes.legend(handles.values(), handles.keys(), loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+
+
+def draw_movements(panels: dict[str, list[Movement]], path: str | Path) -> None:
+    """Draws the change of the logits by size, a line for each step; flat lines are rates that carry over."""
+    with figure(path, 5 * len(panels), 4) as drawn:
+        for panel, (name, movements) in zip(
+            drawn.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
+        ):
+            sizes = [m.size for m in movements]
+            for step, changes in enumerate(zip(*(m.changes for m in movements), strict=True), 1):
+                panel.plot(sizes, changes, marker="o", label=f"step {step}")
+            panel.set(xscale="log", xlabel=name, ylabel="change of the logits, root mean square")
+            panel.set_xticks(sizes, [str(size) for size in sizes])
+            panel.minorticks_off()
+            panel.set_ylim(bottom=0)
+            panel.legend(frameon=False, fontsize=8)
 
 
 def draw_sweep(plans: list[Plan], path: str | Path) -> None:

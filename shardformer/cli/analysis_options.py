@@ -51,6 +51,25 @@ class MemoryOptions:
 
 
 @dataclasses.dataclass(frozen=True)
+class CoordinateOptions:
+    """The sizes and the picture (besides every key of a run)."""
+
+    widths: str = key("", "values of d_model to compare, such as 64,128,256; heads become as many times more")
+    depths: str = key("", "values of layers to compare, such as 2,4,8")
+    steps: int = key(6, "steps on one batch of random tokens", least=1, below=1001)
+    picture: str = key("coordinates.png", "picture to write; empty draws none")
+
+    def __post_init__(self) -> None:
+        if not (self.widths or self.depths):
+            raise UsageError("coordinates compares sizes; give widths=64,128,256 or depths=2,4,8, or both")
+        for name in ("widths", "depths"):
+            sizes = getattr(self, name).split(",") if getattr(self, name) else []
+            if not all(size.isdecimal() and int(size) for size in sizes) or len(sizes) == 1:
+                raise UsageError(f"{name} takes two or more sizes, such as 64,128,256; got {getattr(self, name):.80}")
+        storage.new_file_on_disk(self.picture, "picture", PICTURES)
+
+
+@dataclasses.dataclass(frozen=True)
 class VerifyOptions:
     """Options of a comparison (besides every key of a run)."""
 

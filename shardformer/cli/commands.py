@@ -155,6 +155,14 @@ COMMANDS = {
         "over devices that is missing or doubled is named with its line. For your own shard functions: "
         "shardformer.verify_function, and the command `learn`.",
     ),
+    "coordinates": Command(
+        "cli.device_commands:run_coordinates",
+        "how far the first steps move models of several sizes",
+        ("coordinates PRESET widths=64,128,256 depths=2,4,8 [key=value ...]",),
+        ("cli.analysis_options:CoordinateOptions", RUN_KEYS),
+        "The coordinate check of muP: a rate carries over between sizes if the same steps change the logits as much. "
+        "With scale=completep they do.",
+    ),
     "explain": Command(
         "cli.explain_command:run_explain",
         "a tour of the ways to split a model",
@@ -272,7 +280,7 @@ COMMANDS = {
 
 GROUPS = {
     "Train and use a model": ("train", "sweep", "eval", "sample", "generate", "score", "serve", "harness"),
-    "Plan and inspect": ("show", "plan", "memory", "verify", "explain", "learn", "bench"),
+    "Plan and inspect": ("show", "plan", "memory", "verify", "coordinates", "explain", "learn", "bench"),
     "Compare runs and checkpoints": ("plot", "inspect", "diff"),
     "Data and checkpoints": ("data", "convert"),
     "xmap-era code": ("legacy",),

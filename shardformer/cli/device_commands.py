@@ -1,4 +1,4 @@
-"""`memory` and `verify`: the bytes of a step, and sharded against dense, on the devices of this machine."""
+"""`memory`, `verify` and `coordinates`: the bytes, the correctness and the size of a step, on this machine."""
 
 import contextlib
 import sys
@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from shardformer import jax_releases
-from shardformer.analysis import live, traced, verify, verify_exact
+from shardformer.analysis import coordinates, live, traced, verify, verify_exact
 from shardformer.analysis.memory import format_device_bytes
-from shardformer.cli.analysis_options import MemoryOptions, VerifyOptions
+from shardformer.cli.analysis_options import CoordinateOptions, MemoryOptions, VerifyOptions
 from shardformer.cli.arguments import parse_settings, say
 from shardformer.config import Config, parsing
 from shardformer.errors import RunError, UsageError
@@ -32,6 +32,23 @@ def run_memory(arguments: list[str]) -> None:
         from shardformer.analysis import pictures
 
         pictures.draw_memory(measured, options.picture)
+        say(f"drawn in {options.picture}")
+
+
+def run_coordinates(arguments: list[str]) -> None:
+    """Prints, and draws, how far the first steps move the logits of models of several sizes."""
+    options, rest = parsing.parse_known_options(arguments, CoordinateOptions)
+    settings = mesh.start(parse_settings(rest))
+    panels = {}
+    for name, key, sizes in (("width", "d_model", options.widths), ("layers", "layers", options.depths)):
+        if sizes:
+            models = [coordinates.resize(settings, key, int(size)) for size in sizes.split(",")]
+            panels[name] = [coordinates.measure(model, getattr(model.model, key), options.steps) for model in models]
+            say(coordinates.format_movements(name, panels[name]))
+    if options.picture:
+        from shardformer.analysis import pictures
+
+        pictures.draw_movements(panels, options.picture)
         say(f"drawn in {options.picture}")
 
 

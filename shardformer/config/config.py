@@ -165,6 +165,11 @@ class Config:
         changes = {"mesh": shape, "batch": sizes.dp * sizes.pp, "accum": sizes.pp, "sequence_parallel": False}
         return self.objective.without_samples().without_gradients().replace(**changes).without_stages()
 
+    def with_factors(self) -> "Config":
+        """Returns the configuration of the same outputs without `scale`, for formats that have no such key."""
+        model = self.model
+        return self.replace(scale="", residual_scale=model.branch_scale, logits_scale=model.head_scale)
+
     def with_weights(self, form: str) -> "Config":
         """Returns the configuration of a run with weights stored in this form; auto: as the run stores them."""
         if form in ("auto", self.stored.weights):

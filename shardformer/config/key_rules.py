@@ -27,6 +27,7 @@ def check_rules(c: "Config") -> None:
         f"scan=false compiles every layer by itself, at most {MAX_UNROLLED:,} of them, got layers={c.model.layers}; "
         "give scan=true",
     )
+    _check_scale(c)
     _check_kernel(c)
     _check_gradients(c)
     c.lora.check_matrices(c)
@@ -74,6 +75,25 @@ def check_zero(c: "Config") -> None:
         c.parallel.mesh == "auto" or not c.parallel.zero or c.parallel.replicas > 1,
         f"zero={c.parallel.zero} splits over dp, and mesh={c.parallel.mesh} has dp=1; give zero=0, or a mesh with "
         "more dp",
+    )
+
+
+def _check_scale(c: "Config") -> None:
+    if not c.model.scale:
+        return
+    require(
+        not c.experts.experts,
+        f"scale={c.model.scale} has no rule for experts and their router, got experts={c.experts.experts}; "
+        "leave one of them out",
+    )
+    require(
+        not c.model.kv_latent,
+        f"scale={c.model.scale} has no rule for latents, got kv_latent={c.model.kv_latent}; leave one of them out",
+    )
+    require(
+        not (c.optimizer.searches_rate or c.optimizer.is_code),
+        f"scale={c.model.scale} needs optimizer=adamw, muon or normuon, whose updates have known sizes; "
+        f"got optimizer={c.optimizer.name}",
     )
 
 

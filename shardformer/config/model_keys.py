@@ -3,10 +3,11 @@
 import dataclasses
 import functools
 import itertools
+import math
 from typing import Literal
 
 from shardformer.config.keys import KeyGroup, UsedIf, key, largest_divisor, require
-from shardformer.config.parsing import ROTARY_SCALINGS, parse_rotary_scaling
+from shardformer.config.parsing import ROTARY_SCALINGS, SizeRatio, parse_rotary_scaling, parse_scale
 from shardformer.config.registries import asks_for
 
 WITH_ROTARY = UsedIf(lambda model: model.rotates, "without positions=rotary")
@@ -150,6 +151,41 @@ class ModelKeys(KeyGroup):
     init_std: float | None = key(
         0.02, "standard deviation of initial weights; fan_in: 1 / sqrt(fan in)", least=0, none="fan_in"
     )
+    scale: str = key(
+        "",
+        "completep:WIDTHxLAYERS: initial values, factors and rates for which the lr that was tuned at this size is the "
+        "best at any size (arXiv:2505.01618)",
+    )
+
+    @functools.cached_property
+    def size_ratio(self) -> SizeRatio:
+        """The sizes over those for which the rate was tuned; `optim/completep.py` has the rules of the optimizer."""
+        return parse_scale(self.scale, self.d_model, self.layers)
+
+    @functools.cached_property
+    def branch_scale(self) -> float:
+        """Factor on each residual branch, so that all layers together change the stream as much as fewer would."""
+        return self.residual_scale / self.size_ratio.depth
+
+    @functools.cached_property
+    def head_scale(self) -> float:
+        """Factor on the logits, which training makes larger in proportion to the width."""
+        return self.logits_scale / self.size_ratio.width
+
+    @functools.cached_property
+    def table_std(self) -> float:
+        """Standard deviation of the initial tables and of the output head."""
+        return self.init_std or 1 / math.sqrt(self.d_model / self.size_ratio.width)
+
+    @functools.cached_property
+    def matrix_std(self) -> float | None:
+        """Standard deviation of the initial matrices of layers; None: 1 / sqrt(fan in)."""
+        return self.init_std and self.init_std / math.sqrt(self.size_ratio.width)
+
+    @functools.cached_property
+    def summed_layers(self) -> float:
+        """The layers whose branches are summed as they are; with `scale`, more of them have smaller factors."""
+        return self.layers / self.size_ratio.depth
 
     @functools.cached_property
     def head_size(self) -> int:
@@ -251,6 +287,7 @@ class ModelKeys(KeyGroup):
         return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
 
     def check(self) -> None:
+        parse_scale(self.scale, self.d_model, self.layers)
         require(
             self.head_dim or self.d_model % self.heads == 0,
             f"d_model={self.d_model} does not divide into heads={self.heads}; "

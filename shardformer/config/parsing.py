@@ -233,6 +233,30 @@ def parse_lr_rules(text: str) -> tuple[LrRule, ...]:
     return tuple(rules)
 
 
+class SizeRatio(NamedTuple):
+    """The sizes of a model over those of the smaller one for which the learning rate was tuned."""
+
+    width: float = 1.0
+    depth: float = 1.0
+
+
+def parse_scale(text: str, d_model: int, layers: int) -> SizeRatio:
+    """Returns the ratios of a model of this size for `scale=`; '' is none.
+
+    >>> parse_scale("completep:128x4", d_model=512, layers=8)
+    SizeRatio(width=4.0, depth=2.0)
+    """
+    if not text:
+        return SizeRatio()
+    match = re.fullmatch(r"completep:([1-9]\d{0,8})x([1-9]\d{0,8})", text)
+    if not match:
+        raise UsageError(
+            "scale takes completep:WIDTHxLAYERS, the size for which lr was tuned, such as completep:128x4; "
+            f"got {shorten(text)}"
+        )
+    return SizeRatio(d_model / int(match[1]), layers / int(match[2]))
+
+
 class RotaryScaling(NamedTuple):
     """A change of the rotary frequencies for contexts longer than those of the first training."""
 

@@ -55,7 +55,7 @@ def run_to_gguf(source: Path, target: Path, arguments: list[str]) -> str:
         if run.config.lora.lora_rank:
             merged, state = merge.merge_adapters(run, state)
             params = state.params
-        config = merged.config
+        config = merged.config.with_factors()
         arrays = make_arrays(gguf, config, hf_state.fold_embedding_bias(params), options.dtype)
         keys = {
             "general.architecture": gguf.architecture,
@@ -81,7 +81,7 @@ def run_to_gguf(source: Path, target: Path, arguments: list[str]) -> str:
 
 def choose_family(run: Run) -> Gguf:
     """Returns a family of llama.cpp that computes what a run computes; the error names how the closest differs."""
-    config, published = run.config.replace(lora_rank=0), run.special_tokens.config.get("model_type")
+    config, published = run.config.with_factors().replace(lora_rank=0), run.special_tokens.config.get("model_type")
     problems = {
         name: [*hf_settings.list_differences(FAMILIES[name], config), *list_differences(gguf, config)]
         for name, gguf in GGUF.items()

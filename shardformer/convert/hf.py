@@ -91,13 +91,14 @@ def run_to_hf(source: Path, target: Path, arguments: list[str]) -> str:
             f"{source} has adapters; merge them first: convert {source} MERGED merge_lora=true; or "
             "write only the adapters: format=peft"
         )
-    family = hf_settings.choose_family(run.config, run.special_tokens.config.get("model_type"))
+    config = run.config.with_factors()
+    family = hf_settings.choose_family(config, run.special_tokens.config.get("model_type"))
     with runs.open_state(run, options.step, False, options.ema) as state, new_folder_on_disk(target) as temporary:
         shard_bytes = int(options.shard_gb * 1e9)
         params = hf_state.fold_embedding_bias(state.params)
-        hf_state.write_params(temporary, family, run.config, params, options.dtype, shard_bytes)
+        hf_state.write_params(temporary, family, config, params, options.dtype, shard_bytes)
         special, vocabulary = run.special_tokens, run.vocabulary
-        hf_settings.write_config(temporary, family, run.config, options.dtype, special, vocabulary)
+        hf_settings.write_config(temporary, family, config, options.dtype, special, vocabulary)
         _write_tokenizer(run, temporary)
         end_of_turn = find_end_of_turn(run)
         hf_special_tokens.write_generation_config(temporary, special, vocabulary, end_of_turn)

@@ -1,5 +1,6 @@
 """The optimizer of a run: clipping by the global norm, one of `optimizers.py` or of the user, and its wrappers."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -63,15 +64,25 @@ def list_inputs(config: Config, map_matrices: Callable = jax.tree.map) -> dict:
     rate: the learning rate as a function of the number of updates, from 0.
     scale_by_rate: a transformation that multiplies by -rate of the run's step, and by the factors of lr_rules.
     decay_mask: returns for a tree of parameters a tree that is True where weight_decay applies.
+    scale_to_size: wraps a transformation of gradients, so that its updates have the size that scale= asks for.
     map_matrices: see `make_optimizer`.
     """
     return {
         "keys": config.optimizer,
         "rate": learning_rate(config),
         "scale_by_rate": _scale_by_rate_at_step(config),
+        "scale_to_size": functools.partial(_scale_to_size, config),
         "decay_mask": _select_all if config.lora.lora_rank else _select_decayed,
         "map_matrices": map_matrices,
     }
+
+
+def _scale_to_size(config: Config, scaled: optax.GradientTransformation, power: float) -> optax.GradientTransformation:
+    if not config.model.scale:
+        return scaled
+    from shardformer.optim.completep import scale_to_size  # not imported without scale=
+
+    return scale_to_size(scaled, config.model.size_ratio, power)
 
 
 def _choose_optimizer(config: Config, inputs: dict) -> optax.GradientTransformationExtraArgs:

@@ -16,20 +16,24 @@ OPTIMIZERS = Registry("optim/optimizers.py")
 
 
 @OPTIMIZERS.register
-def adamw(keys: OptimizerKeys, decay_mask: Callable, scale_by_rate: optax.GradientTransformation):
-    return _add_decay(_scale_by_adam(keys), keys, decay_mask, scale_by_rate)
+def adamw(
+    keys: OptimizerKeys, decay_mask: Callable, scale_by_rate: optax.GradientTransformation, scale_to_size: Callable
+):
+    return _add_decay(scale_to_size(_scale_by_adam(keys), power=1), keys, decay_mask, scale_by_rate)
 
 
 @OPTIMIZERS.register
-def muon(keys: OptimizerKeys, decay_mask: Callable, scale_by_rate, map_matrices: Callable):
+def muon(keys: OptimizerKeys, decay_mask: Callable, scale_by_rate, scale_to_size: Callable, map_matrices: Callable):
     from shardformer.optim.muon import scale_by_muon  # not imported for other optimizers
 
-    return _add_decay(scale_by_muon(keys, _scale_by_adam(keys), map_matrices), keys, decay_mask, scale_by_rate)
+    scaled = scale_by_muon(keys, _scale_by_adam(keys), map_matrices)
+    # Orthogonal updates grow with the square root of the width, as their numbers keep their size.
+    return _add_decay(scale_to_size(scaled, power=0.5), keys, decay_mask, scale_by_rate)
 
 
 @OPTIMIZERS.register
-def normuon(keys: OptimizerKeys, decay_mask: Callable, scale_by_rate, map_matrices: Callable):
-    return muon(keys, decay_mask, scale_by_rate, map_matrices)  # scale_by_muon reads the name
+def normuon(keys: OptimizerKeys, decay_mask: Callable, scale_by_rate, scale_to_size: Callable, map_matrices: Callable):
+    return muon(keys, decay_mask, scale_by_rate, scale_to_size, map_matrices)  # scale_by_muon reads the name
 
 
 @OPTIMIZERS.register

@@ -32,7 +32,7 @@ class EmbeddingShard(hk.Module):
         """Returns this shard's rows; a tied head reads the same table."""
         c = self.config
         shape = [collectives.local(c.model.padded_vocab), c.model.d_model]
-        return weight("tokens", shape, c.model.init_std or 1 / math.sqrt(c.model.d_model))
+        return weight("tokens", shape, c.model.table_std)
 
     def _lookup(self, tokens_BT, position_BT):
         c, dtype = self.config, jnp.dtype(self.config.parallel.dtype)

@@ -182,10 +182,10 @@ class TransformerLayerShard(hk.Module):
         """Returns x[..., I] @ w[I, O] in the compute dtype; O is d_model unless `out` is given."""
         c = self.config
         w = weight(
-            name, [x.shape[-1], out or c.model.d_model], stddev or c.model.init_std or 1 / math.sqrt(c.model.d_model)
+            name, [x.shape[-1], out or c.model.d_model], stddev or c.model.matrix_std or 1 / math.sqrt(c.model.d_model)
         )
         return self.multiply(name, x, w)
 
     def residual_stddev(self, fan_in: int) -> float:
         """Shrinks with depth (GPT-2), so that the residual stream's variance does not grow with the layers."""
-        return (self.config.model.init_std or 1 / math.sqrt(fan_in)) / math.sqrt(2 * self.config.model.layers)
+        return (self.config.model.matrix_std or 1 / math.sqrt(fan_in)) / math.sqrt(2 * self.config.model.summed_layers)

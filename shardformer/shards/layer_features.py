@@ -14,14 +14,14 @@ from shardformer.shards.positions import Windows
 
 
 class ScaledBranches(LayerFeature):
-    """The factor of each residual branch with its biases, as Granite has it."""
+    """The factor of each residual branch with its biases, as Granite and `scale` have it."""
 
     def change(self, inputs: LayerInputs, layer: int | Array, masks: Any) -> LayerInputs:
         """Returns the inputs with the factor after each branch."""
         return inputs._replace(after_branch=(*inputs.after_branch, self._scale))
 
     def _scale(self, y_BTD: Array, site: int) -> Array:
-        return y_BTD * self.config.model.residual_scale
+        return y_BTD * self.config.model.branch_scale
 
 
 class QuantizedProducts(LayerFeature):
@@ -45,7 +45,7 @@ def choose_features(config: Config) -> tuple[LayerFeature, ...]:
         features.append(SharedHeads(config))
     if config.model.window or any(config.model.layers_without_rotary):
         features.append(Windows(config))
-    if config.model.residual_scale != 1:
+    if config.model.branch_scale != 1:
         features.append(ScaledBranches(config))
     if config.training.dropout:
         features.append(DroppedBranches(config))

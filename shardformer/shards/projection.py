@@ -1,7 +1,6 @@
 """Vectors to logits, split over the vocabulary, and the loss of each token without ever gathering the logits."""
 
 import dataclasses
-import math
 
 import haiku as hk
 import jax.numpy as jnp
@@ -33,14 +32,14 @@ class ProjectionShard(hk.Module):
         h_BTD = collectives.fan_out(h_BTD, c.parallel.sequence_parallel)
         v, table, bias_v = collectives.local(c.model.padded_vocab), tied_table_vD, None
         if not tied:
-            table = weight("w", [c.model.d_model, v], c.model.init_std or 1 / math.sqrt(c.model.d_model))
+            table = weight("w", [c.model.d_model, v], c.model.table_std)
         if not tied and "head" in c.model.biased and c.model.head_bias:
             bias_v = self._scale(zeros("bias", v))
         multiply = self.weights.multiply_table
         return h_BTD, table, bias_v, Vocabulary(c.model.vocab, MP, tied, c.model.logits_cap, multiply)
 
     def _scale(self, x: Array) -> Array:
-        scale = self.config.model.logits_scale
+        scale = self.config.model.head_scale
         return x if scale == 1 else x * scale
 
     def logits(self, x_BTD: Array, tied_table_vD: Array | None = None) -> Array:

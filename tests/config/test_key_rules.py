@@ -176,6 +176,11 @@ def or_code(name: str) -> str:
         ({"batch": 2**20, "seq": 2**12}, "is 4294967296 tokens a step, which must be below 2**31; try batch=524287"),
         ({"profile": "90:95", "steps": 80}, "profile=90:95 begins after the last step, steps=80"),
         ({"param_dtype": "bfloat16"}, "the type that they multiply in: give dtype=bfloat16; got dtype=float32"),
+        ({"scale": "completep:64x2", "experts": 4, "bias": "none"}, "has no rule for experts and their router"),
+        (LATENT | {"scale": "completep:64x2"}, "has no rule for latents, got kv_latent=16"),
+        ({"scale": "completep:64x2"} | LBFGS, "needs optimizer=adamw, muon or normuon, whose updates have known"),
+        *(({"scale": text}, "scale takes completep:WIDTHxLAYERS, the size for which lr was tuned, such as")
+          for text in ("mup", "completep:64", "completep:0x2", "completep:64x2x2")),
         ({"optimizer": "muon", "lora_rank": 2}, "lora_rank trains adapters; give optimizer=adamw"),
         ({"skip_steps": 3.0, "accum": 2, "accum_mode": "multisteps"}, "updates by microbatches; give accum_mode=scan"),
         ({"objective": "dpo", "beta": 0.0}, "beta must be above 0, got 0.0"),

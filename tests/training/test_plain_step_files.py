@@ -63,6 +63,7 @@ FEATURES = (
     {"activation": "swiglu"},
     {"tied": True},
     {"residual_scale": 0.5},
+    {"scale": "completep:16x1"},
     {"window_pattern": "fn"},
     EXPERTS,
     {"mesh": "dp2.cp2.mp2"},

@@ -31,6 +31,7 @@ CASES = {
         "norm": "rmsnorm_plus_one", "embed_scale": None, "attention_cap": 2.0, "logits_cap": 3.0, "qk_norm": "all",
         "loss_chunk": 7, "residual_scale": 0.5, "logits_scale": 0.5,
     },
+    "completep": LLAMA | {"scale": "completep:8x1", "loss_chunk": 7},
     "alibi": {"positions": "alibi", "mesh": "1x4"},
     "t5": {"positions": "t5", "mesh": "1x4", "loss_chunk": 9, "bias": "all"},
     "ring": LLAMA | ON_CP | {"context_parallel": "ring", "documents": "masked"},
