@@ -1,18 +1,18 @@
 """Grammars of bytes, and the deterministic automaton that reads them byte by byte, built as far as it is needed."""
 
 import functools
-import math
+import heapq
 from collections.abc import Iterable
 
 import numpy as np
 
+from shardformer.errors import UsageError
+
 # A symbol is the name of a rule, or the bytes of which one follows. A rule has alternatives, each a tuple of symbols.
 Symbol = str | frozenset[int]
 Rules = dict[str, list[tuple[Symbol, ...]]]
-# What may follow: the next symbol and the stack after it; None at the end of the text. The number is the stack's size.
-Stack = tuple[Symbol, "Stack", int] | None
-
 MOST_STACKED = 600  # symbols: a text that is nested deeper ends as soon as it can, or it could not be parsed
+MOST_STACKS = 2_000  # of a state: in an ambiguous grammar, each byte may double them
 DEAD = 0  # the state after a byte that cannot follow
 NEVER = np.iinfo(np.int32).max  # the bytes that it needs until the end
 
@@ -28,6 +28,23 @@ def one_of(characters: str | Iterable[int]) -> Symbol:
     return frozenset(characters.encode() if isinstance(characters, str) else characters)
 
 
+class Pushed:
+    """A symbol on a stack. An automaton makes one object of equal ones, so that to compare stacks takes no time.
+
+    size: its symbols. least: the bytes that they need at least.
+    """
+
+    __slots__ = ("least", "rest", "size", "symbol")
+
+    def __init__(self, symbol: Symbol, rest: "Stack", least: int):
+        self.symbol, self.rest = symbol, rest
+        self.size = rest.size + 1 if rest else 1
+        self.least = rest.least + least if rest else least
+
+
+Stack = Pushed | None  # what may follow; None at the end of the text
+
+
 class Automaton:
     """The states of a grammar. A state is a number; `least` has the bytes that it needs at least until the end.
 
@@ -36,24 +53,32 @@ class Automaton:
 
     def __init__(self, rules: Rules, start: str = "root"):
         self._shortest = _measure(rules)
+        self.shortest = self._shortest.get(start)  # bytes of a text; None if there is none
         finite = {name: [symbols for symbols in alternatives if self._is_finite(symbols)]
                   for name, alternatives in rules.items()}  # fmt: skip
         self._rules = {name: finite[name] for name in _reach(finite, start)}
         self._expand = functools.cache(self._expand_stack)
+        self._push = functools.cache(self._push_symbol)
         self._stacks: list[frozenset[Stack]] = [frozenset()]
         self._numbers: dict[frozenset[Stack], int] = {frozenset(): DEAD}
         self.next = np.zeros((64, 256), np.int32)  # of filled states, by byte
         self._filled = np.array([True] + [False] * 63)
         self.least = np.full(64, NEVER, np.int32)
-        self.start = self._number(self._expand((start, None, 1)))
+        self.start = self._number(self._expand(self._push(start, None)))
 
     def __len__(self) -> int:
         return len(self._stacks)
 
-    def list_choices(self) -> set[frozenset[int]]:
-        """Returns the sets of bytes of which one follows somewhere in a text."""
-        every = (symbol for alternatives in self._rules.values() for symbols in alternatives for symbol in symbols)
-        return {symbol for symbol in every if not isinstance(symbol, str)}
+    def list_choices(self) -> set[frozenset[str]]:
+        """Returns the sets of characters of which one must follow somewhere in a text."""
+        choices = set()
+        for symbols in (symbols for alternatives in self._rules.values() for symbols in alternatives):
+            bytes_read = [symbol for symbol in symbols if not isinstance(symbol, str)]
+            choices |= {frozenset(map(chr, symbol)) for symbol in bytes_read if min(symbol) < 128}
+            fixed = b"".join(bytes(symbol) if len(symbol) == 1 else b" " for symbol in bytes_read)
+            # Of the characters of a string, some rules have a fixed first byte only, which is ignored.
+            choices |= {frozenset(character) for character in fixed.decode(errors="ignore") if character > "\x7f"}
+        return choices
 
     def is_complete(self, state: int) -> bool:
         """Returns whether the text may end here."""
@@ -84,18 +109,22 @@ class Automaton:
     def _fill(self, state: int) -> None:
         stacks = [stack for stack in self._stacks[state] if stack]
         reads = np.zeros((256, len(stacks)), bool)
-        for column, (symbol, _, _) in enumerate(stacks):
-            assert not isinstance(symbol, str)
-            reads[list(symbol), column] = True
+        for column, stack in enumerate(stacks):
+            assert not isinstance(stack.symbol, str)
+            reads[list(stack.symbol), column] = True
         kinds, kind_of_byte = np.unique(reads, axis=0, return_inverse=True)
         after = [
-            self._number(frozenset().union(*(self._expand(stacks[i][1]) for i in np.flatnonzero(kind))))
+            self._number(frozenset().union(*(self._expand(stacks[i].rest) for i in np.flatnonzero(kind))))
             for kind in kinds
         ]
         self.next[state] = np.array(after, np.int32)[kind_of_byte.reshape(-1)]
         self._filled[state] = True
 
     def _number(self, stacks: frozenset[Stack]) -> int:
+        if len(stacks) > MOST_STACKS:
+            raise UsageError(
+                f"the text can be read in more than {MOST_STACKS:,} ways by its schema; make the parts of anyOf differ"
+            )
         number = self._numbers.setdefault(stacks, len(self._stacks))
         if number == len(self._stacks):
             self._stacks.append(stacks)
@@ -103,7 +132,7 @@ class Automaton:
                 self.next, self._filled, self.least = (
                     np.concatenate([array, np.zeros_like(array)]) for array in (self.next, self._filled, self.least)
                 )
-            self.least[number] = min(map(self._measure_stack, stacks), default=NEVER)
+            self.least[number] = min([NEVER, *(stack.least if stack else 0 for stack in stacks)])
         return number
 
     def _expand_stack(self, stack: Stack) -> frozenset[Stack]:
@@ -114,29 +143,25 @@ class Automaton:
             if stack in seen:
                 continue
             seen.add(stack)
-            if stack is None or not isinstance(stack[0], str):
+            if stack is None or not isinstance(stack.symbol, str):
                 found.add(stack)
                 continue
-            name, rest = stack[0], stack[1]
-            is_deep = rest is not None and rest[2] > MOST_STACKED
+            name, rest = stack.symbol, stack.rest
+            is_deep = rest is not None and rest.size > MOST_STACKED
             for symbols in self._rules[name]:
                 if is_deep and self._measure_symbols(symbols) > self._shortest[name]:
                     continue
                 longer = rest
                 for symbol in reversed(symbols):
-                    longer = symbol, longer, longer[2] + 1 if longer else 1
+                    longer = self._push(symbol, longer)
                 todo.append(longer)
         return frozenset(found)
 
-    def _measure_stack(self, stack: Stack) -> int:
-        length = 0
-        while stack:
-            length += self._measure_symbols(stack[:1])
-            stack = stack[1]
-        return length
+    def _push_symbol(self, symbol: Symbol, rest: Stack) -> Pushed:
+        return Pushed(symbol, rest, self._measure_symbols((symbol,)))
 
     def _measure_symbols(self, symbols: tuple[Symbol, ...]) -> int:
-        return sum(self._shortest[symbol] if isinstance(symbol, str) else 1 for symbol in symbols)
+        return sum(self._shortest.get(symbol, NEVER) if isinstance(symbol, str) else 1 for symbol in symbols)
 
     def _is_finite(self, symbols: tuple[Symbol, ...]) -> bool:
         return all(not isinstance(symbol, str) or symbol in self._shortest for symbol in symbols)
@@ -153,14 +178,30 @@ def _reach(rules: Rules, start: str) -> set[str]:
 
 
 def _measure(rules: Rules) -> dict[str, int]:
-    """Returns the bytes of the shortest text of each rule that has one, of smaller rules before larger ones."""
+    """Returns the bytes of the shortest text of each rule that has one, of smaller rules before larger ones.
+
+    This is Knuth's algorithm: Dijkstra's, where an alternative is reached when all of its rules are.
+    """
+    users: dict[str, list[list]] = {}  # by rule, the alternatives that wait for it: bytes so far, their rule, waits
+    reached: list[tuple[int, str]] = []
+    for name, alternatives in rules.items():
+        for symbols in alternatives:
+            named = [symbol for symbol in symbols if isinstance(symbol, str)]
+            alternative = [len(symbols) - len(named), name, len(named)]
+            for symbol in named:
+                users.setdefault(symbol, []).append(alternative)
+            if not named:
+                reached.append((len(symbols), name))
+    heapq.heapify(reached)
     shortest: dict[str, int] = {}
-    changed = True
-    while changed:
-        changed = False
-        for name, alternatives in rules.items():
-            lengths = (sum(shortest.get(s, math.inf) if isinstance(s, str) else 1 for s in symbols)
-                       for symbols in alternatives)  # fmt: skip
-            if (length := min(lengths, default=math.inf)) < shortest.get(name, math.inf):
-                shortest[name], changed = int(length), True
+    while reached:
+        length, name = heapq.heappop(reached)
+        if name in shortest:
+            continue
+        shortest[name] = length
+        for alternative in users.get(name, ()):
+            alternative[0] += length
+            alternative[2] -= 1
+            if not alternative[2]:
+                heapq.heappush(reached, (alternative[0], alternative[1]))
     return shortest

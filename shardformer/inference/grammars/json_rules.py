@@ -1,20 +1,23 @@
 """The rules of JSON: any value, and strings, numbers and white space, of which those of a schema consist."""
 
+import functools
 import json
 from collections.abc import Iterable
 
-from shardformer.inference.grammars.grammar import Rules, one_of, spell
+from shardformer.inference.grammars.grammar import Rules, Symbol, one_of, spell
 
 MOST_SPACES = 20  # after a line feed: a model that likes white space would write nothing else
 MOST_DIGITS = 15  # before and after the point: Python does not read more than 4,300
 DIGIT, HEX, TAIL = one_of("0123456789"), one_of("0123456789abcdefABCDEF"), one_of(range(0x80, 0xC0))
+
+PLAIN = frozenset(range(0x20, 0x80)) - frozenset(b'"\\')
 
 # UTF-8, and escapes, with surrogates in pairs only.
 STRINGS: Rules = {
     "string": [(*spell('"'), "characters")],
     "characters": [spell('"'), ("character", "characters")],
     "character": [
-        (one_of(set(range(0x20, 0x80)) - set(b'"\\')),),
+        (PLAIN,),
         (*spell("\\"), "escape"),
         (one_of(range(0xC2, 0xE0)), TAIL),
         (one_of([0xE0]), one_of(range(0xA0, 0xC0)), TAIL),
@@ -60,9 +63,9 @@ JSON: Rules = {**STRINGS, **NUMBERS, **SPACES, **VALUES}
 JSON_OBJECT: Rules = {**JSON, "root": [("space", "object")]}
 
 
-def add_texts(rules: Rules, name: str, texts: Iterable[bytes]) -> None:
-    """Adds a rule with the given texts: a tree of their bytes, so that few alternatives are open at once."""
-    by_first: dict[bytes, list[bytes]] = {}
+def add_texts(rules: Rules, name: str, texts: Iterable[str]) -> None:
+    """Adds a rule with the given texts: a tree of their characters, so that few alternatives are open at once."""
+    by_first: dict[str, list[str]] = {}
     for text in sorted(set(texts)):
         by_first.setdefault(text[:1], []).append(text)
     rules[name] = []
@@ -75,7 +78,7 @@ def add_texts(rules: Rules, name: str, texts: Iterable[bytes]) -> None:
             add_texts(rules, f"{name}.{number}", [text[len(common) :] for text in alike])
 
 
-def _count_equal(a: bytes, b: bytes) -> int:
+def _count_equal(a: str, b: str) -> int:
     return next((n for n, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), min(len(a), len(b)))
 
 
@@ -85,23 +88,25 @@ def add_other_keys(rules: Rules, name: str, keys: Iterable[str]) -> None:
     A string has no escape before its first difference from all keys, as an escape may stand for a letter of a key.
     """
     texts = [json.dumps(key, ensure_ascii=False).encode("utf-8", "replace")[1:] for key in keys]
-    _add_differences(rules, f"{name}.", texts)
-    rules[name] = [(*spell('"'), f"{name}.")]
+    rules[name] = [(*spell('"'), f"{name}.0")]
+    todo = [texts]  # the texts that may still go on, of each rule of a difference
+    for number, left in enumerate(todo):  # which grows
+        first = frozenset(text[0] for text in left if text)
+        rules[f"{name}.{number}"] = alternatives = list(_list_differences(first))
+        for byte in sorted(first & PLAIN):
+            alternatives.append((frozenset([byte]), f"{name}.{len(todo)}"))
+            todo.append([text[1:] for text in left if text[:1] == bytes([byte])])
 
 
-def _add_differences(rules: Rules, name: str, texts: list[bytes]) -> None:
-    first = {text[0] for text in texts if text}
-    plain, *others = STRINGS["character"]
-    assert not isinstance(plain[0], str)
-    rules[name] = [(plain[0] - first, "characters")]
+@functools.lru_cache(1000)  # most rules have one of few bytes, and equal ones share their sets
+def _list_differences(first: frozenset[int]) -> list[tuple[Symbol, ...]]:
+    """Returns the rests of a string whose next byte is none of some."""
+    alternatives: list[tuple[Symbol, ...]] = [(PLAIN - first, "characters")]
     if ord('"') not in first:
-        rules[name].append(spell('"'))
+        alternatives.append(spell('"'))
     # A character of more bytes differs if its first byte does.
-    for symbols in others[1:]:
+    for symbols in STRINGS["character"][2:]:
         assert not isinstance(symbols[0], str)
         if different := symbols[0] - first:
-            rules[name].append((different, *symbols[1:], "characters"))
-    for number, byte in enumerate(sorted(first & plain[0])):
-        rest = [text[1:] for text in texts if text[:1] == bytes([byte])]
-        rules[name].append((frozenset([byte]), f"{name}{number}."))
-        _add_differences(rules, f"{name}{number}.", rest)
+            alternatives.append((different, *symbols[1:], "characters"))
+    return alternatives

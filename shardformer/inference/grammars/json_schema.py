@@ -21,6 +21,8 @@ OF_TYPES: dict[str, set[str]] = {
 PYTHON_TYPES = {"object": (dict,), "array": (list,), "string": (str,), "number": (int, float), "integer": (int,),
                 "boolean": (bool,), "null": (type(None),)}  # fmt: skip
 MOST_RULES = 50_000
+LONGEST_LOCATION = 2_000  # characters: the names of rules begin with them
+LONGEST_TEXT, MOST_BYTES = 1_000, 10_000  # of a name or constant, and of all: an automaton has a state for each byte
 MOST_REPEATS = 1_000  # of a bound of items or characters
 
 
@@ -40,6 +42,7 @@ class _Maker:
     def __init__(self, schema: Any, name: str):
         self.rules: Rules = dict(JSON)
         self._schema, self._name = schema, name
+        self._bytes = 0  # of names and constants
 
     def add(self, schema: Any, location: str) -> str:
         """Returns the name of the rule of a part; a recursive part is added once."""
@@ -47,6 +50,8 @@ class _Maker:
             return location
         if len(self.rules) > MOST_RULES:
             raise UsageError(f"{self._name} is too large; make it simpler")
+        if len(location) > LONGEST_LOCATION:
+            raise UsageError(f"{self._name} is nested too deeply at {location:.60}..., or its names are too long")
         self.rules[location] = []
         self.rules[location] += self._list_alternatives(schema, location)
         return location
@@ -112,7 +117,7 @@ class _Maker:
         for word in reference.split("/")[1:]:
             word = unquote(word).replace("~1", "/").replace("~0", "~")
             target += f"/{_escape(word)}"
-            if isinstance(part, list) and word.isdecimal() and int(word) < len(part):
+            if isinstance(part, list) and word.isdecimal() and len(word) < 8 and int(word) < len(part):
                 part = part[int(word)]
             elif isinstance(part, dict) and word in part:
                 part = part[word]
@@ -123,16 +128,27 @@ class _Maker:
     def _list_constants(self, schema: dict, types: list[str], location: str) -> Sequence[tuple[Symbol, ...]]:
         values = self._take(schema, "enum", list, location, [schema.get("const")])
         values = [value for value in values if any(_has_type(value, kind) for kind in types)]
-        if "const" in schema:
-            values = [value for value in values if _write(value) == _write(schema["const"])]
-        if not values:
-            raise UsageError(f"{self._name}: no value at {location:.200} has the type; correct enum, const or type")
         try:
-            texts = [_write(value).encode() for value in values]
-        except (ValueError, UnicodeEncodeError):
+            texts = [_write(value) for value in values]
+            if "const" in schema:
+                texts = [text for text in texts if text == _write(schema["const"])]
+            self._count(texts, location)
+        except ValueError:
             raise UsageError(f"{self._name}: a value at {location:.200} cannot be written as JSON; remove it") from None
+        if not texts:
+            raise UsageError(f"{self._name}: no value at {location:.200} has the type; correct enum, const or type")
         add_texts(self.rules, f"{location}~enum", texts)
         return [(f"{location}~enum",)]
+
+    def _count(self, texts: Sequence[str], location: str) -> None:
+        """Rejects too long names and constants."""
+        lengths = [len(text.encode()) for text in texts]
+        self._bytes += sum(lengths)
+        if max(lengths, default=0) > LONGEST_TEXT or self._bytes > MOST_BYTES:
+            raise UsageError(
+                f"{self._name}: a name or constant at {location:.200} has {max(lengths):,} bytes, and all so far have "
+                f"{self._bytes:,}; expected at most {LONGEST_TEXT:,} and {MOST_BYTES:,}"
+            )
 
     def _add_object(self, schema: dict, location: str) -> str:
         """Returns a rule of objects whose properties come in the order of the schema.
@@ -146,8 +162,10 @@ class _Maker:
             raise UsageError(f"{self._name}: required at {location:.200} is {required!r:.60}; expected names")
         if not properties and not required and others is True:
             return "object"
-        properties = properties | {name: others for name in required if name not in properties}
-        pairs = [(self._add_property(name, part, location), name in required) for name, part in properties.items()]
+        unlisted = schema.get("additionalProperties", True)
+        properties = properties | {name: unlisted for name in required if name not in properties}
+        needed = set(required)
+        pairs = [(self._add_property(name, part, location), name in needed) for name, part in properties.items()]
         more = None
         if others is not False:
             more = self._add_others(properties, others, location)
@@ -167,12 +185,14 @@ class _Maker:
 
     def _add_property(self, name: str, schema: Any, location: str) -> str:
         rule = f"{location}/properties/{_escape(name)}"
+        key = self._spell_key(name, location)
         value = self.add(schema, rule)
-        self.rules[f"{rule}~pair"] = [(*self._spell_key(name, location), "space", *spell(":"), "space", value, "space")]
+        self.rules[f"{rule}~pair"] = [(*key, "space", *spell(":"), "space", value, "space")]
         return f"{rule}~pair"
 
     def _spell_key(self, name: str, location: str) -> tuple[Symbol, ...]:
         try:
+            self._count([_write(name)], location)
             return spell(_write(name))
         except UnicodeEncodeError:
             raise UsageError(f"{self._name}: a name at {location:.200} has half of a character; remove it") from None

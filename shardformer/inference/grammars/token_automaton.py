@@ -9,7 +9,7 @@ import numpy as np
 from shardformer.inference.grammars.grammar import DEAD, NEVER, Automaton
 
 MOST_STATES = 20_000  # of one automaton, before later requests get a new one
-MOST_MASKS = 2_000  # of one automaton: 40 MB for 150,000 tokens
+MOST_MASKS, MASK_BYTES = 2_000, 16_000_000  # of one automaton
 LONGEST_TOKEN = 64  # bytes; longer ones are never drawn
 
 
@@ -23,9 +23,13 @@ class TokenTexts:
         self.joined = np.frombuffer(b"".join(self.texts), np.uint8)
 
     @functools.cached_property
-    def alone(self) -> frozenset[int]:
-        """The bytes that are a token of their own."""
-        return frozenset(text[0] for text in self.texts if len(text) == 1)
+    def _short(self) -> frozenset[bytes]:
+        return frozenset(text for text in self.texts if 0 < len(text) <= 4)
+
+    def can_write(self, character: str) -> bool:
+        """Returns whether a character is a token, or each of its bytes is."""
+        text = character.encode()
+        return text in self._short or all(bytes([byte]) in self._short for byte in text)
 
 
 class TokenAutomaton:
@@ -33,7 +37,8 @@ class TokenAutomaton:
 
     def __init__(self, automaton: Automaton, tokens: TokenTexts):
         self._automaton, self._tokens = automaton, tokens
-        self._find_mask = functools.lru_cache(MOST_MASKS)(self._compute_mask)
+        most = min(MOST_MASKS, MASK_BYTES // (len(tokens.lengths) // 8 + 1))
+        self._find_mask = functools.lru_cache(most)(self._compute_mask)
         self._lock = threading.Lock()
 
     @property

@@ -1,21 +1,24 @@
 """The form that a request asks for: any JSON object, or a value of a JSON schema."""
 
 import functools
+import hashlib
 import json
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from shardformer.data import Vocabulary
 from shardformer.errors import UsageError
-from shardformer.inference.grammars.grammar import NEVER, Automaton, Rules
+from shardformer.inference.grammars.grammar import Automaton, Rules
 from shardformer.inference.grammars.json_rules import JSON_OBJECT
 from shardformer.inference.grammars.json_schema import make_rules
 from shardformer.inference.grammars.token_automaton import TokenAutomaton, TokenTexts
 from shardformer.inference.serve.request_fields import ApiError, take
 
-MOST_AUTOMATA = 32  # that later requests of the same form find
+MOST_AUTOMATA = 16  # that later requests of the same form find, each with up to 16 MB of masks
+LONGEST_TEXT = 1_000_000  # bytes that any text of a form needs
 FIELD = "response_format"
 
 
@@ -24,7 +27,7 @@ class Form:
 
     def __init__(self, automaton: TokenAutomaton, ends: frozenset[int], tokens: int):
         """ends: the tokens that end a text. tokens: as many as can be drawn."""
-        self._automaton, self._ends, self._tokens = automaton, [*ends], tokens
+        self._automaton, self._ends, self._tokens = automaton, ends, tokens
         self._state: int | None = None
         self._count = 0  # tokens that were read
 
@@ -32,7 +35,7 @@ class Form:
         """Returns which tokens [V] may follow some ids."""
         self._read(ids)
         allowed, is_complete = self._automaton.allow(self._state, self._tokens - len(ids))
-        allowed[self._ends] = is_complete
+        allowed[[end for end in self._ends if end < len(allowed)]] = is_complete  # the model may have more
         return allowed
 
     def is_final(self, ids: list[int]) -> bool:
@@ -48,7 +51,7 @@ class Form:
 
 
 class Forms:
-    """The automata of a vocabulary, by their rules."""
+    """The automata of a vocabulary, by a hash of their schemas."""
 
     def __init__(self, vocabulary: Vocabulary):
         self._vocabulary = vocabulary
@@ -72,23 +75,29 @@ class Forms:
         if kind == "text":
             return None
         if kind == "json_object":
-            return self.find("json_object", JSON_OBJECT)
+            return self.find("json_object", lambda: JSON_OBJECT)
         if kind != "json_schema":
             raise ApiError(400, f"{FIELD} has the type {kind!r:.60}; expected text, json_object or json_schema", FIELD)
         described = wanted.get("json_schema")
         if not isinstance(described, dict) or not isinstance(described.get("schema"), dict):
             raise ApiError(400, f"{FIELD} has no schema; give it as json_schema: {{name, schema}}", FIELD)
+        schema = described["schema"]
         try:
-            return self.find(json.dumps(described["schema"]), make_rules(described["schema"], f"{FIELD}"))
+            name = hashlib.sha256(json.dumps(schema).encode()).hexdigest()
+            return self.find(name, lambda: make_rules(schema, FIELD))
         except UsageError as error:
             raise ApiError(400, str(error), FIELD) from None
+        except RecursionError:
+            raise ApiError(400, f"{FIELD} is nested too deeply; make it simpler", FIELD) from None
 
-    def find(self, name: str, rules: Rules) -> TokenAutomaton:
-        """Returns the automaton of rules, which an earlier request may have made."""
+    def find(self, name: str, make: Callable[[], Rules]) -> TokenAutomaton:
+        """Returns the automaton of the rules that `make` returns, which an earlier request may have made."""
         with self._lock:
-            found = self._automata.pop(name, None)
-            if found is None or found.is_large:
-                found = self._make(rules)
+            found = self._automata.get(name)
+        if found is None or found.is_large:
+            found = self._make(make())  # takes time, in which other requests need not wait
+        with self._lock:
+            self._automata.pop(name, None)
             self._automata[name] = found
             if len(self._automata) > MOST_AUTOMATA:
                 del self._automata[next(iter(self._automata))]
@@ -96,12 +105,16 @@ class Forms:
 
     def _make(self, rules: Rules) -> TokenAutomaton:
         automaton = Automaton(rules)
-        if automaton.least[automaton.start] == NEVER:
+        if automaton.shortest is None:
             raise ApiError(400, f"{FIELD}: no text is of this form; correct the schema", FIELD)
-        ascii_choices = [choice for choice in automaton.list_choices() if min(choice) < 128]
-        if missing := [choice for choice in ascii_choices if not choice & self._tokens.alone]:
+        if automaton.shortest > LONGEST_TEXT:
             raise ApiError(
-                400, f"{FIELD}: tokenizer={self._vocabulary.name} has no token for {chr(min(missing[0]))!r}; ask for "
-                "text", FIELD,
+                400, f"{FIELD}: a text of this form has more than {LONGEST_TEXT:,} bytes; make minItems or minLength "
+                "smaller", FIELD,
+            )  # fmt: skip
+        if missing := [c for c in automaton.list_choices() if not any(map(self._tokens.can_write, c))]:
+            raise ApiError(
+                400, f"{FIELD}: tokenizer={self._vocabulary.name} has no token for {min(missing[0])!r}; ask for text",
+                FIELD,
             )  # fmt: skip
         return TokenAutomaton(automaton, self._tokens)

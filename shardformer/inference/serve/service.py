@@ -262,7 +262,10 @@ class Exchange:
                     first = False
                 if tokens is None:
                     left -= 1
-                    if failure := self._jobs[index].failure:
+                    failure = self._jobs[index].failure
+                    if isinstance(failure, UsageError):
+                        raise ApiError(400, str(failure))
+                    if failure:
                         raise ApiError(500, f"the request failed: {type(failure).__name__}: {failure!s:.200}")
                 yield index, tokens
             metrics.duration.add(time.perf_counter() - self._started)

@@ -33,6 +33,9 @@ SCHEMAS = [
     ({"anyOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#"}}]}, [None, [], [[None], []]], [1, [1]]),
     ({"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"type": "null"}}}, [None], [1]),
     ({"allOf": [{"type": "null"}]}, [None], [1]),
+    ({"type": "object", "required": ["a"]}, [{"a": 1}, {"a": "b"}], [{}]),
+    ({"properties": {"a": {}}, "required": ["z"]}, [{"z": 1}, {"a": 1, "z": None}], [{"a": 1}]),
+    ({"enum": ["é", "è", "éé"]}, ["é", "è", "éé"], ["e", "éè"]),
 ]  # fmt: skip
 
 
@@ -89,6 +92,13 @@ def test_unsatisfiable_part_is_left_out():
         ({"properties": {"\ud800": {}}}, "half of a character"),
         ({"minItems": 2, "maxItems": 1}, "expected 0 to 1000"),
         ({"maxLength": 10**9}, "expected 0 to 1000"),
+        ({"const": float("nan")}, "cannot be written"),
+        ({"const": float("inf"), "enum": [1]}, "cannot be written"),
+        ({"anyOf": [{"$ref": f"#/anyOf/{'1' * 5000}"}]}, "names no part"),
+        ({"const": "a" * 200_000}, "200,002 bytes"),
+        ({"enum": [f"{n}" * 900 for n in range(10)] * 2}, "expected at most 1,000 and 10,000"),
+        ({"required": ["a" * 1000]}, "1,002 bytes"),
+        ({"$ref": f"#/$defs/{'a' * 3000}", "$defs": {"a" * 3000: {}}}, "names are too long"),
     ],
 )
 def test_what_is_not_covered_is_named(schema, message):
@@ -102,3 +112,13 @@ def test_too_deep_schema_is_rejected():
         schema = {"items": schema}
     with pytest.raises(UsageError, match="nested too deeply"):
         make_rules(schema)
+
+
+def test_long_names_of_objects_with_others():
+    """The rules of other names are numbered, and made without a recursion for each letter."""
+    names = [letter * 990 for letter in "abc"]
+    rules = make_rules({"properties": dict.fromkeys(names, {"type": "null"}), "additionalProperties": True})
+    assert len(rules) < 3_200
+    assert max(map(len, rules)) < 1_000
+    assert is_text(rules, json.dumps({names[0]: None, names[0][1:]: 1, names[1] + "b": 1}))
+    assert not is_text(rules, json.dumps({names[0]: None, names[1]: 1}))

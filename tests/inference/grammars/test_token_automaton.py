@@ -7,7 +7,7 @@ import numpy as np
 
 from shardformer.inference.grammars.grammar import DEAD, Automaton
 from shardformer.inference.grammars.json_rules import JSON_OBJECT
-from shardformer.inference.grammars.token_automaton import LONGEST_TOKEN, TokenAutomaton, TokenTexts
+from shardformer.inference.grammars.token_automaton import LONGEST_TOKEN, MASK_BYTES, MOST_MASKS, TokenAutomaton, TokenTexts
 
 LONGER = [b'{"', b'": ', b"abc", b"}}", "é".encode() + b"x", b'", "', b"", b" " * (LONGEST_TOKEN + 1)]
 TEXTS = [bytes([byte]) for byte in range(256)] + LONGER
@@ -39,5 +39,13 @@ def test_text_ends_in_time():
         assert count == 1 or isinstance(json.loads(text), dict)  # {} has two
 
 
-def test_bytes_that_are_tokens():
-    assert TokenTexts([b"a", b"bc", b"", b"d"]).alone == {ord("a"), ord("d")}
+def test_characters_of_tokens():
+    tokens = TokenTexts([b"a", b"bc", b"", b"\xc3", b"\xa9", "ü".encode()])
+    assert [character for character in "abcéüö" if tokens.can_write(character)] == ["a", "é", "ü"]
+
+
+def test_bytes_of_masks_are_bounded():
+    few, many = (TokenAutomaton(Automaton(JSON_OBJECT), TokenTexts([b"{"] * count)) for count in (300, 800_000))
+    most = [tokens._find_mask.cache_info().maxsize for tokens in (few, many)]
+    assert most[0] == MOST_MASKS
+    assert most[1] * 800_000 / 8 <= MASK_BYTES
