@@ -14,6 +14,8 @@ def list_token_bytes(document: dict[str, Any], ids: dict[str, int], size: int) -
     kinds = {step["type"] for step in steps}
     if not kinds <= JOINING or not kinds & {"ByteLevel", "ByteFallback", "Metaspace"}:
         return None
+    if not all(_is_known(step, [before["type"] for before in steps[:n]]) for n, step in enumerate(steps)):
+        return None
     special = {token["content"] for token in document.get("added_tokens") or () if token.get("special")}
     letters = _list_letters() if "ByteLevel" in kinds else {}
     result = [b""] * size
@@ -29,13 +31,20 @@ def _list_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
     return [decoder] if decoder else []
 
 
+def _is_known(step: dict[str, Any], before: list[str]) -> bool:
+    """Returns whether `_write_entry` does what a step does after others."""
+    if step["type"] == "Replace":
+        return "String" in step["pattern"]  # not a regular expression
+    return step["type"] != "Strip" or ("Fuse" in before and not step.get("stop"))  # of the text's first spaces only
+
+
 def _write_entry(entry: str, steps: list[dict[str, Any]], letters: dict[str, int]) -> bytes:
     if letters and all(letter in letters for letter in entry):
         return bytes(letters[letter] for letter in entry)
     for step in steps:
         if step["type"] == "ByteFallback" and (match := BYTE.fullmatch(entry)):
             return bytes([int(match[1], 16)])
-        if step["type"] == "Replace" and "String" in step["pattern"]:
+        if step["type"] == "Replace":
             entry = entry.replace(step["pattern"]["String"], step["content"])
         if step["type"] == "Metaspace":
             entry = entry.replace(step.get("replacement", "▁"), " ")

@@ -5,12 +5,16 @@ import random
 
 import pytest
 
+from shardformer.data.token_bytes import list_token_bytes
 from shardformer.data.vocabulary import Bytes, Characters, TokenIds
 
 families = pytest.importorskip("tests.data.chat.families")
 
 from tests.data.chat.chatml_bytes import make_vocabulary  # noqa: E402
 from tests.data.chat.test_chat_families import open_family  # noqa: E402
+
+REPLACE = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+FALLBACK, FUSE = {"type": "ByteFallback"}, {"type": "Fuse"}
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2"])  # byte-level, and pieces with a fallback to bytes
@@ -40,3 +44,17 @@ def test_own_vocabularies():
     assert Bytes().token_bytes()[256] == b""
     assert Characters("aé").token_bytes() == [b"a", "é".encode()]
     assert TokenIds(5).token_bytes() is None
+
+
+@pytest.mark.parametrize(
+    ("steps", "known"),
+    [
+        ([REPLACE, FALLBACK, FUSE, {"type": "Strip", "content": " ", "start": 1, "stop": 0}], True),
+        ([REPLACE, FALLBACK, FUSE, {"type": "Strip", "content": " ", "start": 0, "stop": 1}], False),
+        ([REPLACE, FALLBACK, {"type": "Strip", "content": " ", "start": 1, "stop": 0}, FUSE], False),
+        ([REPLACE | {"pattern": {"Regex": "▁+"}}, FALLBACK, FUSE], False),
+    ],
+)
+def test_decoders_that_change_entries_by_their_place(steps, known):
+    document = {"decoder": {"type": "Sequence", "decoders": steps}}
+    assert list_token_bytes(document, {"▁a": 0, "<0xC3>": 1}, 2) == ([b" a", b"\xc3"] if known else None)
