@@ -26,10 +26,10 @@ class ChatCodec:
         self.ends = frozenset([*ends, *([] if token is None else [token])])
         self.strings = [*stops, *([string] if token is None and string else [])]
 
-    def with_stops(self, stops: Sequence[str]) -> "ChatCodec":
-        """Returns this codec with further strings that end a reply."""
+    def with_stops(self, stops: Sequence[str], only: bool = False) -> "ChatCodec":
+        """Returns this codec with further strings that end a reply; only=True drops its own."""
         result = copy.copy(self)
-        result.strings = [*stops, *self.strings]
+        result.strings = [*stops, *([] if only else self.strings)]
         return result
 
     def start_process(self) -> TemplateProcess:

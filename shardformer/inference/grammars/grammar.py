@@ -3,6 +3,7 @@
 import functools
 import heapq
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -38,8 +39,8 @@ class Pushed:
 
     def __init__(self, symbol: Symbol, rest: "Stack", least: int):
         self.symbol, self.rest = symbol, rest
-        self.size = rest.size + 1 if rest else 1
-        self.least = rest.least + least if rest else least
+        self.size: int = rest.size + 1 if rest else 1
+        self.least: int = rest.least + least if rest else least
 
 
 Stack = Pushed | None  # what may follow; None at the end of the text
@@ -182,12 +183,13 @@ def _measure(rules: Rules) -> dict[str, int]:
 
     This is Knuth's algorithm: Dijkstra's, where an alternative is reached when all of its rules are.
     """
-    users: dict[str, list[list]] = {}  # by rule, the alternatives that wait for it: bytes so far, their rule, waits
+    # By rule, the alternatives that wait for it: their bytes so far, their rule, and how many rules they wait for.
+    users: dict[str, list[list[Any]]] = {}
     reached: list[tuple[int, str]] = []
     for name, alternatives in rules.items():
         for symbols in alternatives:
             named = [symbol for symbol in symbols if isinstance(symbol, str)]
-            alternative = [len(symbols) - len(named), name, len(named)]
+            alternative: list[Any] = [len(symbols) - len(named), name, len(named)]
             for symbol in named:
                 users.setdefault(symbol, []).append(alternative)
             if not named:

@@ -50,6 +50,11 @@ class Form:
         self._count = len(ids)
 
 
+def wants_form(body: dict[str, Any]) -> bool:
+    """Returns whether a request asks for a form of its text."""
+    return take(body, FIELD, dict, {}).get("type", "text") != "text"
+
+
 class Forms:
     """The automata of a vocabulary, by a hash of their schemas."""
 

@@ -25,7 +25,7 @@ from shardformer.inference.serve.request_fields import (
     read_prompts,
     take,
 )
-from shardformer.inference.serve.response_format import Forms
+from shardformer.inference.serve.response_format import Forms, wants_form
 from shardformer.inference.serve.text_stream import TextStream
 from shardformer.inference.serve.token_bias import DrawRules, read_bias
 from shardformer.inference.text_codec import TextCodec
@@ -191,8 +191,13 @@ class Service:
 
     def _make_stops(self, fields: Fields) -> Stops:
         if "messages" in fields.body and self.chat:
-            return self.chat.with_stops(fields.stops).make_stops(fields.sampling.ignore_eos)
+            return self._make_codec(self.chat, fields).make_stops(fields.sampling.ignore_eos)
         return Stops(self.codec.vocabulary, fields.stops, self._choose_ends(fields))
+
+    @staticmethod
+    def _make_codec(chat: ChatCodec, fields: Fields) -> ChatCodec:
+        """Returns the codec of a reply; the string that ends a turn, such as a line feed, may be a part of JSON."""
+        return chat.with_stops(fields.stops, only=wants_form(fields.body))
 
     def _choose_ends(self, fields: Fields) -> frozenset[int]:
         """Returns the tokens that end a text."""
@@ -205,7 +210,7 @@ class Service:
         vocabulary = self.codec.vocabulary
         if chat:
             assert self.chat
-            codec = self.chat.with_stops(fields.stops)
+            codec = self._make_codec(self.chat, fields)
             decode = vocabulary.decode_without_special_tokens
             stream = TextStream(decode, codec.read_reply, codec.strings, frozenset(codec.ends))
             return Choice(job, stream, codec.read_reply)

@@ -1,6 +1,7 @@
 """What a request adds to its logits before each draw: the biases of tokens and the penalties of repeated ones."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from shardformer.inference.serve.request_fields import ApiError, take
 from shardformer.inference.serve.response_format import Form
 
 LARGEST_BIAS, LARGEST_PENALTY = 100, 2  # OpenAI's bounds, of both signs
-MOST_BIASES = 1024
+MOST_BIASES, LONGEST_KEY = 1024, 1000  # the characters of a text whose tokens get a bias
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,14 +94,18 @@ def _read_listed(body: dict[str, Any], size: int, encode: Callable[[str], list[i
                 400, f"logit_bias of {key!r:.60} is {value!r:.60}; expected a number from -{LARGEST_BIAS} to "
                 f"{LARGEST_BIAS}", "logit_bias",
             )  # fmt: skip
+        if len(key) > LONGEST_KEY:
+            raise ApiError(
+                400, f"logit_bias has a text of {len(key):,} characters; expected at most {LONGEST_KEY:,}", "logit_bias"
+            )
         try:
-            ids = [int(key)] if key.isascii() and key.isdigit() and len(key) < 10 else encode(key)
+            ids = [int(key)] if re.fullmatch(r"\s*[+-]?\d+\s*", key) else encode(key)
         except UsageError as error:
             raise ApiError(400, f"logit_bias: {error}", "logit_bias") from None
-        if unknown := [token for token in ids if token >= size]:
+        if unknown := [token for token in ids if not 0 <= token < size]:
             raise ApiError(
-                400, f"logit_bias has the token id {unknown[0]}, outside 0..{size - 1}, which the model does not know",
-                "logit_bias",
+                400, f"logit_bias has the token id {unknown[0]!s:.60}, outside 0..{size - 1}, which the model does not "
+                "know", "logit_bias",
             )  # fmt: skip
         listed |= dict.fromkeys(ids, float(value))
     return {token: value for token, value in listed.items() if value}

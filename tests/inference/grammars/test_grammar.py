@@ -5,7 +5,6 @@ import sys
 import pytest
 
 from shardformer.errors import UsageError
-
 from shardformer.inference.grammars.grammar import DEAD, MOST_STACKED, NEVER, Automaton, Rules, one_of, spell
 from tests.inference.grammars.texts import is_text
 

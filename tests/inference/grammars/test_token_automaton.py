@@ -7,7 +7,13 @@ import numpy as np
 
 from shardformer.inference.grammars.grammar import DEAD, Automaton
 from shardformer.inference.grammars.json_rules import JSON_OBJECT
-from shardformer.inference.grammars.token_automaton import LONGEST_TOKEN, MASK_BYTES, MOST_MASKS, TokenAutomaton, TokenTexts
+from shardformer.inference.grammars.token_automaton import (
+    LONGEST_TOKEN,
+    MASK_BYTES,
+    MOST_MASKS,
+    TokenAutomaton,
+    TokenTexts,
+)
 
 LONGER = [b'{"', b'": ', b"abc", b"}}", "é".encode() + b"x", b'", "', b"", b" " * (LONGEST_TOKEN + 1)]
 TEXTS = [bytes([byte]) for byte in range(256)] + LONGER

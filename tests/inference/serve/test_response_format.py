@@ -8,6 +8,14 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
+from shardformer.data import Characters
+from shardformer.data.chat.chat_format import make_builtin
+from shardformer.inference.chat_codec import ChatCodec
+from shardformer.inference.grammars.json_rules import JSON_OBJECT
+from shardformer.inference.serve import response_format
+from shardformer.inference.serve.request_fields import ApiError
+from shardformer.inference.serve.response_format import Form, Forms
+from tests.data.chat.chatml_bytes import make_vocabulary
 from tests.inference.serve.http_server import ask, read_events, send
 
 SCHEMA = {
@@ -22,6 +30,7 @@ SCHEMA = {
 }
 BY_SCHEMA = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
 BODY = {"prompt": "to be", "max_tokens": 60, "temperature": 3.0, "response_format": {"type": "json_object"}}
+ASCII = "".join(map(chr, range(128)))
 CHAT = "/v1/chat/completions"
 
 
@@ -65,6 +74,60 @@ def test_streamed_object_is_the_same(port):
     events = read_events(port, body, CHAT)
     assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == whole["message"]["content"]
     assert json.loads(whole["message"]["content"]) is not None
+
+
+def test_string_that_ends_a_turn_does_not_cut_an_object(port, service, monkeypatch):
+    monkeypatch.setattr(service, "chat", ChatCodec(make_vocabulary(), make_builtin("chatml"), stops=["{", "}"]))
+    body = as_chat(BODY | {"seed": 3})
+    answer = ask(port, body, CHAT)["choices"][0]["message"]["content"]
+    assert isinstance(json.loads(answer), dict)
+    streamed = [event["choices"][0]["delta"].get("content", "") for event in read_events(port, body, CHAT)]
+    assert "".join(streamed) == answer
+    assert ask(port, body | {"stop": "}"}, CHAT)["choices"][0]["message"]["content"] == answer.partition("}")[0]
+
+
+def test_ambiguous_text_fails_alone(port):
+    array = {"type": "array", "items": {"$ref": "#"}}
+    form = {"type": "json_schema", "json_schema": {"schema": {"anyOf": [array, array, {"type": "null"}]}}}
+    body = BODY | {"response_format": form, "logit_bias": {"[": 100}}
+    status, content = send(port, "/v1/completions", body)
+    assert status == 400
+    assert "more than 2,000 ways" in json.loads(content)["error"]["message"]
+    assert isinstance(json.loads(ask(port, BODY)["choices"][0]["text"]), dict)
+
+
+def test_ends_that_only_the_model_has():
+    automaton = Forms(Characters(ASCII)).find("", lambda: JSON_OBJECT)
+    form = Form(automaton, frozenset([5, 10**6]), 10)
+    assert not form.allow([])[5]
+    assert form.allow([ASCII.index("{"), ASCII.index("}")])[5]
+
+
+def test_characters_of_a_schema_are_tokens():
+    forms = Forms(Characters(ASCII + "é"))
+    assert forms.read(as_form({"enum": ["aé", "b"], "title": "ü"}))
+    with pytest.raises(ApiError, match="no token for 'ü'"):
+        forms.read(as_form({"enum": ["aü", "b"]}))
+
+
+def test_very_long_texts_are_rejected():
+    schema = {"type": "null"}
+    for _ in range(5):
+        schema = {"items": schema, "minItems": 100}
+    with pytest.raises(ApiError, match="more than 1,000,000 bytes"):
+        Forms(Characters(ASCII)).read(as_form(schema))
+
+
+def test_rules_are_made_once(monkeypatch):
+    made = []
+    monkeypatch.setattr(response_format, "make_rules", lambda *_: made.append(1) or JSON_OBJECT)
+    forms = Forms(Characters(ASCII))
+    assert forms.read(as_form({"a": 1})) is forms.read(as_form({"a": 1})) is not forms.read(as_form({"a": 2}))
+    assert len(made) == 2
+
+
+def as_form(schema):
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
 
 
 @pytest.mark.parametrize(

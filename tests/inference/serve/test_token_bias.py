@@ -26,7 +26,7 @@ def test_penalties_count_the_drawn_tokens():
 
 def test_keys_are_ids_or_texts():
     """llama.cpp biases each token of a text; digits are an id."""
-    assert read(logit_bias={"ab": 1, "5": 2}).listed == {97: 1, 98: 1, 5: 2}
+    assert read(logit_bias={"ab": 1, "5": 2, " 7": 3, "1.": 4}).listed == {97: 1, 98: 1, 5: 2, 7: 3, 49: 4, 46: 4}
 
 
 @pytest.mark.parametrize("fields", [{}, {"presence_penalty": 0}, {"logit_bias": {}}, {"logit_bias": {"foo": 0}}])
@@ -39,6 +39,9 @@ def test_zero_is_no_bias(fields):
     ("fields", "message"),
     [
         ({"logit_bias": {"128": 1}}, "token id 128, outside 0..127"),
+        ({"logit_bias": {"-1": 1}}, "token id -1, outside 0..127"),
+        ({"logit_bias": {"9999999999": 1}}, "token id 9999999999, outside"),
+        ({"logit_bias": {"a" * 1001: 1}}, "1,001 characters"),
         ({"logit_bias": {"é": 1}}, "token id 195, outside 0..127"),
         ({"logit_bias": {"5": True}}, "expected a number"),
         ({"logit_bias": {"5": float("nan")}}, "expected a number"),
