@@ -15,6 +15,8 @@ from shardformer.model.decoding import Decoder
 from shardformer.tables import format_table
 from shardformer.training.trainer import Trainer
 
+SCALED = ("heads", "kv_heads", "d_ff", "kv_latent", "q_latent", "expert_width", "shared_width")  # with the width
+
 
 @dataclasses.dataclass(frozen=True)
 class Movement:
@@ -28,7 +30,7 @@ def resize(config: Config, name: str, size: int) -> Config:
     """Returns a model with another d_model or number of layers; a wider one has more heads of the same size."""
     if name == "layers":
         return config.replace(layers=size)
-    scaled = {key: value for key in ("heads", "kv_heads", "d_ff") if (value := config.get(key))}
+    scaled = {key: value for key in SCALED if (value := config.get(key))}
     if wrong := [f"{key}={value}" for key, value in scaled.items() if value * size % config.model.d_model]:
         raise UsageError(
             f"d_model={size} would need a fraction of {' '.join(wrong)} of d_model={config.model.d_model}; give "
@@ -55,4 +57,6 @@ def format_movements(name: str, movements: list[Movement]) -> str:
     rows = [[m.size, *(f"{change:.4f}" for change in m.changes)] for m in movements]
     last = [m.changes[-1] for m in movements]
     table = format_table(rows, [name, *(f"step {step}" for step in steps)])
+    if not min(last):
+        return f"{table}\nthe last step changed nothing"
     return f"{table}\nafter the last step, the largest change is {max(last) / min(last):.2f} times the smallest"

@@ -38,13 +38,23 @@ def run_memory(arguments: list[str]) -> None:
 def run_coordinates(arguments: list[str]) -> None:
     """Prints, and draws, how far the first steps move the logits of models of several sizes."""
     options, rest = parsing.parse_known_options(arguments, CoordinateOptions)
-    settings = mesh.start(parse_settings(rest))
+    settings = parse_settings(rest)
+    if settings.preferences.objective != "lm" or settings.stored.quantized:
+        raise UsageError(
+            "coordinates trains a language model of float weights, got "
+            f"objective={settings.preferences.objective} weights={settings.stored.weights}; leave them out"
+        )
+    settings = mesh.start(settings)
+    asked = {"d_model": options.widths, "layers": options.depths}
+    models = {
+        key: {int(size): coordinates.resize(settings, key, int(size)) for size in sizes.split(",")}
+        for key, sizes in asked.items()
+        if sizes
+    }
     panels = {}
-    for name, key, sizes in (("width", "d_model", options.widths), ("layers", "layers", options.depths)):
-        if sizes:
-            models = [coordinates.resize(settings, key, int(size)) for size in sizes.split(",")]
-            panels[name] = [coordinates.measure(model, getattr(model.model, key), options.steps) for model in models]
-            say(coordinates.format_movements(name, panels[name]))
+    for key, of_sizes in models.items():
+        panels[key] = [coordinates.measure(model, size, options.steps) for size, model in of_sizes.items()]
+        say(coordinates.format_movements(key, panels[key]))
     if options.picture:
         from shardformer.analysis import pictures
 

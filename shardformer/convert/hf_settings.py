@@ -165,6 +165,8 @@ def write_config(
     theirs |= {key: config.get(ours) for ours, key in family.names.items()} | family.write(config)
     if "d_ff" in family.names:
         theirs[family.names["d_ff"]] = config.model.ff_size
+    if "expert_width" in family.names:
+        theirs[family.names["expert_width"]] = config.mixture.expert_size
     theirs |= dict.fromkeys(family.dropouts, config.training.dropout)
     stored = hf_special_tokens.find_stored(special, name, theirs)
     theirs |= hf_special_tokens.name_ids(special, vocabulary) | stored | {"model_type": name}

@@ -114,7 +114,7 @@ def run_to_peft(source: Path, target: Path, arguments: list[str]) -> str:
         raise UsageError(
             f"{source} has no adapters: lora_rank={run.config.lora.lora_rank}; write its weights with format=hf"
         )
-    family = hf_settings.choose_family(run.config.replace(lora_rank=0))
+    family = hf_settings.choose_family(run.config.with_factors().replace(lora_rank=0))
     with runs.open_state(run, options.step, False, options.ema) as state, new_folder_on_disk(target) as temporary:
         factors = {name: np.asarray(leaf) for name, leaf in state.params.items() if is_adapter(name)}
         published = _read_unchanged(run, family, factors)
@@ -241,7 +241,7 @@ def peft_to_run(source: Path, target: Path, arguments: list[str]) -> str:
     base = Run.open(options.base)
     if base.config.lora.lora_rank:
         raise UsageError(f"base={options.base} has adapters; merge them first: merge_lora=true")
-    family = hf_settings.choose_family(base.config)
+    family = hf_settings.choose_family(base.config.with_factors())
     settings = read_settings(source / CONFIG)
     config, factors = split_factors(source, family, base.config, settings)
     config = config.replace(

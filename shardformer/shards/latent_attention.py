@@ -39,9 +39,9 @@ class LatentLayerShard(TransformerLayerShard):
         angles = options.position_T, options.frequency, options.rotary_factor
         x_BTI = h_BTD
         if model.q_latent:
-            x_BTI = self._norm("q_latent_norm", self._reduce("q_latent", h_BTD, model.q_latent))
+            x_BTI = self._norm("q_latent_norm", self._compress("q_latent", h_BTD, model.q_latent))
         q_BThK = self.scale_queries(rotate(self._expand("q", x_BTI, h * K), *angles))
-        both_BTE = self._reduce("kv_latent", h_BTD, C + R)
+        both_BTE = self._compress("kv_latent", h_BTD, C + R)
         latent_BTC = self._norm("kv_latent_norm", both_BTE[..., :C])
         rotary_BT1R = rotate(both_BTE[..., None, C:], *angles)
         cached_BT1E = jnp.concatenate([latent_BTC[:, :, None], rotary_BT1R], axis=-1)
@@ -55,7 +55,7 @@ class LatentLayerShard(TransformerLayerShard):
         a_BThE, cache = self.method.attend_to_cache(q_BThE, cached_BT1E, None, cache, options._replace(head_size=K))
         return self.join_heads(jnp.einsum("bthc,chv->bthv", a_BThE[..., :C], v_ChV)), cache
 
-    def _reduce(self, name: str, h_BTD: Array, out: int) -> Array:
+    def _compress(self, name: str, h_BTD: Array, out: int) -> Array:
         """Returns the product with a matrix that every shard of the model has; its gradient is summed over mp."""
         w_DO = weight(name, [h_BTD.shape[-1], out], self.config.model.init_std or h_BTD.shape[-1] ** -0.5)
         return self.multiply(name, h_BTD, jax.tree.map(collectives.vary_over_mp, w_DO))
@@ -66,7 +66,8 @@ class LatentLayerShard(TransformerLayerShard):
 
     def _expand(self, name: str, x_BTI: Array, out: int) -> Array:
         """Returns the product with a matrix of all heads, [B, T, h, out / h]."""
-        return split_heads(self.linear(name, x_BTI, out=out), collectives.local(self.config.model.heads))
+        stddev = self.config.model.init_std or x_BTI.shape[-1] ** -0.5
+        return split_heads(self.linear(name, x_BTI, stddev, out), collectives.local(self.config.model.heads))
 
     def _by_head(self, name: str, shape: list[int], like: Array) -> Array:
         """Returns this shard's part of `k` or `v`, [C, h, size], which a new token multiplies with its own arrays."""

@@ -43,6 +43,8 @@ def test_table_names_the_ratio():
     table = coordinates.format_movements("width", moved).splitlines()
     assert table[0].split() == ["width", "step", "1", "step", "2"]
     assert table[-1] == "after the last step, the largest change is 2.50 times the smallest"
+    still = [coordinates.Movement(64, [0.0]), coordinates.Movement(128, [0.0])]
+    assert coordinates.format_movements("width", still).endswith("the last step changed nothing")
 
 
 @pytest.mark.parametrize(
@@ -52,6 +54,7 @@ def test_table_names_the_ratio():
         (["widths=64"], "widths takes two or more sizes, such as 64,128,256; got 64"),
         (["depths=2,x"], "depths takes two or more sizes, such as 64,128,256; got 2,x"),
         (["widths=32,64", "picture=c.txt"], "picture"),
+        (["widths=32,64", "objective=dpo"], "coordinates trains a language model of float weights, got objective=dpo"),
     ],
 )
 def test_wrong_sizes_are_rejected(words, message):

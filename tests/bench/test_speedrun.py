@@ -42,6 +42,13 @@ def test_other_size_cannot_race():
         speedrun.make_settings("adamw", {"d_model": 256})
 
 
+@pytest.mark.parametrize("changes", [{"ema": 0.9}, {"experts": 4, "bias": "none"}, {"base": "checkpoints/x"}])
+def test_another_task_cannot_race(changes):
+    name = next(iter(changes))
+    with pytest.raises(UsageError, match=f"all recipes race with {name}=.*, got {name}="):
+        speedrun.make_settings("adamw", changes)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -151,6 +151,7 @@ def or_code(name: str) -> str:
         ({"heads": 128}, "try positions=learned"),
         ({"rotary_scaling": "yarn:4,1,32,64"}, "yarn:FACTOR,LOW,HIGH,OLD_SEQ,ATTENTION or yarn_untruncated:FACTOR,"),
         ({"rotary_scaling": "yarn:4,32,1,64,1.1"}, "rotary_scaling=yarn:4,32,1,64,1.1: LOW must be below HIGH"),
+        ({"rotary_scaling": "llama3:8,4,4,64"}, "rotary_scaling=llama3:8,4,4,64: LOW must be below HIGH"),
         *(({"rotary_scaling": "longrope:64,1,1,1", "head_dim": 2, "window": 8} | changes,
            "rotary_scaling=longrope:64,1,1,1 has the same frequencies in all layers; give no window_rotary_theta")
           for changes in ({"window_rotary_theta": 100.0}, {"window_pattern": "wn"})),
@@ -469,3 +470,8 @@ def test_split_context_that_cannot_run_is_rejected(changes, message):
 def test_context_parallel_needs_a_split_context():
     with pytest.raises(UsageError, match="context_parallel does nothing unless the mesh splits the context"):
         preset("tiny", mesh="4x2", context_parallel="ring")
+
+
+def test_yarn_may_blend_from_one_pair_to_the_next():
+    """Kimi K2 has beta_fast = beta_slow = 1."""
+    assert Config.of(rotary_scaling="yarn:32,1,1,4096,1").model.rotary_scaling

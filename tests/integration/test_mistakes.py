@@ -73,7 +73,8 @@ def without(*names):
 
 def dense_layer(params, x):
     h = reference._norm(CONFIG, params["layers/norm"], x)
-    return x + reference._attention(CONFIG, params, params["layers"], h) + reference._feed_forward(params["layers"], h)
+    attended = reference._attention(CONFIG, params, params["layers"], {}, h)
+    return x + attended + reference._feed_forward(params["layers"], h)
 
 
 def ours(params, mp=MP):

@@ -113,3 +113,10 @@ def test_factors_are_written_out_for_other_formats():
     plain = config.with_factors()
     assert (plain.model.scale, plain.model.residual_scale, plain.model.logits_scale) == ("", 0.5, 0.125)
     assert Model.abstract_parameters(plain) == Model.abstract_parameters(config)
+
+
+def test_initial_matrices_of_latents_have_their_own_fan_in():
+    latents = {"kv_latent": 16, "q_latent": 8, "rotary_dims": 4, "head_dim": 8, "bias": "none", "init_std": None}
+    layers = shared.drawn(shared.tiny(d_model=64, **latents), 7)["transformer/layers"]
+    found = {name: float(jnp.std(layers[name])) for name in ("q", "k", "v", "kv_latent")}
+    assert found == pytest.approx({"q": 8**-0.5, "k": 0.25, "v": 0.25, "kv_latent": 0.125}, rel=0.05)

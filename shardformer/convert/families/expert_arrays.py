@@ -55,7 +55,7 @@ def replace_dense(c: Config, layer: list[Stored], experts: list[Stored]) -> list
 
 
 def check_experts(theirs: dict, *keys: str) -> None:
-    """Rejects a number of experts, or a width, with which a layer would have none."""
+    """Rejects a number, or a width, of what every layer of a family has."""
     for key in keys:
         if type(theirs[key]) is not int or theirs[key] < 1:
             raise UsageError(f"{key}={theirs[key]!r:.80} is not computed here; expected at least 1")

@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 from shardformer.config import Config, parsing
+from shardformer.convert.families.expert_arrays import check_experts
 from shardformer.convert.families.family import find_rope, read_scaling, write_rope
 from shardformer.convert.families.layout import Part, Stored, linear, neighbours, plain, show_by_head
 from shardformer.errors import UsageError
@@ -19,6 +20,7 @@ _OF_YARN = ("mscale", "mscale_all_dim")
 
 def read_latent(theirs: dict) -> dict[str, Any]:
     """Returns our keys of heads and rotary positions."""
+    check_experts(theirs, "kv_lora_rank", "v_head_dim", "qk_rope_head_dim", "qk_nope_head_dim")
     rotary, own, heads = theirs["qk_rope_head_dim"], theirs["qk_nope_head_dim"], theirs["num_attention_heads"]
     derived = {"head_dim": rotary, "qk_head_dim": rotary + own, "num_key_value_heads": heads}
     for key, expected in derived.items():
