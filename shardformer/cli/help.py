@@ -17,9 +17,9 @@ Exit status: 0 done, or stopped by a signal and saved; 1 the run failed; 2 the c
 
 def format_overview() -> str:
     """Formats the page of all commands."""
-    lines = ["usage: python -m shardformer COMMAND ...", ""]
+    lines, longest = ["usage: python -m shardformer COMMAND ...", ""], max(map(len, COMMANDS))
     for title, names in GROUPS.items():
-        lines += [title, *[f"  {name:<9}{COMMANDS[name].summary}" for name in names], ""]
+        lines += [title, *[f"  {name:<{longest}} {COMMANDS[name].summary}" for name in names], ""]
     return "\n".join([*lines, ENDING])
 
 

@@ -35,7 +35,7 @@ KEYS = {
     "optimizer": "the name of a built-in one, or own: FILE.py:NAME is damage, and each start names it",
     "out": "replaced by the folder that the command names",
     **dict.fromkeys(
-        ("mesh", "rotary_scaling", "window_pattern", "expert_pattern", "lr_rules", "lora_targets"), NOTHING
+        ("mesh", "rotary_scaling", "window_pattern", "expert_pattern", "lr_rules", "lora_targets", "scale"), NOTHING
     ),
 }
 # Keys that run code, copy a file, or write elsewhere: each start must name them.
