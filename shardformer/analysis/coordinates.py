@@ -20,7 +20,7 @@ SCALED = ("heads", "kv_heads", "d_ff", "kv_latent", "q_latent", "expert_width", 
 
 @dataclasses.dataclass(frozen=True)
 class Movement:
-    """What the steps of one size change: the root mean squares of the logits' changes from the first ones, by step."""
+    """How far the logits of one size are from the first ones after each step, as root mean squares."""
 
     size: int
     changes: list[float]

@@ -153,8 +153,8 @@ class ModelKeys(KeyGroup):
     )
     scale: str = key(
         "",
-        "completep:WIDTHxLAYERS: initial values, factors and rates for which the lr that was tuned at this size is the "
-        "best at any size (arXiv:2505.01618)",
+        "completep:WIDTHxLAYERS: initial values, factors and rates with which the lr that was tuned at this size "
+        "carries over to others (arXiv:2505.01618)",
     )
 
     @functools.cached_property

@@ -1,5 +1,6 @@
 """The keys of a Hugging Face config.json: what they mean, which are ignored, which are rejected."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -240,6 +241,48 @@ def test_a_run_without_special_tokens_writes_null(tmp_path):
         assert main(["convert", str(tmp_path / name), str(tmp_path / f"{name}-back"), "format=hf"]) == 0
         theirs = json.loads((tmp_path / f"{name}-back" / "config.json").read_text())
         assert (theirs["bos_token_id"], theirs["eos_token_id"]) == (None, None)
+
+
+@pytest.fixture
+def opened_with(monkeypatch):
+    """Gives the runs that are opened other keys, as if they had been trained with them."""
+
+    def change(**keys):
+        opened = Run.open
+        monkeypatch.setattr(Run, "check_config", lambda run, folder: None)
+        monkeypatch.setattr(
+            Run, "open", lambda out: dataclasses.replace(run := opened(out), config=run.config.replace(**keys))
+        )
+
+    return change
+
+
+def test_scale_is_written_as_the_factors_that_it_stands_for(tmp_path, opened_with):
+    assert main(["convert", str(FOLDER / "granite"), str(tmp_path / "run")]) == 0
+    model = Run.open(tmp_path / "run").config.model
+    opened_with(scale=f"completep:{model.d_model // 2}x{model.layers}")
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "format=hf"]) == 0
+    before, after = (
+        json.loads((folder / "config.json").read_text()) for folder in (FOLDER / "granite", tmp_path / "hf")
+    )
+    assert after["residual_multiplier"] == before["residual_multiplier"]
+    assert after["logits_scaling"] == pytest.approx(2 * before["logits_scaling"])
+
+
+@pytest.mark.parametrize(("target", "option"), [("hf", "format=hf"), ("model.gguf", "tokenizer=false")])
+def test_run_at_its_tuned_size_is_written(target, option, tmp_path, opened_with):
+    assert main(["convert", str(FOLDER / "llama"), str(tmp_path / "run")]) == 0
+    model = Run.open(tmp_path / "run").config.model
+    opened_with(scale=f"completep:{model.d_model}x{model.layers}")
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / target), option]) == 0
+
+
+def test_width_of_experts_is_written_if_it_is_that_of_the_feed_forward(tmp_path, opened_with):
+    assert main(["convert", str(FOLDER / "qwen3_moe"), str(tmp_path / "run")]) == 0
+    width = Run.open(tmp_path / "run").config.mixture.expert_size
+    opened_with(expert_width=None, d_ff=width)
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "format=hf"]) == 0
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["moe_intermediate_size"] == width
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pytest
 
 from shardformer import exact, legacy
 from tests.legacy import operation_programs
+from tests.legacy.gradient_programs import make_psum_without_transpose
 from tests.legacy.instance_operations import OPERATIONS
 from tests.legacy.operation_programs import GROUPS, draw_arguments, programs
 
@@ -74,15 +75,7 @@ def test_compiled_programs(group):
 
 
 def test_another_transpose_of_psum_is_seen(broken):
-    """Without the sum over instances in its backward pass, a psum of a loss gives each instance its own gradient."""
-
-    @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-    def psum(x, names):
-        return original(x, names)
-
-    original = jax.lax.psum
-    psum.defvjp(lambda x, names: (original(x, names), None), lambda names, _, g: (g,))
-    broken(operation_programs.lax, "psum", psum)
+    broken(operation_programs.lax, "psum", make_psum_without_transpose())
     assert max(find_errors(seeds_of(0, 3), 0).values()) > 1e-3
 
 

@@ -48,7 +48,7 @@ class TokenBias:
 
 
 class DrawRules(NamedTuple):
-    """What a request asks of its draws."""
+    """The biases and the form that a request asks for."""
 
     bias: TokenBias
     form: TokenAutomaton | None  # of any text
