@@ -20,7 +20,8 @@ def factor_dp(device_mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
     if CP in device_mesh.shape:
         return ()  # ZeRO splits over dp x cp at once
     dp = next(iter(device_mesh.shape.values()))
-    if isinstance(device_mesh, AbstractMesh) or getattr(device_mesh.devices.flat[0], "coords", None) is None:
+    # A GPU of JAX 0.11 has coordinates too, but no core.
+    if isinstance(device_mesh, AbstractMesh) or getattr(device_mesh.devices.flat[0], "core_on_chip", None) is None:
         return (dp,)
     points = np.array([(*device.coords, device.core_on_chip) for device in device_mesh.devices.flat])
     lines = points.reshape(dp, -1, points.shape[1]).swapaxes(0, 1)  # along dp, one for each index of the other axes

@@ -52,3 +52,10 @@ def test_the_dimensions_that_dp_takes(points, dp, mp, expected):
 def test_devices_without_coordinates_are_one_dimension():
     assert torus.factor_dp(mesh.make(shared.tiny(mesh="8x1"))) == (8,)
     assert torus.factor_dp(mesh.make_abstract(shared.tiny(mesh="4x2"))) == (4,)
+
+
+def test_gpu_with_coordinates_is_one_dimension():
+    """As an H200 of jaxlib 0.11.2: its coordinates are there, and AttributeError is raised for its core."""
+    devices = np.empty((1, 1), object)
+    devices[0, 0] = types.SimpleNamespace(platform="gpu", coords=(0, 0, 0))
+    assert torus.factor_dp(types.SimpleNamespace(shape={"dp": 1, "mp": 1}, devices=devices)) == (1,)
