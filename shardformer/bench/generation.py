@@ -120,12 +120,14 @@ def load_transformers(c: Config, params) -> Callable[[np.ndarray, int], np.ndarr
         hf_settings.write_config(Path(name), family, c, "float32", SpecialTokens(), TokenIds(c.model.vocab))
         hf_state.write_params(Path(name), family, c, leaves, "float32", 1 << 40)
         model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, c.parallel.dtype)).eval()
+    device = "cuda" if jax.default_backend() == "gpu" and torch.cuda.is_available() else "cpu"
+    model = model.to(device)
 
     def continue_ids(prompts, tokens):
-        ids = torch.from_numpy(prompts)
+        ids = torch.from_numpy(prompts).to(device)
         options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
         with torch.inference_mode():
-            return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[:, PROMPT:].numpy()
+            return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[:, PROMPT:].cpu().numpy()
 
     return continue_ids
 

@@ -44,7 +44,8 @@ def make_step(c: Config, compiled: bool, on_gpu: bool, parameters, decayed, rate
          "weight_decay": c.optimizer.weight_decay if decays else 0.0}
         for decays in (True, False)
     ]  # fmt: skip
-    optimizer = torch.optim.AdamW(groups, betas=(c.optimizer.beta1, c.optimizer.beta2))
+    fused = True if device == "cuda" else None  # None lets torch choose, which never fuses by itself
+    optimizer = torch.optim.AdamW(groups, betas=(c.optimizer.beta1, c.optimizer.beta2), fused=fused)
     model = TorchModel(c, torch)
     forward = torch.compile(model.forward) if compiled else model.forward
     remaining = iter(rates)
