@@ -23,7 +23,7 @@ def check_rules(c: "Config") -> None:
         f"try batch={max((2**31 - 1) // c.model.seq, 1)}",
     )
     require(
-        c.parallel.scan or c.model.layers <= MAX_UNROLLED,
+        c.parallel.scan is not False or c.model.layers <= MAX_UNROLLED,
         f"scan=false compiles every layer by itself, at most {MAX_UNROLLED:,} of them, got layers={c.model.layers}; "
         "give scan=true",
     )

@@ -72,7 +72,11 @@ class ParallelKeys(KeyGroup):
         "tokens per chunk when computing logits; auto: all, or as many as fit in 64 MiB on a CPU, 512 MiB elsewhere",
         least=1,
     )
-    scan: bool = key(True, "run the layers in one lax.scan (compiles fast); false unrolls them (may run faster)")
+    scan: bool | None = key(
+        None,
+        "true: the layers are one lax.scan, which compiles fast; false: they are unrolled, which may run faster; auto: "
+        "true, except on GPUs, which copy each layer's arrays from and to those of a scan",
+    )
     remat: Literal["none", "attention", "dots", "full"] = key(
         "none", "what the backward pass recomputes; attention: its weights; dots: all but matrix products"
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from jax.sharding import PartitionSpec as P
@@ -9,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from shardformer.config import Config
 from shardformer.config.names import DP, MP, is_of_experts
 from shardformer.devices.chips import Hardware
-from shardformer.experts.grouped_product import Blocks, GroupedProduct, Kernel
+from shardformer.experts.grouped_product import Blocks, Copies, GroupedProduct, Kernel
 from shardformer.tables import format_count
 
 if TYPE_CHECKING:
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 BLOCKS = 8, 256  # the fewest and the most rows of a block
 TILES = 128, 512  # of a tile of the kernel
+# Rows whose product with a matrix takes a GPU as long as the copies of the matrix: of an H200, with 0.6 PFLOP/s for the
+# three products of a row and a number, and 4 TB/s for the 20 bytes that its copies read and write.
+ROWS_OF_A_COPY = 512
 BYTES = {"float32": 4, "bfloat16": 2}
 BYTES_OF_CODES = {"int8": 1.0, "int4": 0.5, "nf4": 0.5}  # which ZeRO gathers as they are stored
 # As `layout/specs.py` has them for other parameters, if mp divides the experts. Else their width is split.
@@ -50,6 +54,8 @@ def layouts_of_generation(layout: "Layout", product: GroupedProduct) -> tuple["L
 
     Then an expert has few tokens, which a large block would fill up with zeros.
     """
+    if isinstance(product, Copies):  # a loop reads the matrices of chosen experts only
+        product = Blocks(min(product.block, BLOCKS[1]))
     rows: GroupedProduct = product._replace(joins_rows=True)
     tokens = rows._replace(tile=TILES[0]) if isinstance(rows, Kernel) else rows._replace(block=BLOCKS[0])
     return dataclasses.replace(layout, experts=rows), dataclasses.replace(layout, experts=tokens)
@@ -59,16 +65,31 @@ def choose_grouped_product(config: Config, hardware: Hardware) -> tuple[GroupedP
     """Returns the grouped product of these devices, and why."""
     if hardware.platform == "tpu":
         return Kernel(_choose_rows(config, *TILES)), "the kernel of MegaBlox reads groups of any size on tpu"
-    # On a GPU, jaxlib 0.10 materialises an operand of all experts, and 0.12 in the backward pass (openxla/xla#40189).
+    if hardware.platform == "gpu":  # where ragged_dot materialises an operand of all experts (openxla/xla#40189)
+        reason = "ragged_dot is a dense product on gpu, and a loop waits for the host"
+        return Copies(_choose_copied_rows(config)), reason
     return Blocks(_choose_rows(config, *BLOCKS)), f"ragged_dot is a dense product on {hardware.platform}"
 
 
 def _choose_rows(config: Config, fewest: int, most: int) -> int:
     """Returns about a quarter of an expert's mean rows: padding then adds an eighth of the work."""
-    pairs = config.microbatch_rows * config.model.seq // config.parallel.cp * config.experts.experts_per_token
-    while fewest < most and 8 * fewest <= pairs // config.experts.experts:
+    while fewest < most and 8 * fewest <= _count_pairs(config) // config.experts.experts:
         fewest *= 2
     return fewest
+
+
+def _choose_copied_rows(config: Config) -> int:
+    """Returns the rows b of a block, a power of two, at which padding and copies together take the least time.
+
+    Padding adds about b rows to the mean rows r of an expert, and its r / b + 1 blocks copy as many matrices.
+    """
+    best = math.sqrt(ROWS_OF_A_COPY * max(_count_pairs(config) / config.experts.experts, 1))
+    return max(2 ** int(math.log2(best)), 16)
+
+
+def _count_pairs(config: Config) -> int:
+    """Returns the pairs of a token and a chosen expert that a shard computes at once."""
+    return config.microbatch_rows * config.model.seq // config.parallel.cp * config.experts.experts_per_token
 
 
 def choose_groups(config: Config, types: int) -> tuple[int, int, str]:

@@ -52,7 +52,7 @@ class Layout:
         return self if attention is self.attention else self._attend_by(attention, "for a trace", self.rows)
 
     def _attend_by(self, attention: Attention, why_attention: str, rows: Rows) -> "Layout":
-        loop, why_loop = choose_loop(self.config, attention)
+        loop, why_loop = choose_loop(self.config, self.hardware, attention)
         remat, why_remat = choose_remat(self.config, attention)
         reasons = self.reasons | {"attention": why_attention, "loop": why_loop, "remat": why_remat}
         return dataclasses.replace(self, attention=attention, loop=loop, remat=remat, rows=rows, reasons=reasons)

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from shardformer.parallel.pipeline import Pipeline
 
 
+MOST_UNROLLED = 64  # layers that a GPU unrolls by itself; an H200's compiler takes 16 s for 12 of them, scanned or not
+
+
 class Loop(NamedTuple):
     """The loop over a stage's layers."""
 
@@ -29,11 +32,12 @@ def choose_loss_chunk(config: Config, hardware: Hardware) -> tuple[int, str]:
     return chunk, f"logits of {chunk:,} tokens fit in a chunk on {hardware.platform}"
 
 
-def choose_loop(config: Config, attention: Attention) -> tuple[Loop, str]:
+def choose_loop(config: Config, hardware: Hardware, attention: Attention) -> tuple[Loop, str]:
     """Returns how the layers of a stage run one after the other, and why."""
-    loop, reason = Loop(config.parallel.scan), f"scan={str(config.parallel.scan).lower()}"
+    scan, reason = _choose_scan(config, hardware)
+    loop = Loop(scan)
     if attention.uses_kernel and config.model.window_period > 1:
-        loop = Loop(config.parallel.scan, config.model.window_period)
+        loop = Loop(scan, config.model.window_period)
         reason = "a kernel takes constant windows: one for each layer type"
     if config.mixture.mixes_layers:
         from shardformer.experts.expert_layout import choose_groups  # not imported without experts
@@ -41,6 +45,18 @@ def choose_loop(config: Config, attention: Attention) -> tuple[Loop, str]:
         first, period, groups = choose_groups(config, loop.types)
         return loop._replace(first=first, period=period), groups if loop.scan else reason
     return loop, reason
+
+
+def _choose_scan(config: Config, hardware: Hardware) -> tuple[bool, str]:
+    """Returns whether the layers are scanned, and why."""
+    p = config.parallel
+    if p.scan is not None:
+        return p.scan, f"scan={str(p.scan).lower()}"
+    if hardware.platform != "gpu":
+        return True, f"a scan compiles fast, and costs little on {hardware.platform}"
+    if p.zero == 3 or p.pp > 1 or config.model.layers > MOST_UNROLLED:
+        return True, f"a scan compiles fast, and holds the arrays of one layer with zero={p.zero} and pp={p.pp}"
+    return False, "a GPU copies each layer's arrays from and to those of a scan"
 
 
 def choose_remat(config: Config, attention: Attention) -> tuple[Remat, str]:

@@ -40,7 +40,7 @@ def test_values_have_their_field_s_type(word, value):
         *(([f"layers={text}"], f"layers takes a whole number, got {text!r}")
           for text in ("1__0", "_1", "1_", "\uff11", "1e\u0663")),
         *(([f"lr={text}"], f"lr takes a number, got {text!r}") for text in ("1__0", "_1", "0.1_", "\u0663")),
-        (["scan=yes"], "scan takes true or false, got 'yes'"),
+        (["scan=yes"], "scan takes true or false or auto, got 'yes'"),
     ],
 )  # fmt: skip
 def test_wrong_words(words, message):

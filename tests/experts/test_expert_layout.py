@@ -2,7 +2,10 @@
 
 import pytest
 
+from shardformer.devices.chips import CPU, Hardware
+from shardformer.experts import expert_layout
 from shardformer.experts.expert_layout import choose_expert_axes, find_groups
+from shardformer.experts.grouped_product import Blocks, Copies, Kernel
 from shardformer.layout import resolve, specs
 from tests import shared
 
@@ -62,3 +65,25 @@ def test_loop_names_its_groups():
     layout = resolve(shared.tiny(mesh="1x1", bias="none", experts=4, layers=6, dense_first=1, expert_pattern="ed"))
     assert layout.reasons["loop"] == "experts in some layers: 0 layers unrolled, then a scan of 3 groups of 2 layers"
     assert not resolve(shared.tiny(mesh="1x1", bias="none", experts=4)).loop.period
+
+
+@pytest.mark.parametrize(
+    ("platform", "training", "prefill", "token"),
+    [
+        ("cpu", Blocks(256), Blocks(256), Blocks(8)),
+        ("gpu", Copies(512), Blocks(256), Blocks(8)),  # rows of an expert: 1,024
+        ("tpu", Kernel(256), Kernel(256), Kernel(128)),
+    ],
+)
+def test_product_is_chosen_by_the_device(platform, training, prefill, token):
+    config = shared.tiny(mesh="1x1", bias="none", experts=16, experts_per_token=2, seq=512, batch=16, accum=1)
+    layout = resolve(config, Hardware(platform) if platform != "cpu" else CPU)
+    assert layout.experts == training
+    found = expert_layout.layouts_of_generation(layout, layout.experts)
+    assert [it.experts for it in found] == [it._replace(joins_rows=True) for it in (prefill, token)]
+
+
+@pytest.mark.parametrize(("seq", "block"), [(32, 128), (2048, 1024), (1, 32)])
+def test_blocks_of_copies_grow_with_the_rows_of_an_expert(seq, block):
+    config = shared.tiny(mesh="1x1", bias="none", experts=16, experts_per_token=2, seq=seq, batch=16, accum=1)
+    assert resolve(config, Hardware("gpu", 9.0)).experts == Copies(block)

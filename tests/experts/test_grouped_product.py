@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardformer import exact
-from shardformer.experts.grouped_product import Blocks, Kernel, combine, dispatch, group_tokens, join_rows
+from shardformer.experts.grouped_product import Blocks, Copies, Kernel, combine, dispatch, group_tokens, join_rows
 from tests import asserts
 
 TOKENS, CHOICES, EXPERTS, D, F = 13, 2, 5, 6, 4
@@ -44,7 +44,7 @@ def differentiate(function, first, experts):
 PARTS = pytest.mark.parametrize(("first", "experts"), [(0, EXPERTS), (2, 2)])
 
 
-@pytest.mark.parametrize("product", [Blocks(4), Blocks(1)], ids=str)
+@pytest.mark.parametrize("product", [Blocks(4), Blocks(1), Copies(4)], ids=str)
 @PARTS
 def test_values_and_gradients_of_a_grouped_product(product, first, experts):
     grouped = differentiate(functools.partial(mix, product), first, experts)
@@ -54,7 +54,7 @@ def test_values_and_gradients_of_a_grouped_product(product, first, experts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("product", [Kernel(8, interpret=True), Blocks(4)], ids=str)
+@pytest.mark.parametrize("product", [Kernel(8, interpret=True), Blocks(4), Copies(4)], ids=str)
 @PARTS
 def test_compiled_grouped_product_is_the_exact_one(product, first, experts):
     got = jax.jit(differentiate(functools.partial(mix, product), first, experts))(X, W, GATE)
