@@ -53,7 +53,9 @@ def _choose_settings(settings: Config, bought: Slice, options: PlanOptions, give
     with _show_search() as show:
         best = best_settings.choose(settings, bought, free, show)
     if not best:
-        return plan.resolve(settings, bought)
+        resolved = plan.resolve(settings, bought)
+        # A preset for many chips, on one: its ZeRO has nothing to split over.
+        return resolved.replace(zero=0) if "zero" in free and resolved.parallel.dp == 1 else resolved
     say(f"{best_settings.format_best(best, options.tokens, options.price)}\n")
     return best[0].config
 

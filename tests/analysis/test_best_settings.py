@@ -4,6 +4,8 @@ import pytest
 
 from shardformer.__main__ import main
 from shardformer.analysis import best_settings, memory, plan, roofline
+from shardformer.cli import plan_command
+from shardformer.cli.analysis_options import PlanOptions
 from shardformer.config.presets import preset
 from shardformer.devices import chips
 from tests import runs, shared
@@ -133,3 +135,12 @@ def test_command_prints_settings_days_and_cost(capsys):
 def test_wrong_budget_is_rejected(word, message, capsys):
     assert main(["plan", "tiny", "chip=h100:8", word]) == runs.USAGE
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("given", "zero"), [(set(), 0), ({"zero"}, 3)])
+def test_zero_of_a_preset_is_not_planned_for_one_chip(given, zero):
+    """`plan llama3_8b chip=h100:1` rejected the preset's own zero=3, instead of saying what would fit."""
+    small = chips.Slice("h100", EIGHT.chip._replace(memory=1000), (1,))
+    config = shared.tiny(mesh="auto", zero=3)
+    chosen = plan_command._choose_settings(config, small, PlanOptions(), given)
+    assert (chosen.parallel.mesh, chosen.parallel.zero) == ("1x1", zero)
