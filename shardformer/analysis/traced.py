@@ -28,8 +28,14 @@ class Traced(NamedTuple):
 
 @functools.lru_cache(maxsize=4)
 def trace(layout: Layout) -> Traced:
-    """Traces the loss and its gradients, with blocks instead of a kernel."""
+    """Traces the loss and its gradients, with blocks instead of a kernel.
+
+    Layers that scan=auto unrolls are traced in a scan: a GPU's compiler drops the updates of full stacks that an
+    unrolled trace has, and needs less time and memory than for a scan.
+    """
     config, layout = layout.config, layout.without_kernel()
+    if config.parallel.scan is None:
+        layout = dataclasses.replace(layout, loop=layout.loop._replace(scan=True))
     trainer = make_trainer(config, layout)
     key = jax.ShapeDtypeStruct((2,), jnp.uint32)
     batch = trainer.model.batch_shapes() | trainer.model.constant_shapes()

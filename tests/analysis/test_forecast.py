@@ -38,6 +38,9 @@ PUBLISHED = {
                                  "bias=none tied=true layers=24 d_model=2048 heads=32 seq=2048 mesh=8x1 zero=1 "
                                  "remat=dots batch=64", 0.475),
     "MaxText Mixtral": ("v5p:4x4x4", MIXTRAL + "seq=4096 mesh=64x1 batch=512", 0.526),
+    "GPT-2 124M on an H200, scanned": ("h200:1", "gpt1 layers=12 d_model=768 heads=12 seq=1024 batch=16 remat=none "
+                                       "vocab=50304 positions=learned bias=none tied=true dtype=bfloat16 mesh=1x1",
+                                       0.317),  # scripts/accelerator_check.sh's, of jax 0.11.2
     "Mixtral, compiled": ("v5p:4x4x4", MIXTRAL + "seq=4096 mesh=64x1 batch=256", 0.418),
     "tpu-recipes Mixtral": ("v6e:16x16", MIXTRAL + "seq=1024 mesh=256x1 batch=8192", 0.352),
 }  # fmt: skip
@@ -50,7 +53,9 @@ def forecast_error(name: str) -> float:
     return math.log(plan.estimate(read_config(settings), parse_slice(chip)).utilization / share)
 
 
-@pytest.mark.parametrize("name", ["compiled v4", "MaxText Llama-2-7B", "MaxText Mixtral"])
+@pytest.mark.parametrize(
+    "name", ["compiled v4", "MaxText Llama-2-7B", "MaxText Mixtral", "GPT-2 124M on an H200, scanned"]
+)
 def test_forecast_is_near_what_was_measured(name):
     assert abs(forecast_error(name)) < 2 * roofline.FORECAST_ERROR
 
