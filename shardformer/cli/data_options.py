@@ -4,14 +4,14 @@ import dataclasses
 from typing import Literal
 
 from shardformer.config import check_tokenizer
-from shardformer.config.keys import key
+from shardformer.config.keys import KeyGroup, key
 from shardformer.errors import UsageError
 
 BPE = "bpe:32768"  # the default for documents
 
 
 @dataclasses.dataclass(frozen=True)
-class PrepareOptions:
+class PrepareOptions(KeyGroup):
     """data prepare: documents and token files to a folder of token files."""
 
     out: str = key("", "the folder to write")
@@ -30,7 +30,7 @@ class PrepareOptions:
         "auto", "begin every document with the tokenizer's beginning of text; auto: if the tokenizer adds one"
     )
 
-    def __post_init__(self):
+    def check(self) -> None:
         from shardformer.data.corpus import parse_validation  # imports NumPy, as the other one below
 
         if not self.out:

@@ -87,6 +87,7 @@ def test_a_folder_without_training_documents_is_shown(tmp_path, monkeypatch, cap
         ("data prepare takes validation=SHARE or validation=none", ["prepare", "*.txt", "out=new", "validation=x.txt"]),
         ("tokenizer=bpe:N takes N from 257", ["prepare", "*.txt", "out=new", "tokenizer=bpe:many"]),
         ("validation is a share in (0, 0.5)", ["prepare", "*.txt", "out=new", "validation=0.7"]),
+        ("bad_rows is one of stop, skip; got 'go'", ["prepare", "*.txt", "out=new", "bad_rows=go"]),
         ("unknown key 'tokeniser'; did you mean 'tokenizer'?", ["prepare", "*.txt", "out=new", "tokeniser=chars"]),
         ("nowhere does not exist; expected a folder made by `data prepare`", ["show", "nowhere"]),
         (" is not a prepared folder: it has no index.json", ["export", ".", "out=x"]),
