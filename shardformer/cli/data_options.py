@@ -25,6 +25,10 @@ class PrepareOptions(KeyGroup):
     chat_template: str = key("auto", "template of conversations: chatml, llama3 or plain; auto: that of the tokenizer")
     bad_rows: Literal["stop", "skip"] = key("stop", "end with all causes at once, or leave bad records out")
     pairs: bool = key(False, "read chosen and rejected of records that have messages too")
+    dedup: Literal["none", "exact", "near"] = key(
+        "none", "leave out documents equal to an earlier one; near: and those that share two thirds of 5-word sequences"
+    )
+    against: str = key("", "test files; documents that share 13 words in a row with one are left out: a.jsonl,b.jsonl")
     special_tokens: bool = key(False, "recognise a tokenizer.json's special tokens in texts")
     bos: Literal["auto", "true", "false"] = key(
         "auto", "begin every document with the tokenizer's beginning of text; auto: if the tokenizer adds one"
