@@ -208,8 +208,9 @@ def test_circle_by_a_late_import_is_noticed():
 
 MOST_MODULES, MOST_LINES = 161, 20_100  # of this package, examples in docstrings included; 286 and 35,688 once
 FEATURES = ("adapters.adapter_layer", "adapters.lora", "analysis.liveness", "checkpoint.bucket_store", "convert",
-            "data.chat.c", "data.hf_tokenizer", "exact", "experts.expert_l", "experts.grouped", "experts.router",
-            "inference.serve", "optim.average",
+            "config.depth", "data.chat.c", "data.document_sketches", "data.hf_tokenizer", "data.known_texts",
+            "data.near_copies", "data.removal", "data.sketch_file", "data.word_hashes", "exact", "experts.expert_l",
+            "experts.grouped", "experts.router", "inference.serve", "optim.average",
             "kernels.fused_attention", "objectives.distillation", "objectives.policy", "objectives.preference",
             "objectives.rollouts", "objectives.teacher", "parallel.ring_attention", "parallel.pipeline",
             "quantized.code", "quantized.int8", "quantized.packed", "quantized.quantized", "storage.bucket.",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from shardformer import storage
-from shardformer.config import Config, override_on_resume, parsing, presets
+from shardformer.config import FIELDS, Config, format_value, override_on_resume, parsing, presets
 from shardformer.errors import UsageError
 from shardformer.files import expand_home
 from shardformer.messages import is_first_process
@@ -19,9 +19,13 @@ TASK_OUT = "checkpoints/task"
 
 
 def parse_preset(arguments: list[str]) -> Config:
-    """Returns the config of 'PRESET key=value ...', or of 'task=FILE.py:NAME key=value ...'."""
+    """Returns the config of 'PRESET key=value ...', 'depth=N key=value ...' or 'task=FILE.py:NAME key=value ...'."""
     if not arguments:
-        raise UsageError(f"name a preset: {', '.join(presets.PRESETS)}")
+        raise UsageError(f"name a preset: {', '.join(presets.PRESETS)}; or give depth=N")
+    if names_depth(arguments):
+        from shardformer.config.depth import at_depth  # not imported with a preset
+
+        return at_depth(*parse_depth(arguments))
     if any(word.startswith("task=") for word in arguments):
         if arguments[0] in presets.PRESETS:
             raise UsageError(f"{arguments[0]} is a language model, which a task replaces; leave it out")
@@ -36,6 +40,29 @@ def parse_preset(arguments: list[str]) -> Config:
     settings = presets.preset(arguments[0])
     overrides = parse_keys(arguments[1:])
     return settings.override(overrides | {"out": overrides.get("out") or settings.run.out})
+
+
+def names_depth(arguments: list[str]) -> bool:
+    return any(word.partition("=")[0] == "depth" for word in arguments)
+
+
+def parse_depth(arguments: list[str]) -> tuple[int, dict]:
+    """Returns the number and the keys of 'depth=N key=value ...'."""
+    from shardformer.config.depth import DepthKeys
+
+    if arguments[0] in presets.PRESETS:
+        raise UsageError(f"{arguments[0]} and depth=N both choose the sizes; leave one of them out")
+    options, rest = parsing.parse_known_options(arguments, DepthKeys)
+    return options.depth, parse_keys(rest)
+
+
+def describe_depth(arguments: list[str]) -> str:
+    """Returns a table of what `depth=N` chooses, with reasons."""
+    from shardformer.config.depth import choose_by_depth
+
+    choices = choose_by_depth(*parse_depth(arguments))
+    rows = [[f"{choice.key}={format_value(FIELDS[choice.key], choice.value)}", choice.reason] for choice in choices]
+    return format_table(rows, ["depth chooses", "because"])
 
 
 def check_preset(arguments: list[str]) -> None:

@@ -50,7 +50,7 @@ def run_command(name: str, /, *words: object, **keys: object) -> int:
     return load(command.function)(arguments) or 0
 
 
-RUN_KEYS = "config:Config"
+RUN_KEYS, DEPTH = "config:Config", "config.depth:DepthKeys"
 
 COMMANDS = {
     "train": Command(
@@ -58,10 +58,11 @@ COMMANDS = {
         "train a new run, or resume one",
         (
             "train PRESET [key=value ...]",
+            "train depth=N data=... [key=value ...]",
             "train base=RUN|HF_FOLDER data=... [key=value ...]",
             "train --resume RUN [key=value ...]",
         ),
-        (RUN_KEYS, "convert.convert_options:FromHf"),
+        (RUN_KEYS, DEPTH, "convert.convert_options:FromHf"),
         "PRESET is one of tiny, shakespeare_cpu, shakespeare_char, smollm2_135m, gpt2, gpt2_medium, gpt2_large, "
         "gpt2_xl, qwen3_0_6b, llama3_8b, gpt1, gptj_6b, gptj_6b_finetune, and sets many of the keys below; "
         "`show PRESET` prints them. RUN is the folder of a run; runs and data may be in a bucket "
@@ -126,15 +127,19 @@ COMMANDS = {
     "show": Command(
         "cli.show_command:show",
         "settings, parameters and memory of a run, without a device",
-        ("show PRESET|RUN [key=value ...]",),
-        (RUN_KEYS,),
+        ("show PRESET|RUN [key=value ...]", "show depth=N [key=value ...]"),
+        (RUN_KEYS, DEPTH),
         "Prints every setting, the shape and the split of each parameter, and the bytes of each device.",
     ),
     "plan": Command(
         "cli.plan_command:run_plan",
         "bytes, collectives and speed on chips you do not have",
-        ("plan PRESET|RUN|HF_FOLDER chip=v5e:4x4 [key=value ...]", "plan ... sweep=true [picture=plan.png]"),
-        ("cli.analysis_options:PlanOptions", RUN_KEYS),
+        (
+            "plan PRESET|RUN|HF_FOLDER chip=v5e:4x4 [key=value ...]",
+            "plan depth=N chip=v5e:4x4 [key=value ...]",
+            "plan ... sweep=true [picture=plan.png]",
+        ),
+        ("cli.analysis_options:PlanOptions", RUN_KEYS, DEPTH),
         "Reports whether a step fits the chips and, if not, which settings would. Needs no accelerator; with the extra "
         "`aot` (libtpu) it compiles with the TPU's compiler.",
     ),

@@ -16,6 +16,7 @@ from shardformer.data import choose_vocabulary, corpus, file_sources, prepare, t
 from shardformer.data.chat.chat_windows import ChatSplit
 from shardformer.data.chat.preference_windows import PreferenceSplit
 from shardformer.data.file_sources import TokenFile
+from shardformer.data.recipe import Recipe
 from shardformer.data.shakespeare import import_shakespeare
 from shardformer.data.source import Source, SourceOptions
 from shardformer.data.token_folder import TokenFolder
@@ -23,7 +24,7 @@ from shardformer.data.tokens import describe_largest_id
 from shardformer.data.vocabulary import TokenIds
 from shardformer.errors import RunError, UsageError
 from shardformer.files import replacing
-from shardformer.tables import escape_controls, format_count, format_table
+from shardformer.tables import escape_controls, format_bytes, format_count, format_table
 
 USAGE = (
     "data takes: prepare SRC ... out=FOLDER, show FOLDER|CHATS, export FOLDER out=FILE.tfrecords, or import INPUT.TXT"
@@ -65,6 +66,8 @@ def prepare_data(arguments: list[str]) -> None:
         pairs=options.pairs,
     )
     recipe = file_sources.find_recipe(names, source, with_ids=True)
+    if options.dedup != "none" or options.against:
+        recipe = _remove_documents(recipe, options, out.parent)
     inputs: list[Source] = [TokenFile(path, source) for path in recipe.token_files]
     if recipe.files:
         text_files = file_sources.TextFiles(recipe)
@@ -86,6 +89,13 @@ def prepare_data(arguments: list[str]) -> None:
             f"no document is in {' or '.join(empty)}, as a hash of each chooses its split; give more documents or a "
             "larger share (validation=0.2), or train with validation=PATH"
         )
+
+
+def _remove_documents(recipe: Recipe, options: PrepareOptions, folder: Path) -> Recipe:
+    from shardformer.data.removal import remove_documents  # which most commands of data do without
+
+    with ShownProgress("compared") as progress:
+        return remove_documents(recipe, options.dedup, options.against, folder, progress.show)
 
 
 def show_data(arguments: list[str]) -> None:
@@ -153,8 +163,23 @@ def describe(folder: TokenFolder) -> str:
     ]
     name = escape_controls(folder.vocabulary.name)
     title = f"{escape_controls(str(folder.path))}: tokenizer {name}, {len(folder.vocabulary):,} entries"
-    notices = "".join(f"\n{escape_controls(line)}" for line in folder.rows.describe())
+    lines = [*folder.rows.describe(), *_describe_removed(folder.index.get("removed"))]
+    notices = "".join(f"\n{escape_controls(line)}" for line in lines)
     return f"{title}\n{format_table(rows, ['split', 'tokens', 'documents', 'bytes', 'bytes/token'])}{notices}"
+
+
+def _describe_removed(report: dict | None) -> list[str]:
+    """Returns lines with the documents that dedup= and against= left out, by reason, and examples."""
+    if not report:
+        return []
+    counts = {reason: f"{each['documents']:,} ({format_bytes(each['bytes'])})" for reason, each in
+              report["reasons"].items()}  # fmt: skip
+    read = f"of {report['documents']:,} documents ({format_bytes(report['bytes'])})"
+    removed = ", ".join(f"{count} {reason}" for reason, count in counts.items())
+    lines = [f"left out {read}: {removed or 'none'}"]
+    for reason, each in report["reasons"].items():
+        lines += [f"  {reason}: {example}" for example in each["examples"]]
+    return lines
 
 
 def _try_to_draw(lengths: np.ndarray, path: Path) -> str:

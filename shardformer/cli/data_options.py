@@ -4,14 +4,14 @@ import dataclasses
 from typing import Literal
 
 from shardformer.config import check_tokenizer
-from shardformer.config.keys import key
+from shardformer.config.keys import KeyGroup, key
 from shardformer.errors import UsageError
 
 BPE = "bpe:32768"  # the default for documents
 
 
 @dataclasses.dataclass(frozen=True)
-class PrepareOptions:
+class PrepareOptions(KeyGroup):
     """data prepare: documents and token files to a folder of token files."""
 
     out: str = key("", "the folder to write")
@@ -25,12 +25,16 @@ class PrepareOptions:
     chat_template: str = key("auto", "template of conversations: chatml, llama3 or plain; auto: that of the tokenizer")
     bad_rows: Literal["stop", "skip"] = key("stop", "end with all causes at once, or leave bad records out")
     pairs: bool = key(False, "read chosen and rejected of records that have messages too")
+    dedup: Literal["none", "exact", "near"] = key(
+        "none", "leave out documents equal to an earlier one; near: and those that share two thirds of 5-word sequences"
+    )
+    against: str = key("", "test files; documents that share 13 words in a row with one are left out: a.jsonl,b.jsonl")
     special_tokens: bool = key(False, "recognise a tokenizer.json's special tokens in texts")
     bos: Literal["auto", "true", "false"] = key(
         "auto", "begin every document with the tokenizer's beginning of text; auto: if the tokenizer adds one"
     )
 
-    def __post_init__(self):
+    def check(self) -> None:
         from shardformer.data.corpus import parse_validation  # imports NumPy, as the other one below
 
         if not self.out:

@@ -18,9 +18,10 @@ def load_corpus(config: Config, vocabulary: Vocabulary | None = None, *, resumes
 
 
 class ShownProgress:
-    """The progress of tokenising: one line of a terminal that is rewritten, else a line for every tenth."""
+    """The progress of work on bytes: one line of a terminal that is rewritten, else a line for every tenth."""
 
-    def __init__(self):
+    def __init__(self, verb: str = "tokenised"):
+        self._verb = verb
         self._started, self._printed, self._on_terminal = time.monotonic(), -1.0, sys.stdout.isatty()
 
     def __enter__(self) -> "ShownProgress":
@@ -37,5 +38,5 @@ class ShownProgress:
             return
         self._printed = share
         left = f", {now / share - now:,.0f} s left" if 0 < share < 1 else ""
-        line = f"tokenised {format_bytes(done)} of {format_bytes(total)} in {now:,.0f} s{left}"
+        line = f"{self._verb} {format_bytes(done)} of {format_bytes(total)} in {now:,.0f} s{left}"
         print(f"\r\x1b[K{line}" if self._on_terminal else line, end="" if self._on_terminal else "\n", flush=True)

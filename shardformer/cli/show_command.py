@@ -6,7 +6,7 @@ from shardformer import storage
 from shardformer.adapters.adapter_keys import select_trainable
 from shardformer.analysis import parameter_tables
 from shardformer.analysis.memory import format_device_bytes, make_trainer
-from shardformer.cli.arguments import parse_preset, say
+from shardformer.cli.arguments import describe_depth, names_depth, parse_preset, say
 from shardformer.config import Config, parsing
 from shardformer.devices.chips import CHIPS, CPU, describe_chip
 from shardformer.layout import Layout, mesh, resolve
@@ -29,6 +29,8 @@ def show(arguments: list[str]) -> None:
         settings = Run.open(arguments[0], parsing.parse_overrides(arguments[1:], Config)).config
     else:
         settings = parse_preset(arguments)
+        if names_depth(arguments):
+            say(f"{describe_depth(arguments)}\n")
     settings = settings.replace(accum=settings.training.accum or settings.parallel.pp)
     if settings.parallel.mesh == "auto":
         settings = settings.replace(mesh="1x1")

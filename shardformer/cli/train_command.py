@@ -3,7 +3,7 @@
 import contextlib
 
 from shardformer import storage
-from shardformer.cli.arguments import parse_keys, parse_preset, run_folder, say, say_text
+from shardformer.cli.arguments import describe_depth, names_depth, parse_keys, parse_preset, run_folder, say, say_text
 from shardformer.cli.loading import ShownProgress
 from shardformer.cli.sample_command import sample_text
 from shardformer.config import Config, check_zero, presets
@@ -62,6 +62,8 @@ def _parse_new(arguments: list[str]) -> Config:
         config = parse_base(arguments)
     else:
         config = parse_preset(arguments)
+        if names_depth(arguments):
+            say(describe_depth(arguments))
     if config.preferences.teacher:
         from shardformer.cli.base_model import convert_teacher  # not imported without a teacher
 

@@ -5,20 +5,16 @@ target. One rename at the end makes that folder the target.
 """
 
 import collections
-import concurrent.futures
 import glob
 import hashlib
 import json
 import os
 import shutil
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED
 from pathlib import Path
 
 import numpy as np
 
-from shardformer.data import text_files
 from shardformer.data.chat.chat_files import mask_tokens, read_conversations
 from shardformer.data.chat.letters import remove_guards
 from shardformer.data.chat.preferences import encode_side, read_pairs
@@ -27,6 +23,7 @@ from shardformer.data.row_report import RowReport
 from shardformer.data.source import Progress
 from shardformer.data.text_cuts import Breaks
 from shardformer.data.text_files import Piece
+from shardformer.data.thread_work import SECONDS_BETWEEN_REPORTS, run_in_threads
 from shardformer.data.token_folder import (
     FORMAT,
     INDEX,
@@ -42,7 +39,6 @@ from shardformer.errors import RunError, UsageError
 from shardformer.files import check_no_link, locked, make_folder, remove_temporary, replacing, sync
 
 BATCH = 1 << 20  # characters that are encoded by one call
-SECONDS_BETWEEN_REPORTS = 0.5
 
 
 def prepare(
@@ -53,7 +49,8 @@ def prepare(
     seconds_between_reports: float = SECONDS_BETWEEN_REPORTS,
 ) -> TokenFolder:
     """Tokenises the documents of a recipe into `out`, or continues after an interruption."""
-    stamps, identity = recipe.stamps(), recipe.identify_with(vocabulary)
+    stamps = recipe.removal.stamps if recipe.removal else recipe.stamps()
+    identity = recipe.identify_with(vocabulary)
     hidden = out.with_name(f".{out.name}.preparing-{identity[:12]}")
     make_folder(out.parent)
     with locked(out.with_name(f".{out.name}.preparing.lock")):
@@ -97,38 +94,18 @@ def _write_parts(
     seconds_between_reports: float,
 ) -> None:
     """Writes the parts that are missing, in as many threads as there are cores; raises for all bad rows at once."""
-    counter, report = _Counter(), RowReport()
-    total = sum(item.bytes for item in items)
-    progress(0, total)
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        waiting = {
-            pool.submit(_write_part, item, number, recipe, vocabulary, hidden, counter.advance)
-            for number, item in enumerate(items)
-        }
-        try:
-            while waiting:
-                done, waiting = concurrent.futures.wait(waiting, seconds_between_reports, FIRST_COMPLETED)
-                for task in done:
-                    report.merge(task.result())
-                progress(min(counter.value, total - 1) if waiting else total, total)
-        except BaseException as error:
-            pool.shutdown(cancel_futures=True)
-            if isinstance(error, OSError):  # of what is written: a source that cannot be read is named before
-                raise RunError(f"cannot write {hidden}: {error.strerror or error}; the same command goes on") from None
-            raise
+    report, total = RowReport(), sum(item.bytes for item in items)
+
+    def work(item: Item | TokenItem, number: int, advance: Callable[[int], object]) -> RowReport:
+        return _write_part(item, number, recipe, vocabulary, hidden, advance)
+
+    try:
+        for result in run_in_threads(work, items, total, progress, seconds_between_reports):
+            report.merge(result)
+    except OSError as error:  # of what is written: a source that cannot be read is named before
+        raise RunError(f"cannot write {hidden}: {error.strerror or error}; the same command goes on") from None
     if not recipe.skips_bad_rows:
         report.raise_faults()
-
-
-class _Counter:
-    """The bytes that all threads have read."""
-
-    def __init__(self) -> None:
-        self.value, self._lock = 0, threading.Lock()
-
-    def advance(self, count: int) -> None:
-        with self._lock:
-            self.value += count
 
 
 class _PartWriter:
@@ -276,7 +253,7 @@ def _tokenise(
     beginning = np.array([] if list(vocabulary.beginning) == separator else vocabulary.beginning, np.int32)
     by_source: collections.Counter[str] = collections.Counter()
     starts, split, length = item.starts_a_document, item.split or "train", 0
-    for source, batch in _batches(item, recipe.field, vocabulary.breaks, advance, report):
+    for source, batch in _batches(item, recipe, vocabulary.breaks, advance, report):
         for piece, prompt, ids in _encode_batch(vocabulary, batch, starts, recipe.name):
             if starts:
                 split = recipe.choose_split(item, piece)
@@ -309,13 +286,13 @@ def _encode_batch(
 
 
 def _batches(
-    item: Item, field: str, breaks: Breaks, advance: Callable[[int], object], report: RowReport
+    item: Item, recipe: Recipe, breaks: Breaks, advance: Callable[[int], object], report: RowReport
 ) -> Iterator[tuple[Path, list[Piece]]]:
     """Yields the pieces of one file that are encoded together."""
     for part in item.ranges:
         batch: list[Piece] = []
         size = 0
-        for piece in text_files.read_pieces(part, field, breaks, advance, report):
+        for piece in recipe.read_texts(part, breaks, advance, report):
             batch.append(piece)
             size += len(piece.text) + len(piece.prompt)
             if size >= BATCH:
@@ -357,6 +334,7 @@ def _write_index(recipe: Recipe, vocabulary: Vocabulary, folder: Path, items: in
         "prompts": any_prompts,
         "chat": bool(recipe.chat),
         **({"pairs": True} if recipe.pairs else {}),
+        **({"removed": recipe.removal.report} if recipe.removal else {}),
         "fingerprint": fingerprint,
         "splits": splits,
         "rows": report.to_json(),

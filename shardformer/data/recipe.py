@@ -7,8 +7,9 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardformer.data import text_cuts, text_files
 from shardformer.data.chat.chat_files import read_conversations
@@ -22,6 +23,9 @@ from shardformer.data.token_folder import FORMAT
 from shardformer.data.tokens import SPLITS, divide_in_order, open_token_file
 from shardformer.data.vocabulary import Vocabulary
 from shardformer.errors import UsageError
+
+if TYPE_CHECKING:
+    from shardformer.data.removal import Removal
 
 HASHED = 10_000  # characters of a document, normalised, by which its split is chosen
 MAX_NAMED = 8  # files in one message
@@ -81,6 +85,7 @@ class Recipe:
     chat: str = ""  # the chat template of files of conversations, by name; auto: the tokenizer's
     skips_bad_rows: bool = False  # leaves out rows that cannot be trained on
     pairs: bool = False  # the documents are the sides of preference pairs, of conversations or of texts
+    removal: "Removal | None" = None  # documents that are left out
 
     @property
     def every_file(self) -> tuple[Path, ...]:
@@ -134,6 +139,7 @@ class Recipe:
         # Earlier versions trained on these files differently, and their folders may be in the cache.
         options += ["chat 2"] if self.chat else []
         options += ["pairs"] if self.pairs else []
+        options += [["removal", self.removal.identity]] if self.removal else []
         options += ["json records"] if any(self._contains_json_records(path) for path in self.files) else []
         digests = digest_files(self.every_file)
         files = [(str(path), digest) for path, digest in zip(self.every_file, digests, strict=True)]
@@ -200,7 +206,18 @@ class Recipe:
             return (side for pair in read_pairs(part.path, format, report=report) for side in pair)
         if self.chat:
             return read_conversations(part.path, self.choose_format(), report=report)
-        return text_files.read_pieces(part, self.field, report=report)
+        return self.read_texts(part, report=report)
+
+    def read_texts(
+        self,
+        part: FileRange,
+        breaks: Breaks = LINE_BREAKS,
+        advance: Callable[[int], object] = lambda _: None,
+        report: RowReport | None = None,
+    ) -> Iterator[Piece]:
+        """Yields the text of a range, without documents that are left out; see `text_files.read_pieces`."""
+        pieces = text_files.read_pieces(part, self.field, breaks, advance, report)
+        return self.removal.retain(part, pieces) if self.removal else pieces
 
 
 def split_of_text(text: str, share: float) -> str:

@@ -4,11 +4,14 @@ import gzip
 import hashlib
 import os
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 from shardformer.__main__ import main
+from shardformer.child_process import make_environment
 from shardformer.cli import data_command
 from shardformer.cli.loading import ShownProgress
 from shardformer.data import Characters, builtin, file_sources, prepare, tfrecords
@@ -87,6 +90,10 @@ def test_a_folder_without_training_documents_is_shown(tmp_path, monkeypatch, cap
         ("data prepare takes validation=SHARE or validation=none", ["prepare", "*.txt", "out=new", "validation=x.txt"]),
         ("tokenizer=bpe:N takes N from 257", ["prepare", "*.txt", "out=new", "tokenizer=bpe:many"]),
         ("validation is a share in (0, 0.5)", ["prepare", "*.txt", "out=new", "validation=0.7"]),
+        ("dedup is one of none, exact, near; got 'all'", ["prepare", "*.txt", "out=new", "dedup=all"]),
+        ("bad_rows is one of stop, skip; got 'go'", ["prepare", "*.txt", "out=new", "bad_rows=go"]),
+        ("0.txt is one text; give .jsonl records", ["prepare", "0.txt", "out=new", "dedup=exact"]),
+        ("data=nowhere does not exist; against takes text files", ["prepare", "*.txt", "out=new", "against=nowhere"]),
         ("unknown key 'tokeniser'; did you mean 'tokenizer'?", ["prepare", "*.txt", "out=new", "tokeniser=chars"]),
         ("nowhere does not exist; expected a folder made by `data prepare`", ["show", "nowhere"]),
         (" is not a prepared folder: it has no index.json", ["export", ".", "out=x"]),
@@ -216,3 +223,40 @@ def test_progress_is_shown_in_tenths_where_there_is_no_terminal(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert 9 <= len(lines) <= 12
     assert lines[-1].startswith("tokenised 100.00 MB of 100.00 MB")
+
+
+def test_copies_and_texts_of_tests_are_left_out_and_shown(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    texts = [builtin.text()[n * 500 :][:500] for n in range(12)]
+    for number, text in enumerate([*texts, texts[3], texts[4] + " edited"]):
+        (tmp_path / f"{number:02}.txt").write_text(text)
+    (tmp_path / "tests.md").write_text(texts[7][100:300])
+    words = ["prepare", "*.txt", "out=tokens", "tokenizer=bytes", "validation=none", "dedup=near", "against=tests.md"]
+    assert main(["data", *words]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"compared ([\d.]+ kB) of \1 in", printed)
+    assert re.search(r"left out of 14 documents \(7.* kB\): 1 \(.*\) words of a test file, 1 \(.*\) equal", printed)
+    assert re.search(
+        r"near-copies of an earlier document: .*13.txt document 1 \(.*is like .*04.txt document 1", printed
+    )
+    assert TokenFolder.open(tmp_path / "tokens").index["splits"]["train"]["documents"] == 11
+    assert main(["data", "show", "tokens"]) == 0
+    assert "left out of 14 documents" in capsys.readouterr().out
+
+
+COMPARES = ("removal", "document_sketches", "near_copies", "known_texts", "word_hashes", "sketch_file")
+PREPARE = """
+import sys
+from shardformer.__main__ import main
+assert main(["data", "prepare", "0.txt", "out=out", "tokenizer=bytes", *sys.argv[1:]]) == 0
+print(*(name for name in sys.modules if name.startswith("shardformer.data.")))
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["1.txt", "dedup=exact"]])
+def test_prepare_imports_no_comparison_that_is_off(folder, tmp_path, options):
+    command = [sys.executable, "-c", PREPARE, *options]
+    environment = make_environment()
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    imported = {name.rpartition(".")[2] for name in done.stdout.splitlines()[-1].split()}
+    assert set(COMPARES) & imported == (set(COMPARES) if options else set())
