@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardformer.data import Vocabulary
+from shardformer.inference.serve.call_stream import CallStream
 from shardformer.inference.serve.jobs import Job, Tokens, Top
 from shardformer.inference.serve.request_fields import Fields
 from shardformer.inference.serve.text_stream import INCOMPLETE, TextStream
+from shardformer.inference.serve.tool_choice import describe_call
 
 
 @dataclasses.dataclass(eq=False)
@@ -20,6 +22,33 @@ class Choice:
     stream: TextStream
     cut: Callable[..., str]
     prompt: str = ""  # what echo returns before the text
+    calls: CallStream | None = None  # of a request with tools
+
+    def message(self, text: str) -> dict[str, Any]:
+        """Returns the message of a complete reply."""
+        content, calls = self._split(text, ended=True)
+        message = {"role": "assistant", "content": content}
+        return message | {"content": content or None, "tool_calls": calls} if calls else message
+
+    def delta(self, text: str, ended: bool = False) -> dict[str, Any]:
+        """Returns what new text of a reply makes certain; ended: it was the last."""
+        first = self.calls.count if self.calls else 0
+        content, calls = self._split(text, ended)
+        delta: dict[str, Any] = {} if ended and not content else {"content": content}
+        return delta | {"tool_calls": [{"index": n, **call} for n, call in enumerate(calls, first)]} if calls else delta
+
+    def _split(self, text: str, ended: bool) -> tuple[str, list[dict[str, Any]]]:
+        if not self.calls:
+            return text, []
+        content, calls = self.calls.push(text, ended)
+        return content, list(map(describe_call, calls))
+
+    @property
+    def reason(self) -> str:
+        """Returns why the continuation ended."""
+        if not self.job.stopped:
+            return "length"
+        return "tool_calls" if self.calls and self.calls.count else "stop"
 
 
 class Answer:
@@ -49,11 +78,10 @@ class Answer:
         for index, choice in enumerate(self.choices):
             job = choice.job
             text = choice.prompt + (choice.cut(job.ids) if job.draws else "")
-            content: dict[str, Any] = {"text": text}
-            if self.chat:
-                content = {"message": {"role": "assistant", "content": text}}
+            content: dict[str, Any] = {"message": choice.message(text)} if self.chat else {"text": text}
             tokens = Tokens(job.ids, job.logprobs, self._tops[index])
-            choices.append(content | self._end(index, tokens, job, with_prompt=True))
+            logprobs = self._describe(index, tokens, with_prompt=True)
+            choices.append(content | {"index": index, "logprobs": logprobs, "finish_reason": choice.reason})
         return self._common | {"object": self._kind, "choices": choices, "usage": self.usage()}
 
     def first_events(self) -> list[dict[str, Any]]:
@@ -70,19 +98,20 @@ class Answer:
 
     def event(self, index: int, tokens: Tokens) -> dict[str, Any] | None:
         """Returns the event of new tokens; None if there is nothing to send yet."""
-        text = self.choices[index].stream.push(tokens.ids)
-        if not text and not self.fields.logprobs:
+        choice = self.choices[index]
+        text = choice.stream.push(tokens.ids)
+        delta: dict[str, Any] = {"delta": choice.delta(text)} if self.chat else {"text": text}
+        if not any(delta["delta"].values() if self.chat else text) and not self.fields.logprobs:
             return None
-        delta: dict[str, Any] = {"delta": {"content": text}} if self.chat else {"text": text}
         logprobs = self._describe(index, tokens, with_prompt=False)
         return self._event({"index": index, **delta, "logprobs": logprobs, "finish_reason": None})
 
     def last_event(self, index: int) -> dict[str, Any]:
         """Returns the event with the rest of a choice's text and why it ended."""
-        text = self.choices[index].stream.finish()
-        delta: dict[str, Any] = {"delta": {"content": text} if text else {}} if self.chat else {"text": text}
-        reason = self._reason(self.choices[index].job)
-        return self._event({"index": index, **delta, "logprobs": None, "finish_reason": reason})
+        choice = self.choices[index]
+        text = choice.stream.finish()
+        delta: dict[str, Any] = {"delta": choice.delta(text, ended=True)} if self.chat else {"text": text}
+        return self._event({"index": index, **delta, "logprobs": None, "finish_reason": choice.reason})
 
     def usage_event(self) -> dict[str, Any]:
         return self._common | {"object": self._event_kind, "choices": [], "usage": self.usage()}
@@ -94,14 +123,6 @@ class Answer:
 
     def _event(self, choice: dict[str, Any]) -> dict[str, Any]:
         return self._common | {"object": self._event_kind, "choices": [choice]}
-
-    def _end(self, index: int, tokens: Tokens, job: Job, with_prompt: bool) -> dict[str, Any]:
-        logprobs = self._describe(index, tokens, with_prompt)
-        return {"index": index, "logprobs": logprobs, "finish_reason": self._reason(job)}
-
-    @staticmethod
-    def _reason(job: Job) -> str:
-        return "stop" if job.stopped else "length"
 
     def _describe(self, index: int, tokens: Tokens, with_prompt: bool) -> dict[str, Any] | None:
         """Returns the log-probabilities of tokens, for echo after those of the prompt."""

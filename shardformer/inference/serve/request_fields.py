@@ -12,18 +12,20 @@ from shardformer.inference.serve.slot_programs import MOST_TOP
 MOST_CHOICES = 128  # continuations of one request
 MOST_STOPS = 16
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens
-IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls")  # they change no token
+IGNORED = ("user", "metadata", "store", "service_tier")  # they change no token
 # Fields of OpenAI that the engine does not compute, and the values with which they change nothing.
 NEUTRAL: dict[str, tuple] = {
     "suffix": (None, ""),
-    "tool_choice": (None, "auto", "none"),
 }
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos", "seed")
 BIASES = ("logit_bias", "presence_penalty", "frequency_penalty", "response_format")
 ANSWERED = ("model", "n", "stream", "stream_options", "stop", "max_tokens", "best_of")
 COMMON = (*ANSWERED, *SAMPLING, *BIASES, *NEUTRAL, *IGNORED)
 OF_COMPLETIONS = (*COMMON, "prompt", "logprobs", "echo")
-OF_CHAT = (*COMMON, "messages", "tools", "logprobs", "top_logprobs", "max_completion_tokens", "chat_template_kwargs")
+TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
+OF_CHAT = (
+    *COMMON, *TOOLS, "messages", "logprobs", "top_logprobs", "max_completion_tokens", "chat_template_kwargs"
+)  # fmt: skip
 
 
 class ApiError(Exception):

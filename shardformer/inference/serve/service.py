@@ -25,9 +25,10 @@ from shardformer.inference.serve.request_fields import (
     read_prompts,
     take,
 )
-from shardformer.inference.serve.response_format import Forms, wants_form
+from shardformer.inference.serve.response_format import Forms
 from shardformer.inference.serve.text_stream import TextStream
 from shardformer.inference.serve.token_bias import DrawRules, read_bias
+from shardformer.inference.serve.tool_choice import Tools, read_tools
 from shardformer.inference.text_codec import TextCodec
 
 SHORT_BODY = 100_000  # bytes: such bodies never wait for a longer one to be encoded
@@ -92,9 +93,10 @@ class Service:
     async def start(self, content: bytes, chat: bool) -> "Exchange":
         """Checks the body of a request and queues its jobs."""
         async with self._short if len(content) <= SHORT_BODY else self._long:
-            fields, model, prompts, rules = await asyncio.to_thread(self._read, content, chat)
-        jobs = self._make_jobs(fields, [ids for _, ids in prompts], model.weights)
-        choices = [self._make_choice(fields, job, prompts[job.number // fields.sampling.samples][0], chat)
+            fields, model, prompts, rules, tools = await asyncio.to_thread(self._read, content, chat)
+        codec = self._make_codec(fields, rules, tools) if chat else None
+        jobs = self._make_jobs(fields, [ids for _, ids in prompts], model.weights, codec)
+        choices = [self._make_choice(fields, job, prompts[job.number // fields.sampling.samples][0], codec, tools)
                    for job in jobs]  # fmt: skip
         for job in jobs:
             rules.apply(job, self._choose_ends(fields))
@@ -104,18 +106,24 @@ class Service:
         self.metrics.prompt_tokens += sum(len(ids) for _, ids in prompts)
         return exchange
 
-    def _read(self, content: bytes, chat: bool) -> tuple[Fields, Served, list[tuple[str, list[int]]], DrawRules]:
-        """Returns the fields of a body, its model, the text and the ids of each prompt, and the rules of its draws."""
+    def _read(
+        self, content: bytes, chat: bool
+    ) -> tuple[Fields, Served, list[tuple[str, list[int]]], DrawRules, Tools | None]:
+        """Returns the fields of a body, its model, the text and ids of each prompt, the rules of draws, and tools."""
         fields = read_fields(parse_body(content), chat)
         model = self.find_model(fields.model)
         if chat and self.chat is None:
             raise ApiError(400, f"{model.name} has no chat template; use /v1/completions")
+        tools = read_tools(fields.body, self.chat.format) if self.chat and chat else None
         try:
-            prompts = self._encode_chat(fields) if chat else self._encode_prompts(fields)
+            prompts = self._encode_chat(fields, tools) if chat else self._encode_prompts(fields)
         except UsageError as error:
             raise ApiError(400, str(error), "messages" if chat else "prompt") from None
         bias = read_bias(fields.body, self.thread.engine.vocab_size, self.codec.encode_bare)
-        return fields, model, prompts, DrawRules(bias, self._forms.read(fields.body))
+        form = None if tools else self._forms.read(fields.body)
+        if tools and tools.is_forced:
+            form = self._forms.find(tools.identity, tools.make_rules, "tools")
+        return fields, model, prompts, DrawRules(bias, form), tools
 
     def _encode_prompts(self, fields: Fields) -> list[tuple[str, list[int]]]:
         """Returns the text and the ids of each prompt; the first one that does not fit ends the encoding."""
@@ -146,11 +154,11 @@ class Service:
             raise ApiError(400, f"prompt has token ids outside 0..{known - 1}, which the model does not know", "prompt")
         return ids
 
-    def _encode_chat(self, fields: Fields) -> list[tuple[str, list[int]]]:
+    def _encode_chat(self, fields: Fields, tools: Tools | None) -> list[tuple[str, list[int]]]:
         messages = take(fields.body, "messages", list, None)
         if not messages:
             raise ApiError(400, "messages is missing; give a list of messages with role and content", "messages")
-        record = {"messages": messages, "tools": take(fields.body, "tools", list, None)}
+        record = {"messages": messages, "tools": tools and tools.listed}
         self._check_characters(len(json.dumps(record)), "messages")
         options = take(fields.body, "chat_template_kwargs", dict, None)
         conversation: Conversation = make_conversation(record | {"chat_template_kwargs": options}, "messages")
@@ -160,7 +168,7 @@ class Service:
             process.close()
             process = self.chat.start_process()
         try:
-            return [("", self.chat.encode(process, conversation))]
+            return [("", self.chat.encode(process, conversation, tools.opening if tools else ""))]
         finally:
             self._processes.append(process)
 
@@ -175,10 +183,16 @@ class Service:
             )  # fmt: skip
         return tokens
 
-    def _make_jobs(self, fields: Fields, prompts: list[list[int]], weights: Weights) -> list[Job]:
+    def _make_jobs(
+        self, fields: Fields, prompts: list[list[int]], weights: Weights, codec: ChatCodec | None
+    ) -> list[Job]:
         tokens = self._count_tokens(fields, max(map(len, prompts)))
         sampling = dataclasses.replace(fields.sampling, tokens=max(tokens, 1))
-        stops = self._make_stops(fields)
+        stops = (
+            codec.make_stops(fields.sampling.ignore_eos)
+            if codec
+            else Stops(self.codec.vocabulary, fields.stops, self._choose_ends(fields))
+        )
         scored = fields.echo and fields.logprobs
         return [
             Job(
@@ -189,15 +203,11 @@ class Service:
             for sample in range(sampling.samples)
         ]  # fmt: skip
 
-    def _make_stops(self, fields: Fields) -> Stops:
-        if "messages" in fields.body and self.chat:
-            return self._make_codec(self.chat, fields).make_stops(fields.sampling.ignore_eos)
-        return Stops(self.codec.vocabulary, fields.stops, self._choose_ends(fields))
-
-    @staticmethod
-    def _make_codec(chat: ChatCodec, fields: Fields) -> ChatCodec:
+    def _make_codec(self, fields: Fields, rules: DrawRules, tools: Tools | None) -> ChatCodec:
         """Returns the codec of a reply; the string that ends a turn, such as a line feed, may be a part of JSON."""
-        return chat.with_stops(fields.stops, only=wants_form(fields.body))
+        assert self.chat
+        codec = self.chat.with_stops(fields.stops, only=rules.form is not None)
+        return codec.with_retained(tools.format.special) if tools else codec
 
     def _choose_ends(self, fields: Fields) -> frozenset[int]:
         """Returns the tokens that end a text."""
@@ -205,18 +215,16 @@ class Service:
             return frozenset()
         return self.chat.ends if "messages" in fields.body and self.chat else self.codec.ends
 
-    def _make_choice(self, fields: Fields, job: Job, prompt: str, chat: bool) -> Choice:
+    def _make_choice(
+        self, fields: Fields, job: Job, prompt: str, codec: ChatCodec | None, tools: Tools | None
+    ) -> Choice:
         """Returns a choice whose text is that of `generate`."""
-        vocabulary = self.codec.vocabulary
-        if chat:
-            assert self.chat
-            codec = self._make_codec(self.chat, fields)
-            decode = vocabulary.decode_without_special_tokens
-            stream = TextStream(decode, codec.read_reply, codec.strings, frozenset(codec.ends))
-            return Choice(job, stream, codec.read_reply)
+        if codec:
+            stream = TextStream(codec.decode, codec.read_reply, codec.strings, frozenset(codec.ends))
+            return Choice(job, stream, codec.read_reply, calls=tools and tools.make_stream())
         assert isinstance(job.stops, Stops)
-        stream = TextStream(vocabulary.decode, job.stops.cut, fields.stops, self._choose_ends(fields))
-        return Choice(job, stream, job.stops.cut, prompt)
+        decode, cut = self.codec.vocabulary.decode, job.stops.cut
+        return Choice(job, TextStream(decode, cut, fields.stops, self._choose_ends(fields)), cut, prompt)
 
 
 class Exchange:

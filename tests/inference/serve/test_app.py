@@ -12,7 +12,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from shardformer.inference.scoring import Request, Scorer
-from shardformer.inference.serve.answers import Answer
+from shardformer.inference.serve.answers import Choice
 from shardformer.inference.serve.app import PAGE
 from tests.inference import test_generator
 from tests.inference.serve import browser
@@ -308,7 +308,7 @@ def test_defect_is_answered_as_json(service, port, monkeypatch, capsys):
     def fail(*_):
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr(Answer, "_reason", fail)
+    monkeypatch.setattr(Choice, "reason", property(fail))
     status, content = send(port, "/v1/completions", DRAWN)
     assert (status, json.loads(content)["error"]["type"]) == (500, "server_error")
     assert "a defect" in read_events(port, DRAWN)[-1]["error"]["message"]
