@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 from shardformer.config.sampling_keys import MOST_TOKENS, Sampling
@@ -162,9 +163,9 @@ def _read_stops(body: dict) -> list[str]:
     return [stop for stop in stops if stop]
 
 
-def read_prompts(body: dict) -> list[str] | list[list[int]]:
+def read_prompts(body: dict, name: str = "prompt") -> Sequence[str | list[int]]:
     """Returns the prompts of a completion: a text, a list of ids, or a list of either."""
-    prompt = body.get("prompt", "")
+    prompt = body.get(name, "")
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
@@ -174,4 +175,4 @@ def read_prompts(body: dict) -> list[str] | list[list[int]]:
             return [prompt]
         if all(isinstance(part, list) and part and all(type(i) is int for i in part) for part in prompt):
             return prompt
-    raise ApiError(400, f"prompt is {prompt!r:.60}; expected text, token ids, or a list of either", "prompt")
+    raise ApiError(400, f"{name} is {prompt!r:.60}; expected text, token ids, or a list of either", name)

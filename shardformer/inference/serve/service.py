@@ -6,6 +6,7 @@ import dataclasses
 import json
 import time
 from collections.abc import AsyncIterator, Sequence
+from typing import Generic, TypeVar
 
 from shardformer.data.chat.conversations import Conversation, make_conversation
 from shardformer.data.chat.template_process import TemplateProcess
@@ -14,6 +15,7 @@ from shardformer.inference.chat_codec import ChatCodec
 from shardformer.inference.sampling import Stops
 from shardformer.inference.serve.answers import Answer, Choice
 from shardformer.inference.serve.bodies import Bodies, Limits
+from shardformer.inference.serve.embeddings import MOST_INPUTS, EmbeddingAnswer, EmbeddingFields, read_embedding_fields
 from shardformer.inference.serve.engine_thread import EngineThread, Full
 from shardformer.inference.serve.jobs import Job, Tokens, Weights
 from shardformer.inference.serve.request_fields import (
@@ -34,6 +36,7 @@ from shardformer.inference.text_codec import TextCodec
 SHORT_BODY = 100_000  # bytes: such bodies never wait for a longer one to be encoded
 SHORT_ENCODERS = 2  # threads that encode short bodies, each with at most one process of a chat template
 LONGEST_TOKEN = 256  # characters: a text with more for each token of the context is rejected before it is encoded
+AnswerType = TypeVar("AnswerType", bound=Answer | EmbeddingAnswer)
 
 
 @dataclasses.dataclass
@@ -90,7 +93,7 @@ class Service:
         known = ", ".join(self.models)
         raise ApiError(404, f"model {name!r:.80} is not served; there is {known}", "model", "model_not_found")
 
-    async def start(self, content: bytes, chat: bool) -> "Exchange":
+    async def start(self, content: bytes, chat: bool) -> "Exchange[Answer]":
         """Checks the body of a request and queues its jobs."""
         async with self._short if len(content) <= SHORT_BODY else self._long:
             fields, model, prompts, rules, tools = await asyncio.to_thread(self._read, content, chat)
@@ -105,6 +108,38 @@ class Service:
         exchange.submit()
         self.metrics.prompt_tokens += sum(len(ids) for _, ids in prompts)
         return exchange
+
+    async def start_embeddings(self, content: bytes) -> "Exchange[EmbeddingAnswer]":
+        """Checks the body of a request for vectors and queues its jobs."""
+        async with self._short if len(content) <= SHORT_BODY else self._long:
+            fields, prompts = await asyncio.to_thread(self._read_embeddings, content)
+        model = self.find_model(fields.model)
+        jobs = [Job(n, ids, 0, weights=model.weights, draws=False, pooling=fields.pooling)
+                for n, ids in enumerate(prompts)]  # fmt: skip
+        exchange = Exchange(self, EmbeddingAnswer(fields, model.name, jobs), jobs)
+        exchange.submit()
+        self.metrics.prompt_tokens += sum(map(len, prompts))
+        return exchange
+
+    def _read_embeddings(self, content: bytes) -> tuple[EmbeddingFields, list[list[int]]]:
+        """Returns the fields of a body, and the ids of each text; the first one that does not fit ends the encoding."""
+        body = {name: value for name, value in parse_body(content).items() if value is not None}
+        fields = read_embedding_fields(body, self.thread.engine.config.d_model)
+        self.find_model(fields.model)
+        inputs, most = read_prompts(body, "input"), min(MOST_INPUTS, self.thread.capacity)
+        result: list[list[int]] = []
+        if len(inputs) > most:
+            raise ApiError(400, f"input has {len(inputs):,} entries; expected at most {most:,}", "input")
+        for n, text in enumerate(inputs):
+            try:
+                ids = self._encode_text(text, "input") if isinstance(text, str) else self._check_ids(text, "input")
+            except UsageError as error:
+                raise ApiError(400, str(error), "input") from None
+            if len(ids) > self.seq:
+                raise ApiError(400, f"input {n} has {len(ids):,} tokens, more than the model's context, {self.seq}; "
+                               "shorten it", "input", "context_length_exceeded")  # fmt: skip
+            result.append(ids)
+        return fields, result
 
     def _read(
         self, content: bytes, chat: bool
@@ -138,9 +173,9 @@ class Service:
             result.append((text, ids))
         return result
 
-    def _encode_text(self, prompt: str) -> list[int]:
-        self._check_characters(len(prompt), "prompt")
-        return (self.codec.encode(prompt, "the prompt") if prompt else []) or [self.codec.prefix]
+    def _encode_text(self, prompt: str, name: str = "prompt") -> list[int]:
+        self._check_characters(len(prompt), name)
+        return (self.codec.encode(prompt, f"the {name}") if prompt else []) or [self.codec.prefix]
 
     def _check_characters(self, count: int, name: str) -> None:
         """Rejects a text that cannot fit; to encode megabytes would let other requests wait."""
@@ -148,10 +183,10 @@ class Service:
             raise ApiError(400, f"{name} has {count:,} characters, too many for a context of {self.seq} tokens; "
                            "shorten it", name, "context_length_exceeded")  # fmt: skip
 
-    def _check_ids(self, ids: list[int]) -> list[int]:
+    def _check_ids(self, ids: list[int], name: str = "prompt") -> list[int]:
         known = self.thread.engine.vocab_size
         if not 0 <= min(ids) <= max(ids) < known:
-            raise ApiError(400, f"prompt has token ids outside 0..{known - 1}, which the model does not know", "prompt")
+            raise ApiError(400, f"{name} has token ids outside 0..{known - 1}, which the model does not know", name)
         return ids
 
     def _encode_chat(self, fields: Fields, tools: Tools | None) -> list[tuple[str, list[int]]]:
@@ -227,11 +262,12 @@ class Service:
         return Choice(job, TextStream(decode, cut, fields.stops, self._choose_ends(fields)), cut, prompt)
 
 
-class Exchange:
+class Exchange(Generic[AnswerType]):
     """The jobs of one request while they run. Leaving `events` early cancels them."""
 
-    def __init__(self, service: Service, answer: Answer, jobs: list[Job]):
-        self.answer, self._service, self._jobs = answer, service, jobs
+    def __init__(self, service: Service, answer: AnswerType, jobs: list[Job]):
+        self.answer = answer
+        self._service, self._jobs = service, jobs
         self._events: asyncio.Queue[tuple[int, Tokens | None] | ApiError] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._index = {id(job): index for index, job in enumerate(jobs)}

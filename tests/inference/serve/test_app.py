@@ -171,7 +171,7 @@ def test_bad_field_of_a_chat_is_named(port, fields, message):
 
 
 def test_unknown_path_is_json(port):
-    status, content = send(port, "/v1/embeddings", {})
+    status, content = send(port, "/v1/images", {})
     assert (status, json.loads(content)["error"]["code"]) == (404, "not_found")
     status, content = send(port, "/v1/completions")
     assert status == 405
