@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Generic, TypeVar
 
 from shardformer.data.chat.conversations import Conversation, make_conversation
@@ -36,6 +36,7 @@ from shardformer.inference.text_codec import TextCodec
 SHORT_BODY = 100_000  # bytes: such bodies never wait for a longer one to be encoded
 SHORT_ENCODERS = 2  # threads that encode short bodies, each with at most one process of a chat template
 LONGEST_TOKEN = 256  # characters: a text with more for each token of the context is rejected before it is encoded
+Result = TypeVar("Result")
 AnswerType = TypeVar("AnswerType", bound=Answer | EmbeddingAnswer)
 
 
@@ -95,8 +96,7 @@ class Service:
 
     async def start(self, content: bytes, chat: bool) -> "Exchange[Answer]":
         """Checks the body of a request and queues its jobs."""
-        async with self._short if len(content) <= SHORT_BODY else self._long:
-            fields, model, prompts, rules, tools = await asyncio.to_thread(self._read, content, chat)
+        fields, model, prompts, rules, tools = await self._read_apart(self._read, content, chat)
         codec = self._make_codec(fields, rules, tools) if chat else None
         jobs = self._make_jobs(fields, [ids for _, ids in prompts], model.weights, codec)
         choices = [self._make_choice(fields, job, prompts[job.number // fields.sampling.samples][0], codec, tools)
@@ -111,8 +111,7 @@ class Service:
 
     async def start_embeddings(self, content: bytes) -> "Exchange[EmbeddingAnswer]":
         """Checks the body of a request for vectors and queues its jobs."""
-        async with self._short if len(content) <= SHORT_BODY else self._long:
-            fields, prompts = await asyncio.to_thread(self._read_embeddings, content)
+        fields, prompts = await self._read_apart(self._read_embeddings, content)
         model = self.find_model(fields.model)
         jobs = [Job(n, ids, 0, weights=model.weights, draws=False, pooling=fields.pooling)
                 for n, ids in enumerate(prompts)]  # fmt: skip
@@ -120,6 +119,14 @@ class Service:
         exchange.submit()
         self.metrics.prompt_tokens += sum(map(len, prompts))
         return exchange
+
+    async def _read_apart(self, read: Callable[..., Result], content: bytes, *arguments) -> Result:
+        """Returns what a function reads from a body in a thread; short bodies do not wait for long ones."""
+        async with self._short if len(content) <= SHORT_BODY else self._long:
+            try:
+                return await asyncio.to_thread(read, content, *arguments)
+            except RecursionError:
+                raise ApiError(400, "the body is nested too deeply; make it simpler") from None
 
     def _read_embeddings(self, content: bytes) -> tuple[EmbeddingFields, list[list[int]]]:
         """Returns the fields of a body, and the ids of each text; the first one that does not fit ends the encoding."""

@@ -170,6 +170,20 @@ def test_bad_field_of_a_chat_is_named(port, fields, message):
     assert (message or "") in content.decode()
 
 
+@pytest.mark.parametrize("depth", [800, 960, 100_000])
+def test_deep_bodies_are_rejected(port, depth):
+    """json reads most of these, and other code that walks them ends earlier."""
+    deep = ["[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth]
+    bodies = [
+        (f'{{"messages": [{{"role": "assistant", "content": null, "tool_calls": [{call}]}}], "max_tokens": 1}}')
+        for each in deep
+        for call in (f'{{"name": "f", "arguments": {each}}}', f'{{"name": "f", "arguments": {json.dumps(each)}}}')
+    ]
+    for body in bodies:
+        status, content = send(port, "/v1/chat/completions", body.encode())
+        assert status == 400, content
+
+
 def test_unknown_path_is_json(port):
     status, content = send(port, "/v1/images", {})
     assert (status, json.loads(content)["error"]["code"]) == (404, "not_found")
