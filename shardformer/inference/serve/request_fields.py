@@ -13,19 +13,22 @@ from shardformer.inference.serve.slot_programs import MOST_TOP
 MOST_CHOICES = 128  # continuations of one request
 MOST_STOPS = 16
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens
-IGNORED = ("user", "metadata", "store", "service_tier")  # they change no token
+# They change no token; a prediction changes only OpenAI's speed, and audio only answers that are no text.
+IGNORED = (
+    "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"
+)  # fmt: skip
+IGNORED_IN_CHAT = ("prediction", "audio")
 # Fields of OpenAI that the engine does not compute, and the values with which they change nothing.
-NEUTRAL: dict[str, tuple] = {
-    "suffix": (None, ""),
-}
+NEUTRAL: dict[str, tuple] = {"suffix": ("",), "modalities": (["text"],), "verbosity": ("medium",)}
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos", "seed")
 BIASES = ("logit_bias", "presence_penalty", "frequency_penalty", "response_format")
 ANSWERED = ("model", "n", "stream", "stream_options", "stop", "max_tokens", "best_of")
-COMMON = (*ANSWERED, *SAMPLING, *BIASES, *NEUTRAL, *IGNORED)
-OF_COMPLETIONS = (*COMMON, "prompt", "logprobs", "echo")
+COMMON = (*ANSWERED, *SAMPLING, *BIASES, *IGNORED)
+OF_COMPLETIONS = (*COMMON, "prompt", "logprobs", "echo", "suffix")
 TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 OF_CHAT = (
-    *COMMON, *TOOLS, "messages", "logprobs", "top_logprobs", "max_completion_tokens", "chat_template_kwargs"
+    *COMMON, *TOOLS, *IGNORED_IN_CHAT, "messages", "logprobs", "top_logprobs", "max_completion_tokens", "modalities",
+    "verbosity", "reasoning_effort", "chat_template_kwargs",
 )  # fmt: skip
 
 
@@ -50,7 +53,7 @@ class Fields:
     body: dict[str, Any]
     model: str | None
     sampling: Sampling  # its tokens and samples are `max_tokens` and `n`
-    max_tokens: int | None  # None: as many as fit; 0: only the prompt is scored
+    max_tokens: int | None  # None: as many as fit; 0: none, as to score only the prompt
     stops: list[str]
     stream: bool
     with_usage: bool  # a last event of a stream
@@ -82,11 +85,11 @@ def read_fields(body: dict[str, Any], chat: bool) -> Fields:
     echo = take(body, "echo", bool, False)
     logprobs, top = _read_logprobs(body, chat)
     count = take(body, "n", int, 1, least=1, most=MOST_CHOICES)
-    if take(body, "best_of", int, count) != count:
+    if take(body, "best_of", int, count) not in (0, count):  # 0, OpenAI's least, is no choice among more
         raise ApiError(400, f"best_of={body['best_of']} differs from n={count}, which is not computed; leave it out")
     tokens = take(body, "max_completion_tokens", int, None, least=1, most=MOST_TOKENS)
     default = tokens if chat else COMPLETION_TOKENS
-    tokens = take(body, "max_tokens", int, default, least=0 if echo else 1, most=MOST_TOKENS)
+    tokens = take(body, "max_tokens", int, default, least=1 if chat else 0, most=MOST_TOKENS)
     options = take(body, "stream_options", dict, {})
     return Fields(
         body,
@@ -138,6 +141,8 @@ def _read_sampling(body: dict, tokens: int, samples: int) -> Sampling:
     kinds = {"top_k": int, "seed": int, "ignore_eos": bool}
     rules = {name: take(body, name, kinds.get(name, float), None) for name in SAMPLING}
     rules = {"temperature": 1.0, "seed": secrets.randbelow(2**31)} | {k: v for k, v in rules.items() if v is not None}
+    if -(2**63) <= rules["seed"] < 2**63:
+        rules["seed"] %= 2**31  # OpenAI's seeds have 64 bits and a sign; the answer has the one that draws
     for name in rules:
         try:
             Sampling(**{name: rules[name]})

@@ -202,7 +202,9 @@ class Service:
             raise ApiError(400, "messages is missing; give a list of messages with role and content", "messages")
         record = {"messages": messages, "tools": tools and tools.listed}
         self._check_characters(len(json.dumps(record)), "messages")
-        options = take(fields.body, "chat_template_kwargs", dict, None)
+        options = take(fields.body, "chat_template_kwargs", dict, {})
+        if effort := take(fields.body, "reasoning_effort", str, ""):  # some templates write it into the prompt
+            options = {"reasoning_effort": effort, **options}
         conversation: Conversation = make_conversation(record | {"chat_template_kwargs": options}, "messages")
         assert self.chat
         process = self._processes.pop() if self._processes else self.chat.start_process()
@@ -217,7 +219,7 @@ class Service:
     def _count_tokens(self, fields: Fields, length: int) -> int:
         """Returns how many tokens a prompt of this length may draw; raises ApiError if they do not fit."""
         tokens = max(self.seq - length, 0) if fields.max_tokens is None else fields.max_tokens
-        if length + tokens > self.seq or (tokens == 0 and not fields.echo):
+        if length + tokens > self.seq or (tokens == 0 and fields.max_tokens is None):
             raise ApiError(
                 400, f"the prompt has {length} tokens and max_tokens is {tokens}, together more than the model's "
                 f"context, {self.seq}; shorten the prompt or max_tokens",
