@@ -10,6 +10,7 @@ from shardformer.data import Vocabulary
 from shardformer.inference.serve.call_stream import CallStream
 from shardformer.inference.serve.jobs import Job, Tokens, Top
 from shardformer.inference.serve.request_fields import Fields
+from shardformer.inference.serve.text_offsets import TextOffsets
 from shardformer.inference.serve.text_stream import INCOMPLETE, TextStream
 from shardformer.inference.serve.tool_choice import describe_call
 
@@ -65,8 +66,7 @@ class Answer:
             "seed": fields.sampling.seed,  # repeats the request's draws
         }
         self._tops: dict[int, list[Top]] = {index: [] for index in range(len(choices))}
-        # Tokens that were described; a token alone would be another text than among others.
-        self._described = [TextStream(vocabulary.decode, choice.cut, (), frozenset()) for choice in choices]
+        self._offsets = [TextOffsets(vocabulary.decode) for _ in choices]
 
     def add(self, index: int, tokens: Tokens) -> None:
         """Collects new tokens of a choice for `as_object`."""
@@ -130,7 +130,7 @@ class Answer:
             return None
         if self.chat:
             return {"content": [self._describe_token(*parts) for parts in zip(*tokens, strict=True)], "refusal": None}
-        job, described = self.choices[index].job, self._described[index]
+        job, offsets = self.choices[index].job, self._offsets[index]
         ids, logprobs, tops = tokens
         values: list[float | None] = list(logprobs)
         listed: list[Top | None] = list(tops)
@@ -140,19 +140,15 @@ class Answer:
             ids = [*job.prompt, *ids]
             values = [None, *(score for score, _ in job.prompt_scores), *values]
             listed = [None, *(top for _, top in job.prompt_scores), *listed]
-        strings, offsets = [self.spell(token) for token in ids], []
-        for token in ids:
-            offsets.append(start + described.characters)
-            described.push([token])
         top_logprobs = [
             None if top is None or value is None else self._list_top(top, token, value)
             for top, token, value in zip(listed, ids, values, strict=True)
         ]
         return {
-            "tokens": strings,
+            "tokens": [self.spell(token) for token in ids],
             "token_logprobs": values,
             "top_logprobs": top_logprobs if self.fields.top else None,
-            "text_offset": offsets,
+            "text_offset": [start + offsets.push(token) for token in ids],
         }
 
     def _list_top(self, top: Top, token: int, logprob: float) -> dict[str, float]:

@@ -18,11 +18,6 @@ class TextStream:
         self._read = 0  # ids whose text is in `_text`
         self._text, self._sent = "", 0
 
-    @property
-    def characters(self) -> int:
-        """The number of complete characters so far, those that are not sent yet included."""
-        return len(self._text)
-
     def push(self, ids: Sequence[int]) -> str:
         """Returns the text that new ids make certain."""
         self._ids += ids

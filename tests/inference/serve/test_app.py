@@ -83,6 +83,16 @@ def test_text_offsets_count_complete_characters(port):
     assert offsets == choice["logprobs"]["text_offset"][7:]
 
 
+def test_text_offsets_count_bytes_that_are_no_character(port):
+    """The model writes random bytes."""
+    (choice,) = ask(port, DRAWN | {"max_tokens": 60, "logprobs": 0, "echo": True})["choices"]
+    found = zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True)
+    spelled = [(token, offset) for token, offset in found if len(token) == 1]
+    assert len(spelled) > 10
+    assert all(choice["text"][offset] == token for token, offset in spelled)
+    assert "\N{REPLACEMENT CHARACTER}" in choice["text"]
+
+
 def test_scores_are_those_of_the_harness(port):
     """lm-eval's local-completions reads log-likelihoods from the echo of a prompt."""
     scorer = Scorer(test_generator.model(**SIZES), 2)
