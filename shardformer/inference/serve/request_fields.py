@@ -15,7 +15,8 @@ MOST_STOPS = 16
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens
 # They change no token; a prediction changes only OpenAI's speed, and audio only answers that are no text.
 IGNORED = (
-    "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"
+    "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "safety_identifier",
 )  # fmt: skip
 IGNORED_IN_CHAT = ("prediction", "audio")
 # Fields of OpenAI that the engine does not compute, and the values with which they change nothing.
