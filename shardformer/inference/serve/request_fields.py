@@ -26,6 +26,7 @@ BIASES = ("logit_bias", "presence_penalty", "frequency_penalty", "response_forma
 ANSWERED = ("model", "n", "stream", "stream_options", "stop", "max_tokens", "best_of")
 COMMON = (*ANSWERED, *SAMPLING, *BIASES, *IGNORED)
 OF_COMPLETIONS = (*COMMON, "prompt", "logprobs", "echo", "suffix")
+RENAMED = {"functions": "tools", "function_call": "tool_choice"}  # OpenAI's first names
 TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 OF_CHAT = (
     *COMMON, *TOOLS, *IGNORED_IN_CHAT, "messages", "logprobs", "top_logprobs", "max_completion_tokens", "modalities",
@@ -80,7 +81,8 @@ def read_fields(body: dict[str, Any], chat: bool) -> Fields:
     known = OF_CHAT if chat else OF_COMPLETIONS
     for name, value in body.items():
         if name not in known:
-            raise ApiError(400, f"{name!r:.60} is not a field of this endpoint; leave it out", str(name)[:60])
+            fix = f"give {RENAMED[name]}" if name in RENAMED and chat else "leave it out"
+            raise ApiError(400, f"{name!r:.60} is not a field of this endpoint; {fix}", str(name)[:60])
         if name in NEUTRAL and value not in NEUTRAL[name]:
             raise ApiError(400, f"{name}={value!r:.60} is not computed here; leave it out", name)
     echo = take(body, "echo", bool, False)

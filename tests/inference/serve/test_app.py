@@ -197,6 +197,7 @@ def test_fields_that_change_no_token_are_accepted(port):
     for name, value in (("modalities", ["audio"]), ("verbosity", "low"), ("functions", [{}]), ("suffix", "a")):
         status, content = send(port, path, CHAT | {name: value})
         assert (status, json.loads(content)["error"]["param"]) == (400, name)
+    assert "give tools" in send(port, path, CHAT | {"functions": [{}]})[1].decode()
 
 
 def test_no_tokens_are_an_empty_text(port):
