@@ -1,6 +1,8 @@
 """Conversations to the ids of a prompt, and generated ids to the reply alone."""
 
+import contextlib
 import copy
+import dataclasses
 import json
 from collections.abc import Sequence
 
@@ -8,7 +10,7 @@ from shardformer.data import Vocabulary
 from shardformer.data.chat.chat_format import ChatFormat
 from shardformer.data.chat.conversations import Conversation, make_conversation
 from shardformer.data.chat.spans import MARK, render_with_spans
-from shardformer.data.chat.template_process import TemplateProcess, render_either_form
+from shardformer.data.chat.template_process import RenderError, TemplateProcess, render_either_form
 from shardformer.errors import UsageError
 from shardformer.inference.sampling import Stops, cut_text
 
@@ -25,11 +27,19 @@ class ChatCodec:
             token, string = _find_end_of_turn(process, vocabulary)
         self.ends = frozenset([*ends, *([] if token is None else [token])])
         self.strings = [*stops, *([string] if token is None and string else [])]
+        self._retained: frozenset[int] = frozenset()
 
     def with_stops(self, stops: Sequence[str], only: bool = False) -> "ChatCodec":
         """Returns this codec with further strings that end a reply; only=True drops its own."""
         result = copy.copy(self)
         result.strings = [*stops, *([] if only else self.strings)]
+        return result
+
+    def with_retained(self, texts: Sequence[str]) -> "ChatCodec":
+        """Returns this codec with replies that retain the special tokens of some texts, as of those around a call."""
+        result = copy.copy(self)
+        ids = (self.vocabulary.encode_with_offsets(text)[0].tolist() for text in texts)
+        result._retained = frozenset(alone[0] for alone in ids if len(alone) == 1 and self._is_special(alone[0]))
         return result
 
     def start_process(self) -> TemplateProcess:
@@ -41,18 +51,25 @@ class ChatCodec:
         with self.start_process() as process:
             return [self.encode(process, conversation) for conversation in conversations]
 
-    def encode(self, process: TemplateProcess, conversation: Conversation) -> list[int]:
-        """Returns the ids of one conversation of `encode_all`; raises UsageError for tools that it would lack."""
-        if self.format.ignores_tools(conversation.tools):
-            raise UsageError(
-                f"tools are given, and the chat template of {self.format.name} does not read them; leave tools out"
-            )
+    def encode(self, process: TemplateProcess, conversation: Conversation, opening: str = "") -> list[int]:
+        """Returns the ids of one conversation of `encode_all`; raises UsageError for tools that it would lack.
+
+        opening: the first part of the reply.
+        """
 
         def render(conversation):
             return process.render(conversation, with_prompt=True).text
 
-        text = render_either_form(render, process.guard(conversation))
-        return self.vocabulary.encode_with_offsets(text, "prompt")[0].tolist()
+        conversation = process.guard(conversation)
+        text = render_either_form(render, conversation)
+        if conversation.tools:
+            with contextlib.suppress(RenderError):  # by a template that needs tools
+                if render_either_form(render, dataclasses.replace(conversation, tools=[])) == text:
+                    raise UsageError(
+                        f"tools are given, and the chat template of {self.format.name} does not read them; leave tools "
+                        "out"
+                    )
+        return self.vocabulary.encode_with_offsets(text + opening, "prompt")[0].tolist()
 
     def make_stops(self, ignore_ends: bool = False) -> Stops:
         """Returns the condition that ends a reply; ignore_ends=True leaves strings only."""
@@ -61,7 +78,18 @@ class ChatCodec:
     def read_reply(self, ids: Sequence[int]) -> str:
         """Returns the text of a reply without special tokens."""
         retained = list(ids[:-1] if ids and ids[-1] in self.ends else ids)
-        return cut_text(self.vocabulary.decode_without_special_tokens(retained), self.strings)
+        return cut_text(self.decode(retained), self.strings)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of ids without special tokens, but with those of `with_retained`."""
+        if self._retained.isdisjoint(ids):
+            return self.vocabulary.decode_without_special_tokens(ids)
+        return self.vocabulary.decode(
+            [token for token in ids if token in self._retained or not self._is_special(token)]
+        )
+
+    def _is_special(self, token: int) -> bool:
+        return bool(self.vocabulary.decode([token])) and not self.vocabulary.decode_without_special_tokens([token])
 
 
 def parse_prompt(text: str) -> Conversation:

@@ -64,16 +64,18 @@ class Decoder:
         in_specs, out_specs = (m.specs, ROWS, ROWS, P()), (P("dp", "mp"), self.cache_spec)
         return m.shard_map(body, in_specs, out_specs)(params, tokens, lengths, end)
 
-    def decode(self, unstacked, token, positions, caches, slot):
+    def decode(self, unstacked, token, positions, caches, slot=None):
         """Returns logits [B, V] after one more token per row, and the caches with that token in `slot`.
 
-        Each row has its position. `unstacked` has the parameters of each layer as a list.
+        Each row has its position, which is also the token's slot without `slot`. `unstacked` has the parameters of
+        each layer as a list.
         """
 
         def body(unstacked, token_B, position_B, caches, slot):
             def one(token, position, caches):
                 caches = jax.tree.map(lambda x_hSK: x_hSK[None], caches)
-                logits_1v, caches = self._token_shard.decode(unstacked, token[None], position, caches, slot)
+                into = position if slot is None else slot
+                logits_1v, caches = self._token_shard.decode(unstacked, token[None], position, caches, into)
                 return logits_1v[0], jax.tree.map(lambda x_1hSK: x_1hSK[0], caches)
 
             return jax.vmap(one)(token_B, position_B, caches)
@@ -81,20 +83,6 @@ class Decoder:
         in_specs = self.unstacked_specs, ROWS, ROWS, self.cache_spec, P()
         out_specs = P("dp", "mp"), self.cache_spec
         return self.model.shard_map(body, in_specs, out_specs)(unstacked, token, positions, caches, slot)
-
-    def decode_apart(self, unstacked, token, positions, caches):
-        """Returns `decode`'s results for rows whose new tokens are stored in the slot of their position."""
-
-        def body(unstacked, token_B, position_B, caches):
-            def one(token, position, caches):
-                caches = jax.tree.map(lambda x_hSK: x_hSK[None], caches)
-                logits_1v, caches = self._token_shard.decode(unstacked, token[None], position, caches, position)
-                return logits_1v[0], jax.tree.map(lambda x_1hSK: x_1hSK[0], caches)
-
-            return jax.vmap(one)(token_B, position_B, caches)
-
-        in_specs, out_specs = (self.unstacked_specs, ROWS, ROWS, self.cache_spec), (P("dp", "mp"), self.cache_spec)
-        return self.model.shard_map(body, in_specs, out_specs)(unstacked, token, positions, caches)
 
     def extend(self, unstacked, chunk: "Chunk", logits, caches):
         """Returns logits [D, V] and cached rows [D, ...] after a chunk of tokens of one row of each shard of dp."""
@@ -111,16 +99,22 @@ class Decoder:
 
     def extend_with_logits(self, unstacked, chunk: "Chunk", logits, caches):
         """Returns logits [D, C, V] after each token of a chunk, and the rows of `extend` with the logits they had."""
+        return self._extend_all(self._shard.extend_with_logits, P("dp", None, "mp"), unstacked, chunk, logits, caches)
 
+    def extend_with_hidden(self, unstacked, chunk: "Chunk", logits, caches):
+        """Returns float32 vectors [D, C, d_model] of each token after the last norm, and rows as above."""
+        return self._extend_all(self._shard.extend_with_hidden, P("dp"), unstacked, chunk, logits, caches)
+
+    def _extend_all(self, extend, spec, unstacked, chunk: "Chunk", logits, caches):
         def body(unstacked, chunk, logits_BV, caches):
             row, position, count, length = (x_D[0] for x_D in (chunk.row, chunk.position, chunk.count, chunk.length))
             local = jax.tree.map(lambda x_BhSK: lax.dynamic_slice_in_dim(x_BhSK, row, 1), caches)
-            logits_1CV, local = self._shard.extend_with_logits(unstacked, chunk.tokens, position, local, count, length)
-            return logits_1CV, (lax.dynamic_slice_in_dim(logits_BV, row, 1), local)
+            result_1C, local = extend(unstacked, chunk.tokens, position, local, count, length)
+            return result_1C, (lax.dynamic_slice_in_dim(logits_BV, row, 1), local)
 
         rows = P("dp", "mp"), self.cache_spec
         in_specs = self.unstacked_specs, Chunk(*[ROWS] * 5), *rows
-        return self.model.shard_map(body, in_specs, (P("dp", None, "mp"), rows))(unstacked, chunk, logits, caches)
+        return self.model.shard_map(body, in_specs, (spec, rows))(unstacked, chunk, logits, caches)
 
     def replace_rows(self, row, arrays, new):
         """Returns arrays [B, ...] in which one row of each shard of dp is replaced by its part of new [D, ...].

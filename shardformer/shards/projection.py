@@ -42,6 +42,11 @@ class ProjectionShard(hk.Module):
         scale = self.config.model.head_scale
         return x if scale == 1 else x * scale
 
+    @hk.name_like("__call__")  # else Haiku adds this method's name to the norm's path
+    def hidden(self, x_BTD: Array) -> Array:
+        """Returns the last norm of activations, in float32."""
+        return Norm(self.config)(x_BTD).astype(jnp.float32)
+
     def logits(self, x_BTD: Array, tied_table_vD: Array | None = None) -> Array:
         """Returns this shard's logits_BTv in float32; padded entries are -inf."""
         return vocabulary_loss.project(*self(x_BTD, tied_table_vD))

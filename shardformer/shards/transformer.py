@@ -47,6 +47,7 @@ class CausalTransformerShard:
         self._table = transform(lambda: EmbeddingShard(c).table())
         self._relative_bias = transform(lambda *args: RelativeBiasShard(c)(*args))
         self._logits = transform(lambda *args: ProjectionShard(c, weights=layout.weights).logits(*args))
+        self._hidden = transform(lambda x_BTD: ProjectionShard(c).hidden(x_BTD))
         self._token_loss = transform(lambda *args: ProjectionShard(c, layout.loss_chunk, layout.weights).loss(*args))
 
     def init(self, key: Array) -> dict:
@@ -136,12 +137,15 @@ class CausalTransformerShard:
         last_B1D = self.layout.attention.take_token(x_BTD, count - 1)
         return self._project(outside, last_B1D)[:, 0], caches
 
-    def extend_with_logits(
-        self, params: dict, token_BT: Array, position: Array, caches: list[Cache], count: Array, length: Array
-    ) -> tuple[Array, list[Cache]]:
+    def extend_with_logits(self, params, token_BT, position, caches, count, length) -> tuple[Array, list[Cache]]:
         """Returns logits_BTv after each of these tokens, and the caches with the first `count`, as `extend` does."""
         outside, x_BTD, caches = self._extend(params, token_BT, position, caches, position, count, length)
         return self._project(outside, self.layout.attention.join_rows(x_BTD)), caches
+
+    def extend_with_hidden(self, params, token_BT, position, caches, count, length) -> tuple[Array, list[Cache]]:
+        """Returns hidden_BTD, float32 and normed, of each of these tokens, and the caches, as `extend` does."""
+        outside, x_BTD, caches = self._extend(params, token_BT, position, caches, position, count, length)
+        return self._hidden(outside, self.layout.attention.join_rows(x_BTD)), caches
 
     def _extend(self, params, token_BT, position, caches, slot, count, length):
         """Returns the parameters outside the layers, x_BTD of the new tokens, and the caches with them.

@@ -56,8 +56,19 @@ def reference_logits(row: str) -> np.ndarray:
 
 def assert_logits(got, row: str, lengths) -> None:
     """Compares the logits [B, V] after the first `lengths` tokens of each text with those of the dense reference."""
-    expected = reference_logits(row)[np.arange(len(LENGTHS)), np.asarray(lengths) - 1]
-    np.testing.assert_allclose(got[:, : shared.VOCAB], expected, rtol=0, atol=BOUND * np.abs(expected).max())
+    assert_close(got[:, : shared.VOCAB], reference_logits(row)[np.arange(len(LENGTHS)), np.asarray(lengths) - 1])
+
+
+def assert_close(got, expected) -> None:
+    np.testing.assert_allclose(got, expected, rtol=0, atol=BOUND * np.abs(expected).max())
+
+
+def project(row: str, hidden):
+    """Returns the logits of vectors after the last norm."""
+    params = decoder_and_parameters(row, "1x1")[1]
+    if head := params.get("transformer/head"):
+        return (hidden @ head["w"] + head.get("bias", 0))[..., : shared.VOCAB]
+    return hidden @ params["transformer/embed"]["tokens"][: shared.VOCAB].T
 
 
 @functools.cache
@@ -108,6 +119,10 @@ def test_extending_equals_full_passes(row):
             )  # fmt: skip
             new = run(decoder.extend, unstacked, chunk, logits, caches)
             every, new_with = run(decoder.extend_with_logits, unstacked, chunk, logits, caches)
+            hidden, (_, caches_with) = run(decoder.extend_with_hidden, unstacked, chunk, logits, caches)
+            for a, b in zip(jax.tree.leaves(caches_with), jax.tree.leaves(new[1]), strict=True):
+                np.testing.assert_array_equal(a, b)
+            assert_close(project(row, hidden), every[..., : shared.VOCAB])
             logits, caches = run(decoder.replace_rows, chunk.row, (logits, caches), new)
             for d in range(dp):
                 got, expected = (
@@ -119,5 +134,5 @@ def test_extending_equals_full_passes(row):
                 np.testing.assert_array_equal(a, b)
     assert_logits(logits, row, LENGTHS)
     tokens = texts()[np.arange(count), LENGTHS]
-    logits, caches = run(decoder.decode_apart, unstacked, tokens, LENGTHS, caches)
+    logits, caches = run(decoder.decode, unstacked, tokens, LENGTHS, caches)
     assert_logits(logits, row, LENGTHS + 1)

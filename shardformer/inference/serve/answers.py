@@ -7,9 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardformer.data import Vocabulary
+from shardformer.inference.serve.call_stream import CallStream
 from shardformer.inference.serve.jobs import Job, Tokens, Top
 from shardformer.inference.serve.request_fields import Fields
+from shardformer.inference.serve.text_offsets import TextOffsets
 from shardformer.inference.serve.text_stream import INCOMPLETE, TextStream
+from shardformer.inference.serve.tool_choice import describe_call
 
 
 @dataclasses.dataclass(eq=False)
@@ -20,6 +23,33 @@ class Choice:
     stream: TextStream
     cut: Callable[..., str]
     prompt: str = ""  # what echo returns before the text
+    calls: CallStream | None = None  # of a request with tools
+
+    def message(self, text: str) -> dict[str, Any]:
+        """Returns the message of a complete reply."""
+        content, calls = self._split(text, ended=True)
+        message = {"role": "assistant", "content": content}
+        return message | {"content": content or None, "tool_calls": calls} if calls else message
+
+    def delta(self, text: str, ended: bool = False) -> dict[str, Any]:
+        """Returns what new text of a reply makes certain; ended: it was the last."""
+        first = self.calls.count if self.calls else 0
+        content, calls = self._split(text, ended)
+        delta: dict[str, Any] = {} if ended and not content else {"content": content}
+        return delta | {"tool_calls": [{"index": n, **call} for n, call in enumerate(calls, first)]} if calls else delta
+
+    def _split(self, text: str, ended: bool) -> tuple[str, list[dict[str, Any]]]:
+        if not self.calls:
+            return text, []
+        content, calls = self.calls.push(text, ended)
+        return content, list(map(describe_call, calls))
+
+    @property
+    def reason(self) -> str:
+        """Returns why the continuation ended."""
+        if not self.job.stopped:
+            return "length"
+        return "tool_calls" if self.calls and self.calls.count else "stop"
 
 
 class Answer:
@@ -36,8 +66,7 @@ class Answer:
             "seed": fields.sampling.seed,  # repeats the request's draws
         }
         self._tops: dict[int, list[Top]] = {index: [] for index in range(len(choices))}
-        # Tokens that were described; a token alone would be another text than among others.
-        self._described = [TextStream(vocabulary.decode, choice.cut, (), frozenset()) for choice in choices]
+        self._offsets = [TextOffsets(vocabulary.decode) for _ in choices]
 
     def add(self, index: int, tokens: Tokens) -> None:
         """Collects new tokens of a choice for `as_object`."""
@@ -49,11 +78,10 @@ class Answer:
         for index, choice in enumerate(self.choices):
             job = choice.job
             text = choice.prompt + (choice.cut(job.ids) if job.draws else "")
-            content: dict[str, Any] = {"text": text}
-            if self.chat:
-                content = {"message": {"role": "assistant", "content": text}}
+            content: dict[str, Any] = {"message": choice.message(text)} if self.chat else {"text": text}
             tokens = Tokens(job.ids, job.logprobs, self._tops[index])
-            choices.append(content | self._end(index, tokens, job, with_prompt=True))
+            logprobs = self._describe(index, tokens, with_prompt=True)
+            choices.append(content | {"index": index, "logprobs": logprobs, "finish_reason": choice.reason})
         return self._common | {"object": self._kind, "choices": choices, "usage": self.usage()}
 
     def first_events(self) -> list[dict[str, Any]]:
@@ -70,19 +98,20 @@ class Answer:
 
     def event(self, index: int, tokens: Tokens) -> dict[str, Any] | None:
         """Returns the event of new tokens; None if there is nothing to send yet."""
-        text = self.choices[index].stream.push(tokens.ids)
-        if not text and not self.fields.logprobs:
+        choice = self.choices[index]
+        text = choice.stream.push(tokens.ids)
+        delta: dict[str, Any] = {"delta": choice.delta(text)} if self.chat else {"text": text}
+        if not any(delta["delta"].values() if self.chat else text) and not self.fields.logprobs:
             return None
-        delta: dict[str, Any] = {"delta": {"content": text}} if self.chat else {"text": text}
         logprobs = self._describe(index, tokens, with_prompt=False)
         return self._event({"index": index, **delta, "logprobs": logprobs, "finish_reason": None})
 
     def last_event(self, index: int) -> dict[str, Any]:
         """Returns the event with the rest of a choice's text and why it ended."""
-        text = self.choices[index].stream.finish()
-        delta: dict[str, Any] = {"delta": {"content": text} if text else {}} if self.chat else {"text": text}
-        reason = self._reason(self.choices[index].job)
-        return self._event({"index": index, **delta, "logprobs": None, "finish_reason": reason})
+        choice = self.choices[index]
+        text = choice.stream.finish()
+        delta: dict[str, Any] = {"delta": choice.delta(text, ended=True)} if self.chat else {"text": text}
+        return self._event({"index": index, **delta, "logprobs": None, "finish_reason": choice.reason})
 
     def usage_event(self) -> dict[str, Any]:
         return self._common | {"object": self._event_kind, "choices": [], "usage": self.usage()}
@@ -95,21 +124,13 @@ class Answer:
     def _event(self, choice: dict[str, Any]) -> dict[str, Any]:
         return self._common | {"object": self._event_kind, "choices": [choice]}
 
-    def _end(self, index: int, tokens: Tokens, job: Job, with_prompt: bool) -> dict[str, Any]:
-        logprobs = self._describe(index, tokens, with_prompt)
-        return {"index": index, "logprobs": logprobs, "finish_reason": self._reason(job)}
-
-    @staticmethod
-    def _reason(job: Job) -> str:
-        return "stop" if job.stopped else "length"
-
     def _describe(self, index: int, tokens: Tokens, with_prompt: bool) -> dict[str, Any] | None:
         """Returns the log-probabilities of tokens, for echo after those of the prompt."""
         if not self.fields.logprobs:
             return None
         if self.chat:
             return {"content": [self._describe_token(*parts) for parts in zip(*tokens, strict=True)], "refusal": None}
-        job, described = self.choices[index].job, self._described[index]
+        job, offsets = self.choices[index].job, self._offsets[index]
         ids, logprobs, tops = tokens
         values: list[float | None] = list(logprobs)
         listed: list[Top | None] = list(tops)
@@ -119,19 +140,15 @@ class Answer:
             ids = [*job.prompt, *ids]
             values = [None, *(score for score, _ in job.prompt_scores), *values]
             listed = [None, *(top for _, top in job.prompt_scores), *listed]
-        strings, offsets = [self.spell(token) for token in ids], []
-        for token in ids:
-            offsets.append(start + described.characters)
-            described.push([token])
         top_logprobs = [
             None if top is None or value is None else self._list_top(top, token, value)
             for top, token, value in zip(listed, ids, values, strict=True)
         ]
         return {
-            "tokens": strings,
+            "tokens": [self.spell(token) for token in ids],
             "token_logprobs": values,
             "top_logprobs": top_logprobs if self.fields.top else None,
-            "text_offset": offsets,
+            "text_offset": [start + offsets.push(token) for token in ids],
         }
 
     def _list_top(self, top: Top, token: int, logprob: float) -> dict[str, float]:

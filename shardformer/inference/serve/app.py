@@ -1,10 +1,12 @@
-"""The endpoints: OpenAI's completions and chats, models, health, metrics, and a page to try the model."""
+"""The endpoints: OpenAI's completions, chats and embeddings, models, health, metrics, and a page to try the model."""
 
 import asyncio
+import functools
 import hmac
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -13,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from shardformer.inference.serve.answers import Answer
 from shardformer.inference.serve.json_responses import JsonResponse, answer_error, encode_json
 from shardformer.inference.serve.request_fields import ApiError
 from shardformer.inference.serve.screen import Screen
@@ -25,6 +28,7 @@ PAGE_POLICY = (
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
 CLIENT_GONE = 499  # counted in the metrics
+Started = TypeVar("Started")
 Handler = Callable[[Service, Request], Awaitable[Response]]
 
 
@@ -33,6 +37,7 @@ def make_app(service: Service) -> Starlette:
     routes = [
         Route("/v1/completions", _guard(service, _complete), methods=["POST"]),
         Route("/v1/chat/completions", _guard(service, _chat), methods=["POST"]),
+        Route("/v1/embeddings", _guard(service, _embed), methods=["POST"]),
         Route("/v1/models", _guard(service, _list_models)),
         Route("/v1/models/{name:path}", _guard(service, _show_model)),
         Route("/metrics", _guard(service, _show_metrics)),
@@ -89,12 +94,12 @@ def _check_key(service: Service, request: Request) -> None:
         )
 
 
-async def _start(service: Service, request: Request, chat: bool) -> Exchange:
+async def _start(service: Service, request: Request, start: Callable[[bytes], Awaitable[Started]]) -> Started:
     # A page of another site can send any other type without asking first, a browser would let it use this server.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(400, "the content type is not application/json; send the header Content-Type: application/json")
     async with service.bodies.receive(request) as content:
-        return await service.start(content, chat)
+        return await start(content)
 
 
 async def _complete(service: Service, request: Request) -> Response:
@@ -106,9 +111,17 @@ async def _chat(service: Service, request: Request) -> Response:
 
 
 async def _answer(service: Service, request: Request, chat: bool) -> Response:
-    exchange = await _start(service, request, chat)
+    exchange = await _start(service, request, functools.partial(service.start, chat=chat))
     if exchange.answer.fields.stream:
         return EventResponse(service, exchange)
+    return await _wait_for_answer(request, exchange)
+
+
+async def _embed(service: Service, request: Request) -> Response:
+    return await _wait_for_answer(request, await _start(service, request, service.start_embeddings))
+
+
+async def _wait_for_answer(request: Request, exchange: Exchange) -> Response:
     answering = asyncio.ensure_future(_collect(exchange))
     leaving = asyncio.ensure_future(_wait_until_gone(request))
     try:
@@ -137,7 +150,7 @@ async def _wait_until_gone(request: Request) -> None:
 class EventResponse(StreamingResponse):
     """Server-sent events. A client that is gone, or that reads too slowly, ends its jobs."""
 
-    def __init__(self, service: Service, exchange: Exchange):
+    def __init__(self, service: Service, exchange: Exchange[Answer]):
         self._seconds, self._exchange = service.limits.seconds, exchange
         super().__init__(_write_events(exchange), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
@@ -151,7 +164,7 @@ class EventResponse(StreamingResponse):
             self._exchange.cancel()
 
 
-async def _write_events(exchange: Exchange) -> AsyncIterator[bytes]:
+async def _write_events(exchange: Exchange[Answer]) -> AsyncIterator[bytes]:
     answer = exchange.answer
     try:
         for first in answer.first_events():

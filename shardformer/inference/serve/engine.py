@@ -68,7 +68,7 @@ class Engine:
     def submit(self, job: Job) -> None:
         """Queues a job; raises UsageError for ids that the model does not know."""
         check_prompts([job.prompt], self.vocab_size)
-        if job.scores_prompt and len(job.prompt) > self.config.seq:
+        if (job.scores_prompt or job.pooling) and len(job.prompt) > self.config.seq:
             raise UsageError(
                 f"a prompt of {len(job.prompt)} tokens is longer than the context, {self.config.seq}; shorten it"
             )

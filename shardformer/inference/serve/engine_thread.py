@@ -34,7 +34,7 @@ class EngineThread(threading.Thread):
     def submit(self, jobs: Sequence[Job], ended: Callable[[Job], None]) -> None:
         """Queues jobs; raises Full if more than the bound would wait."""
         with self._lock:
-            if self._accepted + len(jobs) > self._bound + self.engine.programs.rows:
+            if self._accepted + len(jobs) > self.capacity:
                 self.metrics.rejected += 1
                 raise Full
             self._accepted += len(jobs)
@@ -68,6 +68,11 @@ class EngineThread(threading.Thread):
     def stop(self) -> None:
         self._stopped = True
         self._inbox.put(None)
+
+    @property
+    def capacity(self) -> int:
+        """Returns the most jobs that run and wait at once."""
+        return self._bound + self.engine.programs.rows
 
     @property
     def accepted(self) -> int:

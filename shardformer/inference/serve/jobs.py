@@ -46,8 +46,10 @@ class Job(Row):
     bias: Bias | None = None
     top: int = 0  # most likely tokens to report at each position
     scores_prompt: bool = False  # also report the log-probability of each token of the prompt
-    draws: bool = True  # False: only the prompt is scored
+    draws: bool = True  # False: only the prompt is scored or embedded
+    pooling: str = ""  # last or mean: of the vectors of the prompt's tokens
     watch: Callable[["Job", Tokens], None] | None = None
+    pooled: np.ndarray | float = 0.0  # the last vector so far or the sum, [d_model] in float64
     prompt_scores: list[tuple[float, Top]] = dataclasses.field(default_factory=list)  # from its second token on
     arrival: int = 0
     since: int = 0  # the engine's clock when the context was chosen
@@ -63,6 +65,7 @@ class Job(Row):
     @property
     def done(self) -> bool:
         scored = not self.scores_prompt or len(self.prompt_scores) == len(self.prompt) - 1
+        scored &= not self.pooling or self.stored == len(self.prompt)
         return self.cancelled or bool(self.failure) or (scored and (not self.draws or self.ended(self.sampling)))
 
     @property

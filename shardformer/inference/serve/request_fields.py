@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 from shardformer.config.sampling_keys import MOST_TOKENS, Sampling
@@ -12,18 +13,25 @@ from shardformer.inference.serve.slot_programs import MOST_TOP
 MOST_CHOICES = 128  # continuations of one request
 MOST_STOPS = 16
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens
-IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls")  # they change no token
+# They change no token; a prediction changes only OpenAI's speed, and audio only answers that are no text.
+IGNORED = (
+    "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "safety_identifier",
+)  # fmt: skip
+IGNORED_IN_CHAT = ("prediction", "audio")
 # Fields of OpenAI that the engine does not compute, and the values with which they change nothing.
-NEUTRAL: dict[str, tuple] = {
-    "suffix": (None, ""),
-    "tool_choice": (None, "auto", "none"),
-}
+NEUTRAL: dict[str, tuple] = {"suffix": ("",), "modalities": (["text"],), "verbosity": ("medium",)}
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos", "seed")
 BIASES = ("logit_bias", "presence_penalty", "frequency_penalty", "response_format")
 ANSWERED = ("model", "n", "stream", "stream_options", "stop", "max_tokens", "best_of")
-COMMON = (*ANSWERED, *SAMPLING, *BIASES, *NEUTRAL, *IGNORED)
-OF_COMPLETIONS = (*COMMON, "prompt", "logprobs", "echo")
-OF_CHAT = (*COMMON, "messages", "tools", "logprobs", "top_logprobs", "max_completion_tokens", "chat_template_kwargs")
+COMMON = (*ANSWERED, *SAMPLING, *BIASES, *IGNORED)
+OF_COMPLETIONS = (*COMMON, "prompt", "logprobs", "echo", "suffix")
+RENAMED = {"functions": "tools", "function_call": "tool_choice"}  # OpenAI's first names
+TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
+OF_CHAT = (
+    *COMMON, *TOOLS, *IGNORED_IN_CHAT, "messages", "logprobs", "top_logprobs", "max_completion_tokens", "modalities",
+    "verbosity", "reasoning_effort", "chat_template_kwargs",
+)  # fmt: skip
 
 
 class ApiError(Exception):
@@ -47,7 +55,7 @@ class Fields:
     body: dict[str, Any]
     model: str | None
     sampling: Sampling  # its tokens and samples are `max_tokens` and `n`
-    max_tokens: int | None  # None: as many as fit; 0: only the prompt is scored
+    max_tokens: int | None  # None: as many as fit; 0: none, as to score only the prompt
     stops: list[str]
     stream: bool
     with_usage: bool  # a last event of a stream
@@ -73,17 +81,18 @@ def read_fields(body: dict[str, Any], chat: bool) -> Fields:
     known = OF_CHAT if chat else OF_COMPLETIONS
     for name, value in body.items():
         if name not in known:
-            raise ApiError(400, f"{name!r:.60} is not a field of this endpoint; leave it out", str(name)[:60])
+            fix = f"give {RENAMED[name]}" if name in RENAMED and chat else "leave it out"
+            raise ApiError(400, f"{name!r:.60} is not a field of this endpoint; {fix}", str(name)[:60])
         if name in NEUTRAL and value not in NEUTRAL[name]:
             raise ApiError(400, f"{name}={value!r:.60} is not computed here; leave it out", name)
     echo = take(body, "echo", bool, False)
     logprobs, top = _read_logprobs(body, chat)
     count = take(body, "n", int, 1, least=1, most=MOST_CHOICES)
-    if take(body, "best_of", int, count) != count:
+    if take(body, "best_of", int, count) not in (0, count):  # 0, OpenAI's least, is no choice among more
         raise ApiError(400, f"best_of={body['best_of']} differs from n={count}, which is not computed; leave it out")
     tokens = take(body, "max_completion_tokens", int, None, least=1, most=MOST_TOKENS)
     default = tokens if chat else COMPLETION_TOKENS
-    tokens = take(body, "max_tokens", int, default, least=0 if echo else 1, most=MOST_TOKENS)
+    tokens = take(body, "max_tokens", int, default, least=1 if chat else 0, most=MOST_TOKENS)
     options = take(body, "stream_options", dict, {})
     return Fields(
         body,
@@ -135,6 +144,8 @@ def _read_sampling(body: dict, tokens: int, samples: int) -> Sampling:
     kinds = {"top_k": int, "seed": int, "ignore_eos": bool}
     rules = {name: take(body, name, kinds.get(name, float), None) for name in SAMPLING}
     rules = {"temperature": 1.0, "seed": secrets.randbelow(2**31)} | {k: v for k, v in rules.items() if v is not None}
+    if -(2**63) <= rules["seed"] < 2**63:
+        rules["seed"] %= 2**31  # OpenAI's seeds have 64 bits and a sign; the answer has the one that draws
     for name in rules:
         try:
             Sampling(**{name: rules[name]})
@@ -160,9 +171,9 @@ def _read_stops(body: dict) -> list[str]:
     return [stop for stop in stops if stop]
 
 
-def read_prompts(body: dict) -> list[str] | list[list[int]]:
+def read_prompts(body: dict, name: str = "prompt") -> Sequence[str | list[int]]:
     """Returns the prompts of a completion: a text, a list of ids, or a list of either."""
-    prompt = body.get("prompt", "")
+    prompt = body.get(name, "")
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
@@ -172,4 +183,4 @@ def read_prompts(body: dict) -> list[str] | list[list[int]]:
             return [prompt]
         if all(isinstance(part, list) and part and all(type(i) is int for i in part) for part in prompt):
             return prompt
-    raise ApiError(400, f"prompt is {prompt!r:.60}; expected text, token ids, or a list of either", "prompt")
+    raise ApiError(400, f"{name} is {prompt!r:.60}; expected text, token ids, or a list of either", name)

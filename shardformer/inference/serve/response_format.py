@@ -50,11 +50,6 @@ class Form:
         self._count = len(ids)
 
 
-def wants_form(body: dict[str, Any]) -> bool:
-    """Returns whether a request asks for a form of its text."""
-    return take(body, FIELD, dict, {}).get("type", "text") != "text"
-
-
 class Forms:
     """The automata of a vocabulary, by a hash of their schemas."""
 
@@ -80,27 +75,30 @@ class Forms:
         if kind == "text":
             return None
         if kind == "json_object":
-            return self.find("json_object", lambda: JSON_OBJECT)
+            return self.find(kind, lambda: JSON_OBJECT)
         if kind != "json_schema":
             raise ApiError(400, f"{FIELD} has the type {kind!r:.60}; expected text, json_object or json_schema", FIELD)
         described = wanted.get("json_schema")
         if not isinstance(described, dict) or not isinstance(described.get("schema"), dict):
             raise ApiError(400, f"{FIELD} has no schema; give it as json_schema: {{name, schema}}", FIELD)
         schema = described["schema"]
-        try:
-            name = hashlib.sha256(json.dumps(schema).encode()).hexdigest()
-            return self.find(name, lambda: make_rules(schema, FIELD))
-        except UsageError as error:
-            raise ApiError(400, str(error), FIELD) from None
-        except RecursionError:
-            raise ApiError(400, f"{FIELD} is nested too deeply; make it simpler", FIELD) from None
+        return self.find(schema, lambda: make_rules(schema, FIELD))
 
-    def find(self, name: str, make: Callable[[], Rules]) -> TokenAutomaton:
-        """Returns the automaton of the rules that `make` returns, which an earlier request may have made."""
-        with self._lock:
-            found = self._automata.get(name)
-        if found is None or found.is_large:
-            found = self._make(make())  # takes time, in which other requests need not wait
+    def find(self, form: Any, make: Callable[[], Rules], field: str = FIELD) -> TokenAutomaton:
+        """Returns the automaton of the rules that `make` returns, which an earlier request of the form may have made.
+
+        form: a value of JSON that differs for other rules. field: of the request, for errors.
+        """
+        try:
+            name = hashlib.sha256(json.dumps([field, form]).encode()).hexdigest()
+            with self._lock:
+                found = self._automata.get(name)
+            if found is None or found.is_large:
+                found = self._make(make(), field)  # takes time, in which other requests need not wait
+        except UsageError as error:
+            raise ApiError(400, str(error), field) from None
+        except RecursionError:
+            raise ApiError(400, f"{field} is nested too deeply; make it simpler", field) from None
         with self._lock:
             self._automata.pop(name, None)
             self._automata[name] = found
@@ -108,18 +106,18 @@ class Forms:
                 del self._automata[next(iter(self._automata))]
         return found
 
-    def _make(self, rules: Rules) -> TokenAutomaton:
+    def _make(self, rules: Rules, field: str) -> TokenAutomaton:
         automaton = Automaton(rules)
         if automaton.shortest is None:
-            raise ApiError(400, f"{FIELD}: no text is of this form; correct the schema", FIELD)
+            raise ApiError(400, f"{field}: no text is of this form; correct the schema", field)
         if automaton.shortest > LONGEST_TEXT:
             raise ApiError(
-                400, f"{FIELD}: a text of this form has more than {LONGEST_TEXT:,} bytes; make minItems or minLength "
-                "smaller", FIELD,
+                400, f"{field}: a text of this form has more than {LONGEST_TEXT:,} bytes; make minItems or minLength "
+                "smaller", field,
             )  # fmt: skip
         if missing := [c for c in automaton.list_choices() if not any(map(self._tokens.can_write, c))]:
             raise ApiError(
-                400, f"{FIELD}: tokenizer={self._vocabulary.name} has no token for {min(missing[0])!r}; ask for text",
-                FIELD,
+                400, f"{field}: tokenizer={self._vocabulary.name} has no token for {min(missing[0])!r}; ask for text",
+                field,
             )  # fmt: skip
         return TokenAutomaton(automaton, self._tokens)

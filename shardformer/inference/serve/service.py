@@ -5,7 +5,8 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Generic, TypeVar
 
 from shardformer.data.chat.conversations import Conversation, make_conversation
 from shardformer.data.chat.template_process import TemplateProcess
@@ -14,6 +15,7 @@ from shardformer.inference.chat_codec import ChatCodec
 from shardformer.inference.sampling import Stops
 from shardformer.inference.serve.answers import Answer, Choice
 from shardformer.inference.serve.bodies import Bodies, Limits
+from shardformer.inference.serve.embeddings import MOST_INPUTS, EmbeddingAnswer, EmbeddingFields, read_embedding_fields
 from shardformer.inference.serve.engine_thread import EngineThread, Full
 from shardformer.inference.serve.jobs import Job, Tokens, Weights
 from shardformer.inference.serve.request_fields import (
@@ -25,14 +27,17 @@ from shardformer.inference.serve.request_fields import (
     read_prompts,
     take,
 )
-from shardformer.inference.serve.response_format import Forms, wants_form
+from shardformer.inference.serve.response_format import Forms
 from shardformer.inference.serve.text_stream import TextStream
 from shardformer.inference.serve.token_bias import DrawRules, read_bias
+from shardformer.inference.serve.tool_choice import Tools, read_tools
 from shardformer.inference.text_codec import TextCodec
 
 SHORT_BODY = 100_000  # bytes: such bodies never wait for a longer one to be encoded
 SHORT_ENCODERS = 2  # threads that encode short bodies, each with at most one process of a chat template
 LONGEST_TOKEN = 256  # characters: a text with more for each token of the context is rejected before it is encoded
+Result = TypeVar("Result")
+AnswerType = TypeVar("AnswerType", bound=Answer | EmbeddingAnswer)
 
 
 @dataclasses.dataclass
@@ -89,12 +94,12 @@ class Service:
         known = ", ".join(self.models)
         raise ApiError(404, f"model {name!r:.80} is not served; there is {known}", "model", "model_not_found")
 
-    async def start(self, content: bytes, chat: bool) -> "Exchange":
+    async def start(self, content: bytes, chat: bool) -> "Exchange[Answer]":
         """Checks the body of a request and queues its jobs."""
-        async with self._short if len(content) <= SHORT_BODY else self._long:
-            fields, model, prompts, rules = await asyncio.to_thread(self._read, content, chat)
-        jobs = self._make_jobs(fields, [ids for _, ids in prompts], model.weights)
-        choices = [self._make_choice(fields, job, prompts[job.number // fields.sampling.samples][0], chat)
+        fields, model, prompts, rules, tools = await self._read_apart(self._read, content, chat)
+        codec = self._make_codec(fields, rules, tools) if chat else None
+        jobs = self._make_jobs(fields, [ids for _, ids in prompts], model.weights, codec)
+        choices = [self._make_choice(fields, job, prompts[job.number // fields.sampling.samples][0], codec, tools)
                    for job in jobs]  # fmt: skip
         for job in jobs:
             rules.apply(job, self._choose_ends(fields))
@@ -104,18 +109,63 @@ class Service:
         self.metrics.prompt_tokens += sum(len(ids) for _, ids in prompts)
         return exchange
 
-    def _read(self, content: bytes, chat: bool) -> tuple[Fields, Served, list[tuple[str, list[int]]], DrawRules]:
-        """Returns the fields of a body, its model, the text and the ids of each prompt, and the rules of its draws."""
+    async def start_embeddings(self, content: bytes) -> "Exchange[EmbeddingAnswer]":
+        """Checks the body of a request for vectors and queues its jobs."""
+        fields, prompts = await self._read_apart(self._read_embeddings, content)
+        model = self.find_model(fields.model)
+        jobs = [Job(n, ids, 0, weights=model.weights, draws=False, pooling=fields.pooling)
+                for n, ids in enumerate(prompts)]  # fmt: skip
+        exchange = Exchange(self, EmbeddingAnswer(fields, model.name, jobs), jobs)
+        exchange.submit()
+        self.metrics.prompt_tokens += sum(map(len, prompts))
+        return exchange
+
+    async def _read_apart(self, read: Callable[..., Result], content: bytes, *arguments) -> Result:
+        """Returns what a function reads from a body in a thread; short bodies do not wait for long ones."""
+        async with self._short if len(content) <= SHORT_BODY else self._long:
+            try:
+                return await asyncio.to_thread(read, content, *arguments)
+            except RecursionError:
+                raise ApiError(400, "the body is nested too deeply; make it simpler") from None
+
+    def _read_embeddings(self, content: bytes) -> tuple[EmbeddingFields, list[list[int]]]:
+        """Returns the fields of a body, and the ids of each text; the first one that does not fit ends the encoding."""
+        body = {name: value for name, value in parse_body(content).items() if value is not None}
+        fields = read_embedding_fields(body, self.thread.engine.config.d_model)
+        self.find_model(fields.model)
+        inputs, most = read_prompts(body, "input"), min(MOST_INPUTS, self.thread.capacity)
+        result: list[list[int]] = []
+        if len(inputs) > most:
+            raise ApiError(400, f"input has {len(inputs):,} entries; expected at most {most:,}", "input")
+        for n, text in enumerate(inputs):
+            try:
+                ids = self._encode_text(text, "input") if isinstance(text, str) else self._check_ids(text, "input")
+            except UsageError as error:
+                raise ApiError(400, str(error), "input") from None
+            if len(ids) > self.seq:
+                raise ApiError(400, f"input {n} has {len(ids):,} tokens, more than the model's context, {self.seq}; "
+                               "shorten it", "input", "context_length_exceeded")  # fmt: skip
+            result.append(ids)
+        return fields, result
+
+    def _read(
+        self, content: bytes, chat: bool
+    ) -> tuple[Fields, Served, list[tuple[str, list[int]]], DrawRules, Tools | None]:
+        """Returns the fields of a body, its model, the text and ids of each prompt, the rules of draws, and tools."""
         fields = read_fields(parse_body(content), chat)
         model = self.find_model(fields.model)
         if chat and self.chat is None:
             raise ApiError(400, f"{model.name} has no chat template; use /v1/completions")
+        tools = read_tools(fields.body, self.chat.format) if self.chat and chat else None
         try:
-            prompts = self._encode_chat(fields) if chat else self._encode_prompts(fields)
+            prompts = self._encode_chat(fields, tools) if chat else self._encode_prompts(fields)
         except UsageError as error:
             raise ApiError(400, str(error), "messages" if chat else "prompt") from None
         bias = read_bias(fields.body, self.thread.engine.vocab_size, self.codec.encode_bare)
-        return fields, model, prompts, DrawRules(bias, self._forms.read(fields.body))
+        form = None if tools else self._forms.read(fields.body)
+        if tools and tools.is_forced:
+            form = self._forms.find(tools.identity, tools.make_rules, "tools")
+        return fields, model, prompts, DrawRules(bias, form), tools
 
     def _encode_prompts(self, fields: Fields) -> list[tuple[str, list[int]]]:
         """Returns the text and the ids of each prompt; the first one that does not fit ends the encoding."""
@@ -130,9 +180,9 @@ class Service:
             result.append((text, ids))
         return result
 
-    def _encode_text(self, prompt: str) -> list[int]:
-        self._check_characters(len(prompt), "prompt")
-        return (self.codec.encode(prompt, "the prompt") if prompt else []) or [self.codec.prefix]
+    def _encode_text(self, prompt: str, name: str = "prompt") -> list[int]:
+        self._check_characters(len(prompt), name)
+        return (self.codec.encode(prompt, f"the {name}") if prompt else []) or [self.codec.prefix]
 
     def _check_characters(self, count: int, name: str) -> None:
         """Rejects a text that cannot fit; to encode megabytes would let other requests wait."""
@@ -140,19 +190,21 @@ class Service:
             raise ApiError(400, f"{name} has {count:,} characters, too many for a context of {self.seq} tokens; "
                            "shorten it", name, "context_length_exceeded")  # fmt: skip
 
-    def _check_ids(self, ids: list[int]) -> list[int]:
+    def _check_ids(self, ids: list[int], name: str = "prompt") -> list[int]:
         known = self.thread.engine.vocab_size
         if not 0 <= min(ids) <= max(ids) < known:
-            raise ApiError(400, f"prompt has token ids outside 0..{known - 1}, which the model does not know", "prompt")
+            raise ApiError(400, f"{name} has token ids outside 0..{known - 1}, which the model does not know", name)
         return ids
 
-    def _encode_chat(self, fields: Fields) -> list[tuple[str, list[int]]]:
+    def _encode_chat(self, fields: Fields, tools: Tools | None) -> list[tuple[str, list[int]]]:
         messages = take(fields.body, "messages", list, None)
         if not messages:
             raise ApiError(400, "messages is missing; give a list of messages with role and content", "messages")
-        record = {"messages": messages, "tools": take(fields.body, "tools", list, None)}
+        record = {"messages": messages, "tools": tools and tools.listed}
         self._check_characters(len(json.dumps(record)), "messages")
-        options = take(fields.body, "chat_template_kwargs", dict, None)
+        options = take(fields.body, "chat_template_kwargs", dict, {})
+        if effort := take(fields.body, "reasoning_effort", str, ""):  # some templates write it into the prompt
+            options = {"reasoning_effort": effort, **options}
         conversation: Conversation = make_conversation(record | {"chat_template_kwargs": options}, "messages")
         assert self.chat
         process = self._processes.pop() if self._processes else self.chat.start_process()
@@ -160,14 +212,14 @@ class Service:
             process.close()
             process = self.chat.start_process()
         try:
-            return [("", self.chat.encode(process, conversation))]
+            return [("", self.chat.encode(process, conversation, tools.opening if tools else ""))]
         finally:
             self._processes.append(process)
 
     def _count_tokens(self, fields: Fields, length: int) -> int:
         """Returns how many tokens a prompt of this length may draw; raises ApiError if they do not fit."""
         tokens = max(self.seq - length, 0) if fields.max_tokens is None else fields.max_tokens
-        if length + tokens > self.seq or (tokens == 0 and not fields.echo):
+        if length + tokens > self.seq or (tokens == 0 and fields.max_tokens is None):
             raise ApiError(
                 400, f"the prompt has {length} tokens and max_tokens is {tokens}, together more than the model's "
                 f"context, {self.seq}; shorten the prompt or max_tokens",
@@ -175,10 +227,16 @@ class Service:
             )  # fmt: skip
         return tokens
 
-    def _make_jobs(self, fields: Fields, prompts: list[list[int]], weights: Weights) -> list[Job]:
+    def _make_jobs(
+        self, fields: Fields, prompts: list[list[int]], weights: Weights, codec: ChatCodec | None
+    ) -> list[Job]:
         tokens = self._count_tokens(fields, max(map(len, prompts)))
         sampling = dataclasses.replace(fields.sampling, tokens=max(tokens, 1))
-        stops = self._make_stops(fields)
+        stops = (
+            codec.make_stops(fields.sampling.ignore_eos)
+            if codec
+            else Stops(self.codec.vocabulary, fields.stops, self._choose_ends(fields))
+        )
         scored = fields.echo and fields.logprobs
         return [
             Job(
@@ -189,15 +247,11 @@ class Service:
             for sample in range(sampling.samples)
         ]  # fmt: skip
 
-    def _make_stops(self, fields: Fields) -> Stops:
-        if "messages" in fields.body and self.chat:
-            return self._make_codec(self.chat, fields).make_stops(fields.sampling.ignore_eos)
-        return Stops(self.codec.vocabulary, fields.stops, self._choose_ends(fields))
-
-    @staticmethod
-    def _make_codec(chat: ChatCodec, fields: Fields) -> ChatCodec:
+    def _make_codec(self, fields: Fields, rules: DrawRules, tools: Tools | None) -> ChatCodec:
         """Returns the codec of a reply; the string that ends a turn, such as a line feed, may be a part of JSON."""
-        return chat.with_stops(fields.stops, only=wants_form(fields.body))
+        assert self.chat
+        codec = self.chat.with_stops(fields.stops, only=rules.form is not None)
+        return codec.with_retained(tools.format.special) if tools else codec
 
     def _choose_ends(self, fields: Fields) -> frozenset[int]:
         """Returns the tokens that end a text."""
@@ -205,25 +259,24 @@ class Service:
             return frozenset()
         return self.chat.ends if "messages" in fields.body and self.chat else self.codec.ends
 
-    def _make_choice(self, fields: Fields, job: Job, prompt: str, chat: bool) -> Choice:
+    def _make_choice(
+        self, fields: Fields, job: Job, prompt: str, codec: ChatCodec | None, tools: Tools | None
+    ) -> Choice:
         """Returns a choice whose text is that of `generate`."""
-        vocabulary = self.codec.vocabulary
-        if chat:
-            assert self.chat
-            codec = self._make_codec(self.chat, fields)
-            decode = vocabulary.decode_without_special_tokens
-            stream = TextStream(decode, codec.read_reply, codec.strings, frozenset(codec.ends))
-            return Choice(job, stream, codec.read_reply)
+        if codec:
+            stream = TextStream(codec.decode, codec.read_reply, codec.strings, frozenset(codec.ends))
+            return Choice(job, stream, codec.read_reply, calls=tools and tools.make_stream())
         assert isinstance(job.stops, Stops)
-        stream = TextStream(vocabulary.decode, job.stops.cut, fields.stops, self._choose_ends(fields))
-        return Choice(job, stream, job.stops.cut, prompt)
+        decode, cut = self.codec.vocabulary.decode, job.stops.cut
+        return Choice(job, TextStream(decode, cut, fields.stops, self._choose_ends(fields)), cut, prompt)
 
 
-class Exchange:
+class Exchange(Generic[AnswerType]):
     """The jobs of one request while they run. Leaving `events` early cancels them."""
 
-    def __init__(self, service: Service, answer: Answer, jobs: list[Job]):
-        self.answer, self._service, self._jobs = answer, service, jobs
+    def __init__(self, service: Service, answer: AnswerType, jobs: list[Job]):
+        self.answer = answer
+        self._service, self._jobs = service, jobs
         self._events: asyncio.Queue[tuple[int, Tokens | None] | ApiError] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._index = {id(job): index for index, job in enumerate(jobs)}

@@ -56,12 +56,16 @@ class SlotPool:
     def read(self, reading: list[Job]) -> int:
         """Reads a chunk of the first job, and of jobs on other shards of dp that need the same program."""
         first = reading[0]
-        if self._prefixes and not first.scoring:
+        if self._prefixes and not (first.scoring or first.pooling):
             self._restore(first, self._prefixes)
-        size, mode = self._next_chunk(first), (first.scoring, first.weights)
+        size, mode = self._next_chunk(first), (first.scoring, not first.pooling, first.weights)
         chosen: dict[int, Job] = {}
         for job in reading:
-            if job.slot is not None and self._next_chunk(job) == size and (job.scoring, job.weights) == mode:
+            if (
+                job.slot is not None
+                and self._next_chunk(job) == size
+                and (job.scoring, not job.pooling, job.weights) == mode
+            ):
                 chosen.setdefault(job.slot // self._per_shard, job)
         tokens = np.zeros((self._shards, size), np.int32)
         values = np.zeros((4, self._shards), np.int32)  # row, position, count and length
@@ -71,7 +75,8 @@ class SlotPool:
             values[:, shard] = (job.slot or 0) % self._per_shard, job.stored, len(new), len(job.seen)
         assert first.weights is not None
         chunk = Chunk(tokens, *values)
-        (self._score if first.scoring else self._extend)(first.weights, chunk, chosen)
+        read = self._embed if first.pooling else self._score if first.scoring else self._extend
+        read(first.weights, chunk, chosen)
         return size
 
     def _next_chunk(self, job: Job) -> int:
@@ -101,6 +106,15 @@ class SlotPool:
         position = int(chunk.position[0])
         if position in job.chunks and job.chunks[position] not in prefixes:
             prefixes.add(job, position, self.programs.take(self._state, chunk))
+
+    def _embed(self, weights: Weights, chunk: Chunk, chosen: dict[int, Job]) -> None:
+        """Reads a chunk and pools the vectors of its tokens."""
+        self._state, hidden = (weights.programs or self.programs).embed(weights.unstacked, self._state, chunk)
+        for shard, job in chosen.items():
+            count = int(chunk.count[shard])
+            vectors = hidden[shard, :count].astype(np.float64)
+            job.pooled = vectors[-1] if job.pooling == "last" else job.pooled + vectors.sum(axis=0)
+            job.stored += count
 
     def _score(self, weights: Weights, chunk: Chunk, chosen: dict[int, Job]) -> None:
         """Scores a chunk's tokens. The context is then read by the program of all jobs, so that it has their bits."""

@@ -76,6 +76,7 @@ class SlotPrograms:
         self._empty = programs.jit(self._make_empty, static_argnames="size", out_shardings=layout)
         self._read = programs.jit(self.decoder.extend, out_shardings=layout[:2])
         self._score = programs.jit(self._score_chunk, out_shardings=(layout[:2], *[everywhere] * 3))
+        self._embed = programs.jit(self.decoder.extend_with_hidden, out_shardings=(everywhere, layout[:2]))
         self._put = programs.jit(self._put_rows, donate_argnums=0, out_shardings=layout)
         self._take = programs.jit(self.decoder.take_slots, static_argnames="count", out_shardings=cache)
         self._restore = programs.jit(self.decoder.put_slots, donate_argnames="caches", out_shardings=cache)
@@ -117,11 +118,19 @@ class SlotPrograms:
         """Reads a chunk; returns the state, the log-probabilities of its targets [dp, C] and the most likely tokens."""
         placed = Chunk(*map(self._to_rows, chunk))
         new, *results = self._score(unstacked, placed, self._to_rows(targets), *state[:2])
-        nothing = np.zeros((len(chunk.row), state.seen_BV.shape[1]), bool)
-        outside = np.full(len(chunk.row), self.rows, np.int32)
-        return self._put(state, placed.row, new, *map(self._to_rows, (nothing, outside))), tuple(
-            map(np.asarray, results)
-        )
+        return self._put_caches(state, placed, new), tuple(map(np.asarray, results))
+
+    def embed(self, unstacked, state: State, chunk: Chunk) -> tuple[State, np.ndarray]:
+        """Reads a chunk; returns the state, and the vectors [dp, C, d_model] of its tokens after the last norm."""
+        placed = Chunk(*map(self._to_rows, chunk))
+        hidden_DCD, new = self._embed(unstacked, placed, *state[:2])
+        return self._put_caches(state, placed, new), np.asarray(hidden_DCD)
+
+    def _put_caches(self, state: State, placed: Chunk, new) -> State:
+        """Returns the state with new rows, whose tokens are not counted as seen."""
+        nothing = np.zeros((len(placed.row), state.seen_BV.shape[1]), bool)
+        outside = np.full(len(placed.row), self.rows, np.int32)
+        return self._put(state, placed.row, new, *map(self._to_rows, (nothing, outside)))
 
     def take(self, state: State, chunk: Chunk) -> list[Cache]:
         """Returns the keys and values of a chunk that was read."""
@@ -201,7 +210,7 @@ class SlotPrograms:
         def decode_one(i, token_B, logits_BV, caches):
             position = position_B + jnp.where(active_B, i - fresh, 0)
             caches = jax.tree.map(jnp.reshape, caches, cache_shapes)
-            next_BV, caches = self.decoder.decode_apart(unstacked, token_B, position, caches)
+            next_BV, caches = self.decoder.decode(unstacked, token_B, position, caches)
             return jnp.where(active_B[:, None], next_BV, logits_BV), drop_single_axes(caches)
 
         def draw_one(carry):

@@ -18,11 +18,6 @@ class TextStream:
         self._read = 0  # ids whose text is in `_text`
         self._text, self._sent = "", 0
 
-    @property
-    def characters(self) -> int:
-        """The number of complete characters so far, those that are not sent yet included."""
-        return len(self._text)
-
     def push(self, ids: Sequence[int]) -> str:
         """Returns the text that new ids make certain."""
         self._ids += ids
@@ -33,7 +28,7 @@ class TextStream:
         if not text.endswith(INCOMPLETE) and text.startswith(before):
             self._text += text[len(before) :]
             self._read = len(self._ids)
-        visible = self._text[: self._find_end()]
+        visible = self._text[: measure_before(self._text, self._stops)]
         new = visible[self._sent :]
         self._sent = max(self._sent, len(visible))
         return new
@@ -42,10 +37,11 @@ class TextStream:
         """Returns the rest of the text."""
         return self._cut(self._ids)[self._sent :]
 
-    def _find_end(self) -> int:
-        """Returns the length of the text before a stop string, or before what may be the first part of one."""
-        text = self._text
-        for length in range(min(max(map(len, self._stops), default=0), len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stops):
-                return min([len(text) - length, *(text.find(stop) for stop in self._stops if stop in text)])
-        return min([len(text), *(text.find(stop) for stop in self._stops if stop in text)])
+
+def measure_before(text: str, strings: Sequence[str]) -> int:
+    """Returns the length of the text before the first of `strings`, or before what may be the first part of one."""
+    found = [text.find(string) for string in strings if string in text]
+    for length in range(min(max(map(len, strings), default=0), len(text)), 0, -1):
+        if any(string.startswith(text[-length:]) for string in strings):
+            return min([len(text) - length, *found])
+    return min([len(text), *found])

@@ -1,6 +1,7 @@
 """The server's answers are those of `generate`, and a bad client harms no other."""
 
 import concurrent.futures
+import dataclasses
 import json
 import socket
 import threading
@@ -11,9 +12,11 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
+from shardformer.inference.chat_codec import ChatCodec
 from shardformer.inference.scoring import Request, Scorer
-from shardformer.inference.serve.answers import Answer
+from shardformer.inference.serve.answers import Choice
 from shardformer.inference.serve.app import PAGE
+from tests.data.chat.chatml_bytes import make_vocabulary
 from tests.inference import test_generator
 from tests.inference.serve import browser
 from tests.inference.serve.conftest import DRAWN
@@ -80,6 +83,16 @@ def test_text_offsets_count_complete_characters(port):
     assert offsets == choice["logprobs"]["text_offset"][7:]
 
 
+def test_text_offsets_count_bytes_that_are_no_character(port):
+    """The model writes random bytes."""
+    (choice,) = ask(port, DRAWN | {"max_tokens": 60, "logprobs": 0, "echo": True})["choices"]
+    found = zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True)
+    spelled = [(token, offset) for token, offset in found if len(token) == 1]
+    assert len(spelled) > 10
+    assert all(choice["text"][offset] == token for token, offset in spelled)
+    assert "\N{REPLACEMENT CHARACTER}" in choice["text"]
+
+
 def test_scores_are_those_of_the_harness(port):
     """lm-eval's local-completions reads log-likelihoods from the echo of a prompt."""
     scorer = Scorer(test_generator.model(**SIZES), 2)
@@ -126,10 +139,10 @@ BAD = [
     ({"prompt": "a", "tempreature": 1}, 400, "'tempreature' is not a field"),
     ({"prompt": "a", "stop": 3}, 400, "expected text or a list"),
     ({"prompt": "a", "model": "gpt"}, 404, "there is small"),
-    ({"prompt": "a", "seed": 2**40}, 400, "seed must be"),
+    ({"prompt": "a", "seed": 2**63}, 400, "seed must be"),
     ({"prompt": ["a", "b"], "n": 100}, 400, "more than 128"),
-    ({"prompt": "a", "max_tokens": 10_000_001}, 400, "expected 1 to 10000000"),
-    ({"prompt": "a", "max_tokens": 10**4000}, 400, "expected 1 to 10000000"),
+    ({"prompt": "a", "max_tokens": 10_000_001}, 400, "expected 0 to 10000000"),
+    ({"prompt": "a", "max_tokens": 10**4000}, 400, "expected 0 to 10000000"),
     ({"prompt": "a", "stop": "\ud800"}, 400, "half of a character"),
     ({"prompt": "a", "stop": ["a", "b\udfff"]}, 400, "half of a character"),
     ({"prompt": "\ud800"}, 400, "half of a character"),
@@ -170,8 +183,59 @@ def test_bad_field_of_a_chat_is_named(port, fields, message):
     assert (message or "") in content.decode()
 
 
+def test_fields_that_change_no_token_are_accepted(port):
+    """Those of openai-python's own tests, with seeds of 64 bits."""
+    same = {"best_of": 0, "prompt_cache_key": "a", "safety_identifier": "b"}
+    assert ask(port, DRAWN | same)["choices"] == ask(port, DRAWN)["choices"]
+    same = {"prediction": {"type": "content", "content": "a"}, "audio": {"format": "wav", "voice": "alloy"},
+            "modalities": ["text"], "verbosity": "medium", "reasoning_effort": "low"}  # fmt: skip
+    path = "/v1/chat/completions"
+    assert ask(port, CHAT | same, path)["choices"] == ask(port, CHAT, path)["choices"]
+    answer = ask(port, DRAWN | {"seed": -(2**53) + 1})
+    assert answer["choices"] == ask(port, DRAWN | {"seed": answer["seed"]})["choices"]
+    assert answer["choices"] != ask(port, DRAWN)["choices"]
+    for name, value in (("modalities", ["audio"]), ("verbosity", "low"), ("functions", [{}]), ("suffix", "a")):
+        status, content = send(port, path, CHAT | {name: value})
+        assert (status, json.loads(content)["error"]["param"]) == (400, name)
+    assert "give tools" in send(port, path, CHAT | {"functions": [{}]})[1].decode()
+
+
+def test_no_tokens_are_an_empty_text(port):
+    answer = ask(port, {"prompt": "to be", "max_tokens": 0})
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("", "length")
+    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5}
+    (event,) = read_events(port, {"prompt": "to be", "max_tokens": 0})
+    assert event["choices"][0]["text"] == ""
+    assert send(port, "/v1/chat/completions", CHAT | {"max_tokens": 0})[0] == 400
+
+
+def test_effort_is_a_variable_of_the_template(service, port, monkeypatch):
+    template = "{{ reasoning_effort }}" + service.chat.format.template
+    monkeypatch.setattr(service, "chat", ChatCodec(make_vocabulary(), dataclasses.replace(
+        service.chat.format, template=template)))  # fmt: skip
+    monkeypatch.setattr(service, "_processes", [])
+    counts = [ask(port, CHAT | more, "/v1/chat/completions")["usage"]["prompt_tokens"]
+              for more in ({}, {"reasoning_effort": "low"})]  # fmt: skip
+    assert counts[1] == counts[0] + len("low")
+
+
+@pytest.mark.parametrize("depth", [800, 960, 100_000])
+def test_deep_bodies_are_no_defect(port, depth):
+    """json reads most of these, and other code that walks them ends earlier; newer Pythons walk some of them."""
+    deep = ["[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth]
+    bodies = [
+        (f'{{"messages": [{{"role": "assistant", "content": null, "tool_calls": [{call}]}}], "max_tokens": 1}}')
+        for each in deep
+        for call in (f'{{"name": "f", "arguments": {each}}}', f'{{"name": "f", "arguments": {json.dumps(each)}}}')
+    ]
+    for body in bodies:
+        status, content = send(port, "/v1/chat/completions", body.encode())
+        assert status in ((400,) if depth > 1000 else (200, 400)), content
+
+
 def test_unknown_path_is_json(port):
-    status, content = send(port, "/v1/embeddings", {})
+    status, content = send(port, "/v1/images", {})
     assert (status, json.loads(content)["error"]["code"]) == (404, "not_found")
     status, content = send(port, "/v1/completions")
     assert status == 405
@@ -308,7 +372,7 @@ def test_defect_is_answered_as_json(service, port, monkeypatch, capsys):
     def fail(*_):
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr(Answer, "_reason", fail)
+    monkeypatch.setattr(Choice, "reason", property(fail))
     status, content = send(port, "/v1/completions", DRAWN)
     assert (status, json.loads(content)["error"]["type"]) == (500, "server_error")
     assert "a defect" in read_events(port, DRAWN)[-1]["error"]["message"]

@@ -1,18 +1,36 @@
 """The `openai` client reads the server's answers; skipped where it is not installed."""
 
+import dataclasses
+import json
+
 import pytest
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
+from shardformer.inference.chat_codec import ChatCodec  # noqa: E402
 from tests.inference.serve.http_server import make_service, running  # noqa: E402
 from tests.inference.serve.test_app import CHAT, DRAWN  # noqa: E402
 
 
 @pytest.fixture(scope="module")
-def client():
-    with running(make_service()) as port:
+def service():
+    return make_service()
+
+
+@pytest.fixture
+def template(service, monkeypatch):
+    """Lets the server have a chat template that reads tools."""
+    template = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}" + service.chat.format.template
+    format = dataclasses.replace(service.chat.format, template=template)
+    monkeypatch.setattr(service, "chat", ChatCodec(service.chat.vocabulary, format))
+    monkeypatch.setattr(service, "_processes", [])
+
+
+@pytest.fixture(scope="module")
+def client(service):
+    with running(service) as port:
         yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="any", max_retries=0)
 
 
@@ -80,3 +98,27 @@ def test_errors_have_the_types_of_the_client(client, change, error):
     with pytest.raises(getattr(openai, error)) as caught:
         client.completions.create(**DRAWN | {"model": "small"} | change)
     assert caught.value.body["message"]
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"enum": [1, 2]}}}}}
+
+
+def test_required_call_and_its_stream(client, template):
+    body = {"model": "small", "messages": [{"role": "user", "content": "hi"}], "tools": [TOOL], "seed": 1}
+    body |= {"tool_choice": "required"}
+    (choice,) = client.chat.completions.create(**body).choices
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, choice.finish_reason) == ("f", "tool_calls")
+    assert json.loads(call.function.arguments).get("a", 1) in (1, 2)
+    with client.chat.completions.stream(**body) as stream:
+        (streamed,) = stream.get_final_completion().choices
+    assert streamed.message.tool_calls[0].function.arguments == call.function.arguments
+    assert streamed.finish_reason == "tool_calls"
+
+
+def test_embeddings(client):
+    """The client asks for base64 by default, and decodes it."""
+    made = client.embeddings.create(model="small", input=["to be", "or not"])
+    plain = client.embeddings.create(model="small", input="or not", encoding_format="float")
+    assert made.data[1].embedding == plain.data[0].embedding != made.data[0].embedding
+    assert made.usage.prompt_tokens == 11

@@ -221,3 +221,20 @@ def test_engine_without_a_cache_copies_no_chunk(engines, monkeypatch):
     before_call(monkeypatch, plain.programs, "take", fail)
     before_call(monkeypatch, plain.programs, "restore", fail)
     assert len(run(plain, *[make_job(weights, SYSTEM)] * 2)) == 2
+
+
+def test_vectors_are_those_of_all_tokens(engines):
+    """Stored chunks of the same beginning are read again, as their vectors are not stored."""
+    own, plain, (weights, _) = engines
+    ids = list(range(1, 12))
+    list(own.run([Job(0, ids, 0, sampling=Sampling(tokens=1), weights=weights)]))
+
+    def pool(engine, ids, pooling):
+        (job,) = engine.run([Job(0, ids, 0, weights=weights, draws=False, pooling=pooling)])
+        return job.pooled
+
+    mean = pool(own, ids, "mean")
+    np.testing.assert_array_equal(mean, pool(plain, ids, "mean"))
+    last = [pool(plain, ids[: n + 1], "last") for n in range(len(ids))]
+    np.testing.assert_allclose(mean, np.sum(last, axis=0), rtol=0, atol=1e-4 * np.abs(last).max())
+    np.testing.assert_array_equal(pool(own, ids, "last"), last[-1])

@@ -1,0 +1,51 @@
+"""The rules of tool calls as JSON: the name of a function, then arguments of its schema."""
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from shardformer.errors import UsageError
+from shardformer.inference.grammars.grammar import Rules, Symbol, spell
+from shardformer.inference.grammars.json_rules import JSON
+from shardformer.inference.grammars.json_schema import MOST_RULES, make_rules
+
+NOTHING = {"type": "object", "additionalProperties": False, "properties": {}}
+
+
+class Function(NamedTuple):
+    """A function that may be called."""
+
+    name: str
+    parameters: dict[str, Any] | None  # the schema of its arguments; None: it takes none
+    is_strict: bool  # a schema that the rules do not cover is rejected; else any object may be its arguments
+
+
+def make_call_rules(functions: Sequence[Function], arguments: str) -> Rules:
+    """Returns the rules of {"name": ..., ARGUMENTS: {...}} for one of some functions; raises UsageError."""
+    rules: Rules = {**JSON, "root": []}
+    colon: tuple[Symbol, ...] = ("space", *spell(":"), "space")
+    for number, function in enumerate(functions):
+        start = f"{number}root"
+        rules |= {f"{number}{name}": [tuple(_rename(symbol, number) for symbol in symbols) for symbols in alternatives]
+                  for name, alternatives in _make_arguments(function).items() if name not in JSON}  # fmt: skip
+        if len(rules) > MOST_RULES:
+            raise UsageError("tools have too large schemas; make them simpler, or name one function in tool_choice")
+        name, key = (spell(json.dumps(text, ensure_ascii=False)) for text in (function.name, arguments))
+        begin = ("space", *spell("{"), "space", *spell('"name"'), *colon, *name, "space", *spell(","), "space")
+        rules["root"].append((*begin, *key, *colon, start, "space", *spell("}")))
+    return rules
+
+
+def _make_arguments(function: Function) -> Rules:
+    schema = NOTHING if function.parameters is None else function.parameters or {"type": "object"}
+    try:
+        return make_rules(schema, f"the parameters of tool {function.name:.60}")
+    except UsageError:
+        if function.is_strict:
+            raise
+        return {"root": [("space", "object")]}
+
+
+def _rename(symbol: Symbol, number: int) -> Symbol:
+    """Returns a rule's name among those of all functions; the rules of JSON are shared."""
+    return f"{number}{symbol}" if isinstance(symbol, str) and symbol not in JSON else symbol

@@ -1,0 +1,81 @@
+"""The content and the tool calls of an answer, as its text comes."""
+
+from collections.abc import Collection
+
+from shardformer.inference.serve.text_stream import measure_before
+from shardformer.inference.tool_calls.json_calls import LONGEST, Call
+from shardformer.inference.tool_calls.tool_formats import ToolFormat
+
+
+class CallStream:
+    """Splits a text into content and calls. A call is sent when it is complete; a text that is none stays content.
+
+    names: of the functions that may be called. most: calls that are returned; later ones are dropped.
+    """
+
+    def __init__(self, format: ToolFormat, names: Collection[str], most: int | None = None):
+        self._format, self._names, self._most = format, names, most
+        self._text = ""  # which may be the beginning of a call
+        self._spaces = ""  # at the end of the content so far: spaces next to a call are no content
+        self._is_bare = format.is_bare  # an object would be a call: no content came before
+        self._follows_call = False
+        self.count = 0  # calls so far
+
+    def push(self, text: str, ended: bool = False) -> tuple[str, list[Call]]:
+        """Returns the content and the calls that are certain with more of the text; ended: with all of it."""
+        self._text += text
+        content, calls = "", []
+        while self._text:
+            start = self._find_start(ended)
+            if start:
+                content += self._show(self._text[:start])
+                self._text = self._text[start:]
+                continue
+            length = self._measure_call(ended)
+            if not length:
+                break
+            piece, self._text = self._text[:length], self._text[length:]
+            found = self._parse(piece)
+            if not found:
+                content += self._show(piece)
+                continue
+            retained = found if self._most is None else found[: max(self._most - self.count, 0)]
+            calls += retained
+            self.count += len(retained)
+            self._spaces, self._follows_call = "", True
+        if ended:
+            content += "" if self._follows_call else self._spaces
+        return content, calls
+
+    def _find_start(self, ended: bool) -> int:
+        """Returns the length of the text before a call, or before what may be the beginning of one."""
+        if self._is_bare and self._text.lstrip()[:1] in ("", "{"):
+            return 0
+        opening = self._format.opening
+        if not opening or (ended and opening not in self._text):
+            return len(self._text)
+        return measure_before(self._text, [opening])
+
+    def _measure_call(self, ended: bool) -> int:
+        """Returns the length of the call at the beginning of the text; 0 if it may go on."""
+        closing = self._format.closing
+        found = self._text.find(closing) if closing else -1
+        return found + len(closing) if found >= 0 else len(self._text) * ended
+
+    def _parse(self, text: str) -> list[Call]:
+        """Returns the calls of a text; none if any part of it is something else."""
+        inside = text.strip().removeprefix(self._format.opening).removesuffix(self._format.closing)
+        try:
+            calls = self._format.parse(inside) if len(inside) <= LONGEST else []
+        except (ValueError, RecursionError):
+            return []
+        return calls if all(call.name in self._names for call in calls) else []
+
+    def _show(self, content: str) -> str:
+        """Returns the content that can be sent: without spaces that a call may follow, or that follow one."""
+        self._is_bare = False
+        content = content.lstrip() if self._follows_call else self._spaces + content
+        shown = content.rstrip()
+        self._spaces = content[len(shown) :]
+        self._follows_call &= not shown
+        return shown

@@ -1,0 +1,1 @@
+"""Tool calls in the text of a model's answer, in the published formats."""

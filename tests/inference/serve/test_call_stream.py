@@ -1,0 +1,58 @@
+"""The text of an answer becomes content and calls, in whatever pieces it comes; nothing is lost."""
+
+import pytest
+
+from shardformer.inference.serve.call_stream import CallStream
+from shardformer.inference.tool_calls.tool_formats import FORMATS
+from tests.inference.tool_calls.test_tool_formats import split
+
+HERMES = '<tool_call>\n{"name": "clock", "arguments": {"zone": "<tool_call>"}}\n</tool_call>'
+TEXTS = [  # format, text, content, names of the calls
+    ("hermes", f"let me see\n{HERMES}\n{HERMES}", "let me see", ["clock", "clock"]),
+    ("hermes", f"{HERMES} done", "done", ["clock"]),
+    ("hermes", HERMES.removesuffix("</tool_call>"), "", ["clock"]),
+    ("hermes", " a < b, and <tool_ca", " a < b, and <tool_ca", []),
+    ("hermes", "<tool_call>{bad}</tool_call> x \n", "<tool_call>{bad}</tool_call> x \n", []),
+    ("hermes", f"<tool_call>[]</tool_call>{HERMES}", "<tool_call>[]</tool_call>", ["clock"]),
+    ("hermes", HERMES.replace("clock", "other"), HERMES.replace("clock", "other"), []),
+    ("hermes", '{"name": "clock", "arguments": {}}', '{"name": "clock", "arguments": {}}', []),
+    ("llama", '{"name": "clock", "parameters": {}}', "", ["clock"]),
+    ("llama", ' {"name": "clock", "parameters": {}}; {"name": "weather", "parameters": {"a": 1}}', "",
+     ["clock", "weather"]),
+    ("llama", 'I call<|python_tag|>{"name": "clock", "parameters": {}}', "I call", ["clock"]),
+    ("llama", '{"name": "Bob", "parameters": {}}', '{"name": "Bob", "parameters": {}}', []),
+    ("llama", '<|python_tag|>print("a")', '<|python_tag|>print("a")', []),
+    ("llama", 'see {"name": "clock", "parameters": {}}', 'see {"name": "clock", "parameters": {}}', []),
+    ("mistral", '[TOOL_CALLS] [{"name": "clock", "arguments": {}, "id": "x"}, {"name": "weather", "arguments": {}}]',
+     "", ["clock", "weather"]),
+    ("mistral", 'well[TOOL_CALLS]clock[ARGS]{"a": 1}[TOOL_CALLS]weather[CALL_ID]a1[ARGS]{}', "well",
+     ["clock", "weather"]),
+    ("mistral", "[TOOL_CALLS]clock[ARGS]{", "[TOOL_CALLS]clock[ARGS]{", []),
+    ("lfm", "<|tool_call_start|>[clock(), weather(city='a\\'b', b=[1, -2.5e3,], c={\"d\": null})]<|tool_call_end|>ok",
+     "ok", ["clock", "weather"]),
+    ("lfm", "<|tool_call_start|>[clock(a=b)]<|tool_call_end|>", "<|tool_call_start|>[clock(a=b)]<|tool_call_end|>", []),
+    ("nemotron", '<TOOLCALL>[{"name": "clock", "arguments": "{}"}]</TOOLCALL>', "", ["clock"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("step", [None, 1, 5])
+@pytest.mark.parametrize(("format", "text", "content", "names"), TEXTS)
+def test_content_and_calls_are_split(format, text, content, names, step):
+    found, calls = split(FORMATS[format], text, step)
+    assert (found, [name for name, _ in calls]) == (content, names)
+
+
+def test_content_is_sent_before_a_call_is_complete():
+    stream = CallStream(FORMATS["hermes"], {"clock"})
+    assert stream.push("let me <tool") == ("let me", [])
+    assert stream.push(" now") == (" <tool now", [])
+    assert stream.push(" " + HERMES[:-1]) == ("", [])
+    assert len(stream.push(HERMES[-1])[1]) == 1
+
+
+def test_only_so_many_calls_are_returned():
+    assert len(split(FORMATS["hermes"], f"{HERMES}{HERMES}", most=1)[1]) == 1
+    both = '[TOOL_CALLS][{"name": "clock", "arguments": {}}, {"name": "weather", "arguments": {}}]'
+    assert [name for name, _ in split(FORMATS["mistral"], both, most=1)[1]] == ["clock"]
+    assert split(FORMATS["hermes"], f"{HERMES}x{HERMES}{HERMES}", most=2)[0] == "x"
+    assert len(split(FORMATS["nemotron"], f"<TOOLCALL>{both[12:]}</TOOLCALL>" * 3, most=1)[1]) == 1
