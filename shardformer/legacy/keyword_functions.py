@@ -32,34 +32,7 @@ log_softmax = _renaming(jax.nn.log_softmax, initial=None)
 cond = _renaming(jax.lax.cond, linear=None)
 
 _clip, _solve, _pure_callback, _checkpoint = jnp.clip, jax.scipy.linalg.solve, jax.pure_callback, jax.checkpoint
-_where, _pmap = jnp.where, jax.pmap
-
-
-class _AxisName(str):
-    """The text of an axis name, equal to the object that the program names the axis by: today's axes are strings."""
-
-    _name: object
-
-    def __new__(cls, name):
-        text = super().__new__(cls, name)
-        text._name = name
-        return text
-
-    def __eq__(self, other) -> bool:
-        return self._name == (other._name if isinstance(other, _AxisName) else other)
-
-    def __ne__(self, other) -> bool:  # str has its own
-        return not self == other
-
-    def __hash__(self) -> int:
-        return hash(self._name)
-
-
-@functools.wraps(_pmap)
-def pmap(fun, axis_name=None, *args, global_arg_shapes=None, **kwargs):
-    if not isinstance(axis_name, str | None):
-        axis_name = _AxisName(axis_name)
-    return _pmap(fun, axis_name, *args, **kwargs)
+_where = jnp.where
 
 
 @functools.wraps(_clip)
