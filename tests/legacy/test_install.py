@@ -292,7 +292,7 @@ def test_what_can_be_imported_and_not_used_says_what_to_write():
 
 def test_members_of_arrays_leave_with_the_names():
     array = type(jnp.zeros(()))
-    before = {name: vars(array).get(name) for name in ("device_buffer", "device_buffers", "local_data")}
+    before = {name: vars(array).get(name) for name in ("device", "device_buffer", "device_buffers", "local_data")}
     with installed():
         assert jnp.ones(2).device_buffer.tolist() == jnp.ones(2).local_data().tolist() == [1, 1]
     assert {name: vars(array).get(name) for name in before} == before

@@ -66,3 +66,15 @@ def test_replicated_layouts_are_made_by_name():
     assert replicated.is_fully_replicated
     assert GSPMDSharding(devices, xla_client.HloSharding.replicate()) == replicated
     assert not isinstance(replicated, GSPMDSharding)
+
+
+def test_dialect_mhlo_is_stablehlo_today():
+    lowered = jax.jit(lambda x: 2 * x).lower(jnp.ones(2))
+    with installed():
+        assert lowered.as_text("mhlo") == lowered.as_text() != lowered.as_text(dialect="hlo")
+        assert "stablehlo.multiply" in str(lowered.compiler_ir(dialect="mhlo"))
+        assert "multiply" in lowered.compile().compiler_ir()[0].to_string()
+        with pytest.raises(ValueError, match="unknown dialect: lhlo"):
+            lowered.as_text("lhlo")
+    with pytest.raises(ValueError, match="unknown dialect: mhlo"):
+        lowered.as_text("mhlo")
