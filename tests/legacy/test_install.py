@@ -15,6 +15,7 @@ import pytest
 
 from shardformer.legacy import install_options, removed_keywords, removed_names, replacements
 from shardformer.legacy.install import KEEPS_ITS_MEANING, _lacks, install, installed, uninstall
+from shardformer.legacy.migration import shard_map_helpers
 
 # pjit and gensym stand in no dict.
 IN_NO_DICT = {"jax.core.gensym", "jax.experimental.pjit.pjit"}
@@ -226,17 +227,20 @@ def test_shuffle_equals_an_independent_permutation_of_0_4_13():
         ]
 
 
-def test_arrays_over_devices():
+@pytest.mark.parametrize("home", [replacements, shard_map_helpers])
+@pytest.mark.parametrize("places", [[0, 0, 0, 0], [3, 2, 1, 0]])
+def test_arrays_over_devices(home, places):
     devices = jax.devices()[:4]
-    trees = [{"x": jnp.full(2, i)} for i in range(4)]
-    sharded = replacements.device_put_sharded(trees, devices)["x"]
-    replicated = replacements.device_put_replicated({"x": jnp.arange(2)}, devices)["x"]
+    trees = [{"x": jax.device_put(jnp.full(2, i), devices[place])} for i, place in enumerate(places)]
+    sharded = home.device_put_sharded(trees, devices)["x"]
+    replicated = home.device_put_replicated({"x": jnp.arange(2)}, devices)["x"]
+    assert home.device_put_sharded([1.5, 2.5], devices[:2]).tolist() == [1.5, 2.5]
     for i, device in enumerate(devices):
         for array, row in ((sharded, [i, i]), (replicated, [0, 1])):
             (shard,) = (shard for shard in array.addressable_shards if shard.device == device)
             assert shard.data.tolist() == [row]
-    with pytest.raises(ValueError, match="got 3 for 4"):
-        replacements.device_put_sharded(trees[:3], devices)
+    with pytest.raises(ValueError, match=r"got 3 for 4|longer"):
+        home.device_put_sharded(trees[:3], devices)
 
 
 def test_small_functions():
