@@ -6,6 +6,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from shardformer.legacy.pjit import AUTO
+
 
 def _renaming(function: Callable, **renamed: str | None) -> Callable:
     """`function`, which also accepts keywords by their old names; None: a keyword that means nothing any more."""
@@ -32,7 +34,15 @@ log_softmax = _renaming(jax.nn.log_softmax, initial=None)
 cond = _renaming(jax.lax.cond, linear=None)
 
 _clip, _solve, _pure_callback, _checkpoint = jnp.clip, jax.scipy.linalg.solve, jax.pure_callback, jax.checkpoint
-_where = jnp.where
+_jit, _where = jax.jit, jnp.where
+
+
+@functools.wraps(_jit)
+def jit(*args, **kwargs):
+    for side in ("in_shardings", "out_shardings"):
+        if side in kwargs:
+            kwargs[side] = jax.tree.map(lambda sharding: None if sharding is AUTO else sharding, kwargs[side])
+    return _jit(*args, **kwargs)
 
 
 @functools.wraps(_clip)

@@ -371,6 +371,7 @@ CHANGED = {
     "jax.nn.log_softmax": "shardformer.legacy.keyword_functions:log_softmax",
     "jax.lax.cond": "shardformer.legacy.keyword_functions:cond",
     "jax.scipy.linalg.solve": "shardformer.legacy.keyword_functions:solve",
+    "jax.jit": "shardformer.legacy.keyword_functions:jit",
     "jax.pmap": "shardformer.legacy.pmap:pmap",
     "jax.pure_callback": "shardformer.legacy.keyword_functions:pure_callback",
     "jax.checkpoint": "shardformer.legacy.keyword_functions:checkpoint",

@@ -292,6 +292,11 @@ def test_what_can_be_imported_and_not_used_says_what_to_write():
         with pytest.raises(NotImplementedError, match=r"xmap_p left with jax's own xmap: .* call xmap itself"):
             xmap_p.bind(1)
         assert pjit(lambda x: x + 1, in_axis_resources=AUTO, out_axis_resources=AUTO)(jnp.ones(2)).tolist() == [2, 2]
+        mesh = jax.sharding.Mesh(jax.devices()[:2], ("a",))
+        split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a"))
+        add = jax.jit(lambda x, y: x + y, in_shardings=(split, AUTO(mesh)), out_shardings=AUTO(mesh))
+        assert add(jnp.ones(2), jax.device_put(jnp.ones(2), split)).sharding == split
+        assert jax.jit(lambda x: x, out_shardings=split)(jnp.ones(2)).sharding == split
 
 
 def test_members_of_arrays_leave_with_the_names():
