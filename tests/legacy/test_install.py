@@ -15,7 +15,6 @@ import pytest
 
 from shardformer.legacy import install_options, removed_keywords, removed_names, replacements
 from shardformer.legacy.install import KEEPS_ITS_MEANING, _lacks, install, installed, uninstall
-from shardformer.legacy.migration import shard_map_helpers
 
 # pjit and gensym stand in no dict.
 IN_NO_DICT = {"jax.core.gensym", "jax.experimental.pjit.pjit"}
@@ -227,22 +226,6 @@ def test_shuffle_equals_an_independent_permutation_of_0_4_13():
         ]
 
 
-@pytest.mark.parametrize("home", [replacements, shard_map_helpers])
-@pytest.mark.parametrize("places", [[0, 0, 0, 0], [3, 2, 1, 0]])
-def test_arrays_over_devices(home, places):
-    devices = jax.devices()[:4]
-    trees = [{"x": jax.device_put(jnp.full(2, i), devices[place])} for i, place in enumerate(places)]
-    sharded = home.device_put_sharded(trees, devices)["x"]
-    replicated = home.device_put_replicated({"x": jnp.arange(2)}, devices)["x"]
-    assert home.device_put_sharded([1.5, 2.5], devices[:2]).tolist() == [1.5, 2.5]
-    for i, device in enumerate(devices):
-        for array, row in ((sharded, [i, i]), (replicated, [0, 1])):
-            (shard,) = (shard for shard in array.addressable_shards if shard.device == device)
-            assert shard.data.tolist() == [row]
-    with pytest.raises(ValueError, match=r"got 3 for 4|longer"):
-        home.device_put_sharded(trees[:3], devices)
-
-
 def test_small_functions():
     with installed():
         assert jnp.msort(jnp.array([[3, 1], [2, 4]])).tolist() == [[2, 1], [3, 4]]
@@ -292,11 +275,6 @@ def test_what_can_be_imported_and_not_used_says_what_to_write():
         with pytest.raises(NotImplementedError, match=r"xmap_p left with jax's own xmap: .* call xmap itself"):
             xmap_p.bind(1)
         assert pjit(lambda x: x + 1, in_axis_resources=AUTO, out_axis_resources=AUTO)(jnp.ones(2)).tolist() == [2, 2]
-        mesh = jax.sharding.Mesh(jax.devices()[:2], ("a",))
-        split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a"))
-        add = jax.jit(lambda x, y: x + y, in_shardings=(split, AUTO(mesh)), out_shardings=AUTO(mesh))
-        assert add(jnp.ones(2), jax.device_put(jnp.ones(2), split)).sharding == split
-        assert jax.jit(lambda x: x, out_shardings=split)(jnp.ones(2)).sharding == split
 
 
 def test_members_of_arrays_leave_with_the_names():

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer.legacy import installed
 from shardformer.legacy.mesh_in_scope import ResourceEnv, mesh, thread_resources
-from shardformer.legacy.pjit import pjit, with_sharding_constraint
+from shardformer.legacy.pjit import AUTO, pjit, with_sharding_constraint
 
 X = np.arange(64, dtype=np.float32).reshape(8, 8)
 
@@ -257,3 +257,13 @@ def test_it_is_what_old_code_imports(mesh_4x2):
         assert imported is pjit
         assert constrain is with_sharding_constraint
     assert not hasattr(jax.experimental.pjit, "with_sharding_constraint")
+
+
+def test_jit_accepts_auto(mesh_4x2):
+    split = NamedSharding(mesh_4x2, P("dp"))
+    with pytest.raises(TypeError, match="got AUTO"):
+        jax.jit(jnp.add, in_shardings=(split, AUTO(mesh_4x2)))
+    with installed():
+        add = jax.jit(jnp.add, in_shardings=(split, AUTO(mesh_4x2)), out_shardings=AUTO)
+        assert lies(add(X, jax.device_put(X, split)), "dp")
+        assert lies(jax.jit(jnp.sin, out_shardings=split)(X), "dp")
