@@ -1,16 +1,17 @@
-"""Puts members of arrays and primitives back: `x.device_buffer`, `x.device()`, those of GlobalDeviceArray.
-
-`x.device()` stays lost: `x.device` is the device itself today, and jax fails with devices that can be called.
-"""
+"""Puts members of arrays, primitives and stages back: `x.device_buffer`, `x.device()`, those of GlobalDeviceArray."""
 
 import contextlib
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
+from jax.stages import Compiled, Lowered
 
 from shardformer.legacy import frozen_dicts, missing_packages, package_stand_ins
+from shardformer.legacy.called_device import device_of
 from shardformer.legacy.lost_names import FLAX_MODELS
 
 # What Python says where a script calls one of them, and the advice.
@@ -19,7 +20,6 @@ ADVICE = {
     "incompatible devices for jitted computation": "jax: the result of a pmap met arrays on one device up to jax 0.4; "
     "today write jax.device_put(x, device) around it, or around the other",
     "cannot import name 'Flax": f"transformers: {FLAX_MODELS}",
-    "Device' object is not callable": "jax: x.device() is x.device today, without the parentheses",
     "Sharding' object is not callable": "jax: x.device() of an array on several devices is x.devices() today",
 }
 
@@ -29,16 +29,30 @@ def put_back(stack: contextlib.ExitStack) -> None:
     _set(stack, Primitive, "map_primitive", False)
     arrays = _classes_of_arrays()
     for array in arrays:
+        _set(stack, array, "device", property(device_of))
         _set(stack, array, "device_buffer", property(lambda x: x.addressable_data(0)))
         _set(stack, array, "device_buffers", property(lambda x: [shard.data for shard in x.addressable_shards]))
         _set(stack, array, "local_shards", property(lambda x: x.addressable_shards))
         _set(stack, array, "local_data", lambda x, index=0: x.addressable_data(index))
         _set(stack, array, "to_py", lambda x: np.asarray(x))
         _set(stack, array, "block_host_until_ready", lambda x: x.block_until_ready())
+    for member in ("as_text", "compiler_ir"):
+        _set(stack, Lowered, member, _naming_mhlo(getattr(Lowered, member)))
+    _set(stack, Compiled, "compiler_ir", lambda compiled: compiled.runtime_executable().hlo_modules())
     for owner in (*arrays, jax.Array, jax.core.Tracer):
         _set(stack, owner, "split", jnp.split)
         _set(stack, owner, "broadcast", jax.lax.broadcast)
         _set(stack, owner, "broadcast_in_dim", jax.lax.broadcast_in_dim)
+
+
+def _naming_mhlo(method: Callable) -> Callable:
+    """A method of a lowered program, which accepts the dialect "mhlo" too: it is stablehlo today."""
+
+    @functools.wraps(method)
+    def call(lowered, dialect=None, **options):
+        return method(lowered, "stablehlo" if dialect == "mhlo" else dialect, **options)
+
+    return call
 
 
 def advise(error: BaseException) -> None:

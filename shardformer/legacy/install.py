@@ -27,6 +27,7 @@ from shardformer.legacy import (
     removed_names,
 )
 from shardformer.legacy.after_import import complete_after_import
+from shardformer.legacy.pjit import AUTO
 
 _names, _options = contextlib.ExitStack(), contextlib.ExitStack()  # each undoes what was done when it closes
 _provided: list[str] = []
@@ -146,6 +147,14 @@ def _accepts_axis_resources(pjit: Callable) -> bool:
     return "in_axis_resources" in inspect.signature(pjit).parameters
 
 
+def _accepts_auto(jit: Callable) -> bool:
+    try:
+        jit(len, in_shardings=AUTO)
+    except TypeError:
+        return False
+    return True
+
+
 def _can_be_a_base(state: Any) -> bool:
     try:
 
@@ -209,6 +218,7 @@ def _needs_concrete(checkpoint: Callable) -> bool:
 KEEPS_ITS_MEANING = {
     "jax.core.gensym": _accepts_jaxprs,
     "jax.interpreters.ad.linearize": _accepts_separate_primals,
+    "jax.jit": _accepts_auto,
     "jax.lax.all_to_all": _exchanges_shared_values,
     "jax.lax.pswapaxes": _exchanges_shared_values,
     "jax.lax.with_sharding_constraint": _is_ours,

@@ -6,6 +6,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from shardformer.legacy.pjit import AUTO
+
 
 def _renaming(function: Callable, **renamed: str | None) -> Callable:
     """`function`, which also accepts keywords by their old names; None: a keyword that means nothing any more."""
@@ -32,34 +34,15 @@ log_softmax = _renaming(jax.nn.log_softmax, initial=None)
 cond = _renaming(jax.lax.cond, linear=None)
 
 _clip, _solve, _pure_callback, _checkpoint = jnp.clip, jax.scipy.linalg.solve, jax.pure_callback, jax.checkpoint
-_where, _pmap = jnp.where, jax.pmap
+_jit, _where = jax.jit, jnp.where
 
 
-class _AxisName(str):
-    """The text of an axis name, equal to the object that the program names the axis by: today's axes are strings."""
-
-    _name: object
-
-    def __new__(cls, name):
-        text = super().__new__(cls, name)
-        text._name = name
-        return text
-
-    def __eq__(self, other) -> bool:
-        return self._name == (other._name if isinstance(other, _AxisName) else other)
-
-    def __ne__(self, other) -> bool:  # str has its own
-        return not self == other
-
-    def __hash__(self) -> int:
-        return hash(self._name)
-
-
-@functools.wraps(_pmap)
-def pmap(fun, axis_name=None, *args, global_arg_shapes=None, **kwargs):
-    if not isinstance(axis_name, str | None):
-        axis_name = _AxisName(axis_name)
-    return _pmap(fun, axis_name, *args, **kwargs)
+@functools.wraps(_jit)
+def jit(*args, **kwargs):
+    for side in ("in_shardings", "out_shardings"):
+        if side in kwargs:
+            kwargs[side] = jax.tree.map(lambda sharding: None if sharding is AUTO else sharding, kwargs[side])
+    return _jit(*args, **kwargs)
 
 
 @functools.wraps(_clip)

@@ -21,7 +21,7 @@ PACKAGES = {name: name for name in _UNDER_THEIR_NAMES.split()} | {
 REMARKS = {
     "google.cloud": "without it, gs://BUCKET/ is the folder BUCKET of the working directory",
     "lm_eval": "or `convert` the checkpoint and run `harness`",
-    "ray": "without it, remote functions run in this process; actors need it and a pod, device_train.py does not",
+    "ray": "without it, remote functions run here; actors need it and a pod, device_train.py and `harness` do not",
     "smart_open": "without it, gs://BUCKET/ is the folder BUCKET of the working directory",
     "wandb": "without it, nothing is logged",
 }

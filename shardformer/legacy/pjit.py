@@ -1,6 +1,7 @@
 """`pjit` and `with_sharding_constraint` of `jax.experimental.pjit`: their specs refer to the mesh around the call."""
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -69,22 +70,25 @@ def pjit(
     fun: Callable,
     in_axis_resources: Any = NOT_GIVEN,
     out_axis_resources: Any = NOT_GIVEN,
-    static_argnums: int | Sequence[int] = (),
-    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
     *,
-    in_shardings: Any = None,
-    out_shardings: Any = None,
+    in_shardings: Any = NOT_GIVEN,
+    out_shardings: Any = NOT_GIVEN,
+    static_argnames: str | Sequence[str] | None = None,
     **options,
 ) -> Callable:
     """`jax.jit` with PartitionSpecs, None (replicated) or prefixes of them, resolved in the mesh around each call.
 
     A list of specs for the arguments stands for a tuple, as it did; for the results it describes a list.
-    in_shardings, out_shardings: the later names, for which None leaves the choice to jax. options: those of jax.jit.
+    in_shardings, out_shardings: the later names, with the same meaning. options: those of jax.jit.
     """
     inputs = _specs("in", in_axis_resources, in_shardings)
     outputs = _specs("out", out_axis_resources, out_shardings)
-    static_argnums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
-    options |= {"static_argnums": static_argnums, "donate_argnums": donate_argnums}
+    static_argnums = _static_positions(fun, static_argnums, static_argnames)
+    options |= {
+        "static_argnums": static_argnums, "static_argnames": static_argnames, "donate_argnums": donate_argnums
+    }  # fmt: skip
 
     @functools.cache
     def compiled(mesh: Mesh | None):
@@ -133,13 +137,25 @@ def lax_with_sharding_constraint(x: Any, shardings: Any):
     return shard_map_helpers.with_sharding_constraint(x, jax.tree.map(resolve, shardings))
 
 
+def _static_positions(fun: Callable, numbers: int | Sequence[int] | None, names: str | Sequence[str] | None):
+    """Returns the positions of static arguments; without numbers, those of the names, as jax finds them."""
+    if numbers is None:
+        parameters = inspect.signature(fun).parameters.values() if names else ()
+        by_position = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+        named = (names,) if isinstance(names, str) else names or ()
+        numbers = [by_position.index(name) for name in named if name in by_position]
+    return (numbers,) if isinstance(numbers, int) else tuple(numbers)
+
+
 def _specs(side: str, resources: Any, shardings: Any):
-    if resources is NOT_GIVEN:
-        return shardings
-    if shardings is not None:
-        raise TypeError(f"pjit got both {side}_axis_resources and {side}_shardings; give one of them")
-    listed = side == "in" and isinstance(resources, list)  # the arguments are a tuple, the results may be a list
-    return _replace_none(REPLICATED, tuple(resources) if listed else resources)
+    """Returns the specs of one side under either keyword; None if neither is given, which asks for nothing."""
+    if resources is not NOT_GIVEN and shardings is not NOT_GIVEN:
+        raise ValueError(f"pjit got both {side}_axis_resources and {side}_shardings; give one of them")
+    specs = shardings if resources is NOT_GIVEN else resources
+    if specs is NOT_GIVEN:
+        return None
+    listed = side == "in" and isinstance(specs, list)  # the arguments are a tuple, the results may be a list
+    return _replace_none(REPLICATED, tuple(specs) if listed else specs)
 
 
 def _replace_none(replicated: Any, resources: Any):

@@ -79,16 +79,19 @@ def device_put_sharded(shards: Sequence, devices: Sequence[jax.Device]):
     """Stacks a list of trees into one tree; index i of each leaf lies on device i."""
     if len(shards) != len(devices):
         raise ValueError(f"device_put_sharded takes a shard for every device; got {len(shards)} for {len(devices)}")
-    return jax.tree.map(lambda *leaves: _put_over(devices, jnp.stack(leaves)), *shards)
+    return jax.tree.map(lambda *leaves: _put_over(devices, leaves), *shards)
 
 
 def device_put_replicated(x, devices: Sequence[jax.Device]):
     """Repeats a tree along a new leading axis, once on each device."""
-    return jax.tree.map(lambda leaf: _put_over(devices, jnp.stack([leaf] * len(devices))), x)
+    return jax.tree.map(lambda leaf: _put_over(devices, [leaf] * len(devices)), x)
 
 
-def _put_over(devices: Sequence[jax.Device], stacked):
-    return jax.device_put(stacked, PmapSharding.default(stacked.shape, devices=devices))
+def _put_over(devices: Sequence[jax.Device], leaves: Sequence):
+    """Returns the array of `leaves`, of which each goes to its device from wherever it lies."""
+    rows = [jax.device_put(leaf, device)[None] for leaf, device in zip(leaves, devices, strict=True)]
+    shape = (len(devices), *rows[0].shape[1:])
+    return jax.make_array_from_single_device_arrays(shape, PmapSharding.default(shape, devices=devices), rows)
 
 
 def _index_function(method: str):

@@ -226,19 +226,6 @@ def test_shuffle_equals_an_independent_permutation_of_0_4_13():
         ]
 
 
-def test_arrays_over_devices():
-    devices = jax.devices()[:4]
-    trees = [{"x": jnp.full(2, i)} for i in range(4)]
-    sharded = replacements.device_put_sharded(trees, devices)["x"]
-    replicated = replacements.device_put_replicated({"x": jnp.arange(2)}, devices)["x"]
-    for i, device in enumerate(devices):
-        for array, row in ((sharded, [i, i]), (replicated, [0, 1])):
-            (shard,) = (shard for shard in array.addressable_shards if shard.device == device)
-            assert shard.data.tolist() == [row]
-    with pytest.raises(ValueError, match="got 3 for 4"):
-        replacements.device_put_sharded(trees[:3], devices)
-
-
 def test_small_functions():
     with installed():
         assert jnp.msort(jnp.array([[3, 1], [2, 4]])).tolist() == [[2, 1], [3, 4]]
@@ -292,7 +279,7 @@ def test_what_can_be_imported_and_not_used_says_what_to_write():
 
 def test_members_of_arrays_leave_with_the_names():
     array = type(jnp.zeros(()))
-    before = {name: vars(array).get(name) for name in ("device_buffer", "device_buffers", "local_data")}
+    before = {name: vars(array).get(name) for name in ("device", "device_buffer", "device_buffers", "local_data")}
     with installed():
         assert jnp.ones(2).device_buffer.tolist() == jnp.ones(2).local_data().tolist() == [1, 1]
     assert {name: vars(array).get(name) for name in before} == before

@@ -145,7 +145,10 @@ def test_the_way_back_is_the_same_model(outputs, theirs):
 
 @pytest.mark.parametrize(
     ("script", "advice"),
-    [("train.py", "device_train.py does not"), ("eval_harness.py", "`convert` the checkpoint and run `harness`")],
+    [
+        ("train.py", "device_train.py and `harness` do not"),
+        ("eval_harness.py", "`convert` the checkpoint and run `harness`"),
+    ],
 )
 def test_a_script_of_pods_says_what_replaces_it(theirs, script, advice):
     status, _, error = run(f"python -m shardformer legacy {script} --config configs/example_config.json", theirs)

@@ -173,7 +173,7 @@ def test_remote_functions_run_here_and_actors_are_rejected(nothing_installed):
         with pytest.raises(ModuleNotFoundError, match="Runner is an actor of ray") as caught:
             run(ACTOR)
         array_members.advise(caught.value)
-    assert "device_train.py does not" in caught.value.__notes__[0]
+    assert "device_train.py and `harness` do not" in caught.value.__notes__[0]
 
 
 WANDB = """

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer.legacy import installed
 from shardformer.legacy.mesh_in_scope import ResourceEnv, mesh, thread_resources
-from shardformer.legacy.pjit import pjit, with_sharding_constraint
+from shardformer.legacy.pjit import AUTO, pjit, with_sharding_constraint
 
 X = np.arange(64, dtype=np.float32).reshape(8, 8)
 
@@ -208,14 +208,33 @@ def test_the_later_keywords_go_on(mesh_4x2):
     out = pjit(lambda x, *, y: x + y, out_shardings=P("mp"))(X, y=X)
     np.testing.assert_array_equal(out, 2 * X)
     assert lies(out, "mp")
-    free = pjit(lambda x, y: x + y, in_shardings=(None, P("dp")))(jax.device_put(X, NamedSharding(mesh_4x2, P())), X)
-    np.testing.assert_array_equal(free, 2 * X)
+    split = jax.device_put(X, NamedSharding(mesh_4x2, P("dp")))
+    assert lies(pjit(lambda x: x, out_shardings=None)(split))  # replicated in a mesh, as jax 0.4.13 and 0.4.30 give it
+    assert lies(pjit(lambda x: x, in_shardings=(None,))(X))
+    assert lies(pjit(lambda x: x)(split), "dp")  # nothing was asked for
+
+
+def test_none_of_the_later_keywords_asks_for_nothing_outside_of_a_mesh():
+    split = jax.device_put(X, NamedSharding(Mesh(devices(4, 2), ("dp", "mp")), P("dp")))
+    assert lies(pjit(lambda x: x, in_shardings=None, out_shardings=None)(split), "dp")
+
+
+def test_arguments_that_are_static_by_name(mesh_4x2):
+    def scaled(factors, x, *, shift):
+        return x * len(factors) + len(shift)
+
+    named = pjit(scaled, static_argnames=("factors", "shift"))
+    np.testing.assert_array_equal(named("abc", X, shift="d"), 3 * X + 1)
+    assert lies(pjit(lambda n, x: x * len(n), in_shardings=P("mp"), static_argnames="n")("abc", X), "mp")
+    with pytest.raises(TypeError, match="abstract array"):
+        pjit(scaled, static_argnames="shift")("abc", X, shift="d")  # the first text is not static
+    assert pjit(len, static_argnums=0)("abc") == 3  # asks no signature
 
 
 @pytest.mark.parametrize(
     ("error", "message", "call"),
     [
-        (TypeError, "both in_axis_resources and in_shardings; give one of them",
+        (ValueError, "both in_axis_resources and in_shardings; give one of them",
          lambda: pjit(lambda x: x, P("dp"), in_shardings=P("dp"))),
         (TypeError, "takes PartitionSpecs, None, or pytrees of them; got 'dp'",
          lambda: pjit(lambda x: x, "dp", None)(X)),
@@ -238,3 +257,13 @@ def test_it_is_what_old_code_imports(mesh_4x2):
         assert imported is pjit
         assert constrain is with_sharding_constraint
     assert not hasattr(jax.experimental.pjit, "with_sharding_constraint")
+
+
+def test_jit_accepts_auto(mesh_4x2):
+    split = NamedSharding(mesh_4x2, P("dp"))
+    with pytest.raises(TypeError, match="got AUTO"):
+        jax.jit(jnp.add, in_shardings=(split, AUTO(mesh_4x2)))
+    with installed():
+        add = jax.jit(jnp.add, in_shardings=(split, AUTO(mesh_4x2)), out_shardings=AUTO)
+        assert lies(add(X, jax.device_put(X, split)), "dp")
+        assert lies(jax.jit(jnp.sin, out_shardings=split)(X), "dp")

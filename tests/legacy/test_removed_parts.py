@@ -7,8 +7,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxlib import xla_client
 
+from shardformer.legacy import replacements
 from shardformer.legacy.gspmd_sharding import GSPMDSharding
 from shardformer.legacy.install import installed
+from shardformer.legacy.migration import shard_map_helpers
 from shardformer.legacy.removed_uses import find_removed_uses
 
 MESH = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
@@ -66,3 +68,31 @@ def test_replicated_layouts_are_made_by_name():
     assert replicated.is_fully_replicated
     assert GSPMDSharding(devices, xla_client.HloSharding.replicate()) == replicated
     assert not isinstance(replicated, GSPMDSharding)
+
+
+def test_dialect_mhlo_is_stablehlo_today():
+    lowered = jax.jit(lambda x: 2 * x).lower(jnp.ones(2))
+    with installed():
+        assert lowered.as_text("mhlo") == lowered.as_text() != lowered.as_text(dialect="hlo")
+        assert "stablehlo.multiply" in str(lowered.compiler_ir(dialect="mhlo"))
+        assert "multiply" in lowered.compile().compiler_ir()[0].to_string()
+        with pytest.raises(ValueError, match="unknown dialect: lhlo"):
+            lowered.as_text("lhlo")
+    with pytest.raises(ValueError, match="unknown dialect: mhlo"):
+        lowered.as_text("mhlo")
+
+
+@pytest.mark.parametrize("home", [replacements, shard_map_helpers])
+@pytest.mark.parametrize("places", [[0, 0, 0, 0], [3, 2, 1, 0]])
+def test_arrays_over_devices(home, places):
+    devices = jax.devices()[:4]
+    trees = [{"x": jax.device_put(jnp.full(2, i), devices[place])} for i, place in enumerate(places)]
+    sharded = home.device_put_sharded(trees, devices)["x"]
+    replicated = home.device_put_replicated({"x": jnp.arange(2)}, devices)["x"]
+    assert home.device_put_sharded([1.5, 2.5], devices[:2]).tolist() == [1.5, 2.5]
+    for i, device in enumerate(devices):
+        for array, row in ((sharded, [i, i]), (replicated, [0, 1])):
+            (shard,) = (shard for shard in array.addressable_shards if shard.device == device)
+            assert shard.data.tolist() == [row]
+    with pytest.raises(ValueError, match=r"got 3 for 4|longer"):
+        home.device_put_sharded(trees[:3], devices)

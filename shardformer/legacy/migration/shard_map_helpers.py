@@ -295,16 +295,19 @@ def _lengths(specs, args):
 
 def device_put_replicated(x, devices):
     """Repeats a tree along a new leading axis, once on each device."""
-    return jax.tree.map(lambda leaf: _put_over(devices, jnp.stack([leaf] * len(devices))), x)
+    return jax.tree.map(lambda leaf: _put_over(devices, [leaf] * len(devices)), x)
 
 
 def device_put_sharded(shards, devices):
     """Stacks a list of trees into one tree; index i of each leaf is stored on device i."""
-    return jax.tree.map(lambda *leaves: _put_over(devices, jnp.stack(leaves)), *shards)
+    return jax.tree.map(lambda *leaves: _put_over(devices, leaves), *shards)
 
 
-def _put_over(devices, stacked):
-    return jax.device_put(stacked, NamedSharding(Mesh(np.array(devices), ("device",)), PartitionSpec("device")))
+def _put_over(devices, leaves):
+    """Returns the array of `leaves`, of which each goes to its device from wherever it lies."""
+    rows = [jax.device_put(leaf, device)[None] for leaf, device in zip(leaves, devices, strict=True)]
+    sharding = NamedSharding(Mesh(np.array(devices), ("device",)), PartitionSpec("device"))
+    return jax.make_array_from_single_device_arrays((len(devices), *rows[0].shape[1:]), sharding, rows)
 
 
 # Convolutions under vmap ----------------------------------------------------------------------------------------------

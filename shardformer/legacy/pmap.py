@@ -1,0 +1,77 @@
+"""`jax.pmap` with what it has lost: axes named by any object, and a pmap inside of another."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, get_abstract_mesh
+
+_pmap = jax.pmap
+
+
+class _AxisName(str):
+    """The text of an axis name, equal to the object that the program names the axis by: today's axes are strings."""
+
+    _name: object
+
+    def __new__(cls, name):
+        text = super().__new__(cls, name)
+        text._name = name
+        return text
+
+    def __eq__(self, other) -> bool:
+        return self._name == (other._name if isinstance(other, _AxisName) else other)
+
+    def __ne__(self, other) -> bool:  # str has its own
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self._name)
+
+
+@functools.wraps(_pmap)
+def pmap(
+    fun: Callable,
+    axis_name: Any = None,
+    *,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    static_broadcasted_argnums: int | Sequence[int] = (),
+    axis_size: int | None = None,
+    devices: Sequence[jax.Device] | None = None,
+    global_arg_shapes: Any = None,
+    **options,
+) -> Callable:
+    if not isinstance(axis_name, str | None):
+        axis_name = _AxisName(axis_name)
+    axes = {"in_axes": in_axes, "out_axes": out_axes, "axis_size": axis_size}
+    statics = static_broadcasted_argnums
+    statics = (statics,) if isinstance(statics, int) else tuple(statics)
+    outer = _pmap(fun, axis_name, static_broadcasted_argnums=statics, devices=devices, **axes, **options)
+
+    @functools.wraps(outer)
+    def call(*args, **kwargs):
+        if AxisType.Manual not in get_abstract_mesh().axis_types:
+            return outer(*args, **kwargs)
+        if devices is not None:
+            raise ValueError(
+                "Nested pmap with explicit devices argument. The outer pmap has chosen the devices; "
+                "leave out the inner one's"
+            )
+        # Each device of the outer pmap maps the inner axis itself, which gives the same values.
+        inner = axes | {"in_axes": _axes_of_arguments(in_axes, statics, len(args))}
+        return jax.vmap(fun, axis_name=axis_name, **inner)(*args, **kwargs)
+
+    call.lower = outer.lower  # type: ignore[attr-defined]  # functions take attributes
+    return call
+
+
+def _axes_of_arguments(in_axes: Any, statics: tuple[int, ...], arguments: int) -> Any:
+    """Returns pmap's in_axes for vmap, which has no static arguments but those that are not mapped."""
+    if not statics:
+        return in_axes
+    axes = list(in_axes) if isinstance(in_axes, tuple | list) else [in_axes] * arguments
+    for position in statics:
+        axes[position] = None
+    return tuple(axes)

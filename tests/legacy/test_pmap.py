@@ -1,0 +1,56 @@
+"""A pmap inside of a pmap gives the values of jax 0.4.13; today's JAX rejects it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from shardformer.legacy.pmap import pmap
+
+X = np.arange(16, dtype=np.float32).reshape(2, 4, 2)
+REJECTED = "should match the mesh"  # JAX's words
+
+
+def test_collectives_over_either_axis_and_both():
+    def places(x):
+        return x - lax.psum(x, "j") + lax.pmean(x, ("i", "j")), 10 * lax.axis_index("i") + lax.axis_index("j")
+
+    moved, numbers = pmap(pmap(places, "j"), "i")(X)
+    np.testing.assert_array_equal(moved, X - X.sum(1, keepdims=True) + X.mean((0, 1)))
+    assert numbers.tolist() == [[0, 1, 2, 3], [10, 11, 12, 13]]
+    with pytest.raises(ValueError, match=REJECTED):
+        jax.pmap(jax.pmap(places, "j"), "i")(X)
+
+
+def test_gradient_reaches_the_instances_of_both():
+    loss = pmap(pmap(lambda x: jnp.sin(lax.psum(x, ("i", "j"))), "j"), "i")
+    expected = np.broadcast_to(8 * np.cos(X.sum((0, 1))), X.shape)
+    np.testing.assert_allclose(jax.grad(lambda x: loss(x).sum())(X), expected, rtol=1e-5)
+
+
+def test_axes_sizes_static_and_named_arguments():
+    def outer(x):
+        scaled = pmap(lambda times, a, b: a * len(times) + b, in_axes=(None, 0, None), static_broadcasted_argnums=0)
+        every = pmap(lambda times, a: a * len(times), static_broadcasted_argnums=(0,))
+        counted = pmap(lambda: lax.axis_index("k"), "k", axis_size=3)
+        return scaled("abc", x, x[0]), every("ab", x), counted(), pmap(lambda *, a: a + 1)(a=x)
+
+    scaled, every, counted, named = pmap(outer)(X)
+    np.testing.assert_array_equal(scaled, 3 * X + X[:, :1])
+    np.testing.assert_array_equal(every, 2 * X)
+    assert counted.tolist() == [[0, 1, 2]] * 2
+    np.testing.assert_array_equal(named, X + 1)
+
+
+def test_inner_devices_are_rejected():
+    with pytest.raises(ValueError, match="Nested pmap with explicit devices argument"):
+        pmap(pmap(jnp.sin, devices=jax.devices()[:4]))(X)
+    pmap(pmap(jnp.sin), devices=jax.devices()[:2])(X)
+
+
+def test_a_single_pmap_stays_on_its_devices():
+    chosen = jax.devices()[2:4]
+    double = pmap(lambda x: 2 * x, devices=chosen)
+    assert double(X).sharding.device_set == set(chosen)
+    assert double.lower(X).compile()(X).shape == X.shape
