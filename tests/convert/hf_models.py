@@ -233,6 +233,15 @@ MODELS = {
         "DeepseekV3",
         HIDDEN | LATENT | ROUTED | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 12},
     ),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        HIDDEN
+        | LATENT
+        | ROUTED
+        | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "q_lora_rank": 12, "rope_parameters": LINEAR},
+    ),
+    "sarvam_mla": ("SarvamMLA", HIDDEN | LATENT | ROUTED | {"rope_parameters": YARN | {"mscale": 1.0}}),
+    "youtu": ("Youtu", HIDDEN | LATENT | {"num_hidden_layers": 2, "q_lora_rank": 12}),
 }
 # What their publishers' config.json has, of types that transformers does not know.
 OTHER_TYPES = {
@@ -248,7 +257,7 @@ ROUNDED_BY_TRANSFORMERS += ("exaone4", "exaone", "internlm3", "iquestcoder", "ar
 ROUNDED_BY_TRANSFORMERS += ("ernie4_5", "helium", "glm", "glm4", "cwm", "granitemoe", "granitemoeshared", "flex_olmo")
 ROUNDED_BY_TRANSFORMERS += ("hyperclovax", "vaultgemma", "gpt_bigcode", "codegen", "progen")
 ROUNDED_BY_TRANSFORMERS += ("glm4_moe", "dots1", "solar_open", "exaone_moe", "minimax_m2", "gpt_oss")
-ROUNDED_BY_TRANSFORMERS += ("deepseek_v2", "deepseek_v3", "kimi_k2")
+ROUNDED_BY_TRANSFORMERS += ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "sarvam_mla")
 ADDS_ONE_TO_SCALES = ("gemma", "vaultgemma", "nemotron")
 # Further settings of a family, which are compared where transformers is installed.
 SHARED = {"num_key_value_heads": 1, "num_attention_heads": 8, "hidden_size": 48}
@@ -504,6 +513,20 @@ SETTINGS = {
     "deepseek_v3": (
         {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": YARN, "v_head_dim": 10},
         {"norm_topk_prob": False, "first_k_dense_replace": 0, "n_group": 2, "topk_group": 1, "rope_parameters": LINEAR},
+    ),
+    "glm4_moe_lite": (
+        {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": YARN | {"mscale": 0.7}}
+        | {"num_hidden_layers": 3, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+        {"mlp_layer_types": ["dense", "sparse"], "norm_topk_prob": False, "tie_word_embeddings": True}
+        | {"n_shared_experts": 1, "v_head_dim": 4},
+    ),
+    "sarvam_mla": (
+        {"q_lora_rank": 12, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "rope_parameters": LINEAR},
+        {"first_k_dense_replace": 0, "n_shared_experts": 1, "norm_topk_prob": False, "tie_word_embeddings": True},
+    ),
+    "youtu": (
+        {"q_lora_rank": None, "rope_parameters": YARN | {"mscale_all_dim": 0.8}, "tie_word_embeddings": False},
+        {"v_head_dim": 4, "rope_parameters": LINEAR, "rms_norm_eps": 1e-2},
     ),
     "flex_olmo": (
         {"num_experts": 8, "num_experts_per_tok": 1, "tie_word_embeddings": True},

@@ -350,3 +350,32 @@ def test_layers_with_experts_are_those_of_transformers(step, dense, sparse, tmp_
     theirs = {"model_type": "qwen2_moe", "num_hidden_layers": 4, "decoder_sparse_step": step, "mlp_only_layers": dense}
     _, config = hf_settings.read_config(write(tmp_path / "src", theirs))
     assert [i for i, has_experts in enumerate(config.mixture.sparse_layers) if has_experts] == sparse
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
+def test_more_chosen_groups_of_experts_than_there_are_are_rejected(kind, tmp_path):
+    theirs = {"model_type": kind, "n_group": 1, "topk_method": "noaux_tc", "num_experts_per_tok": 4}
+    if kind == "deepseek_v2":
+        theirs |= {"topk_method": "group_limited_greedy"}
+    source = write(tmp_path / "src", theirs | {"topk_group": 4})
+    with pytest.raises(UsageError, match="topk_group=4 is more than n_group=1; expected at most 1"):
+        hf_settings.read_config(source)
+    assert hf_settings.read_config(write(tmp_path / "one", theirs | {"topk_group": 1}))[0] == kind
+
+
+def test_layers_with_experts_of_first_files_are_all_but_one(tmp_path):
+    theirs = {"model_type": "glm4_moe_lite", "num_hidden_layers": 3}
+    _, config = hf_settings.read_config(write(tmp_path / "src", theirs | {"first_k_dense_replace": 1}))
+    assert config.mixture.sparse_layers == (False, True, True)
+    with pytest.raises(UsageError, match="first_k_dense_replace=2 is not computed here without mlp_layer_types"):
+        hf_settings.read_config(write(tmp_path / "two", theirs | {"first_k_dense_replace": 2}))
+
+
+def test_first_files_of_sarvam_are_read(tmp_path):
+    rope = {"type": "deepseek_yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}
+    theirs = {"model_type": "sarvam_mla", "num_experts": 8, "num_shared_experts": 2, "head_dim": 576}
+    sources = (theirs | {"rope_scaling": rope}, theirs | {"rope_scaling": rope | {"type": "yarn"}})
+    first, second = (hf_settings.read_config(write(tmp_path / str(i), source))[1] for i, source in enumerate(sources))
+    assert first == second
+    assert (first.experts.experts, first.experts.shared_width, first.model.head_size) == (8, 4096, 192)
+    assert first.model.rotary_scaling.startswith("yarn:40,")

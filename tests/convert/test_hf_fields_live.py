@@ -129,6 +129,17 @@ FURTHER |= {
     "deepseek_v3": ROPE
     | {"n_group": [1, 2], "topk_group": [1, 4], "rope_interleave": [False], "q_lora_rank": [None], "head_dim": [8]}
     | {"num_key_value_heads": [None, 4], "first_k_dense_replace": [0, 2], "num_nextn_predict_layers": [2]},
+    "glm4_moe_lite": ROPE
+    | {"n_group": [1, 2], "topk_group": [1, 5], "rope_interleave": [False], "q_lora_rank": [None], "head_dim": [8]}
+    | {"mlp_layer_types": [None, ["sparse"] * 2, ["dense"] * 2, ["sparse", "dense"]], "attention_bias": [True]}
+    | {"num_key_value_heads": [4], "first_k_dense_replace": [0, 1], "num_nextn_predict_layers": [2]},
+    "sarvam_mla": ROPE
+    | {"n_group": [2], "topk_group": [2], "rope_interleave": [False], "q_lora_rank": [12], "head_dim": [20]}
+    | {"num_key_value_heads": [None, 4], "first_k_dense_replace": [0, 2], "num_experts": [8], "q_head_dim": [10, 3]}
+    | {"rope_scaling": [{"type": "deepseek_yarn", "factor": 3.0, "mscale": 0.7, "mscale_all_dim": 0.9}]},
+    "youtu": ROPE
+    | {"rope_interleave": [False], "q_lora_rank": [None], "head_dim": [8], "num_key_value_heads": [None, 4]}
+    | {"attention_bias": [True], "mlp_bias": [True], "n_routed_experts": [4]},
     "flex_olmo": ROPE | {"clip_qkv": [0.1], "head_dim": [4, 8], "norm_topk_prob": [True]},
 }
 FURTHER["gemma3 in a wrapper"] = FURTHER["gemma3"] | {"final_logit_softcapping": [1.0]}

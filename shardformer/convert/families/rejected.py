@@ -2,8 +2,8 @@
 
 _BY_PART = {
     "attention through a compressed latent (MLA) of this form": (
-        "deepseek_v32 deepseek_v4 kimi_k25 minicpm3 glm4_moe_lite glm_moe_dsa mistral4 "
-        "mistral_large4 longcat_flash youtu sarvam_mla axk1 axk2 hy_v4 dots3_note bailing_hybrid"
+        "deepseek_v32 deepseek_v4 kimi_k25 minicpm3 glm_moe_dsa mistral4 "
+        "mistral_large4 longcat_flash axk1 axk2 hy_v4 dots3_note bailing_hybrid"
     ),
     "state-space layers (Mamba)": (
         "mamba mamba2 falcon_mamba bamba jamba zamba zamba2 nemotron_h falcon_h1 granitemoehybrid"
