@@ -312,10 +312,8 @@ def _divide_by_root_mean_square(c, x):
 
 def _norm_heads(c, p, name, x):
     """Applies RMSNorm to queries or keys [B, T, heads, K]: to each head, or to all heads as one vector."""
-    if name == "v" or c.model.qk_norm == "none":
-        return x
-    kind = "head_scale" if c.model.qk_norm == "head" else "scale"
-    together = x if c.model.qk_norm == "head" else x.reshape(*x.shape[:2], 1, -1)
+    kind = "scale" if c.model.qk_norm == "all" else "head_scale"
+    together = x.reshape(*x.shape[:2], 1, -1) if c.model.qk_norm == "all" else x
     factor = (p[f"{name}_{kind}"] + float(c.model.norm == "rmsnorm_plus_one"))[None, None, None]
     return (_divide_by_root_mean_square(c, together) * factor).reshape(x.shape)
 
@@ -381,8 +379,14 @@ def _attention(c, params, p, norms, h, masks=None, documents=None):
     q, k, v = _heads_of_latents(c, p, norms, h) if c.model.kv_latent else _heads(c, p, h)
     if c.model.positions == "rotary":
         q, k = _rotate(c, q), _rotate(c, k)
+    if c.model.qk_norm == "rotated_head":
+        q, k = _norm_heads(c, p, "q", q), _norm_heads(c, p, "k", k)
     if c.model.attention_scale:
         q = q * (c.model.attention_scale * K**0.5)  # so that a constant in float32 is rounded as in the model
+    if c.model.query_growth:
+        old_seq = float(c.model.rotary_scaling.split(":")[1].split(",")[3])
+        contexts = np.floor(np.arange(T) / old_seq)
+        q = q * (1 + c.model.query_growth * jnp.log1p(contexts))[None, :, None, None]
     logits = jnp.einsum("bthk,bshk->bhts", q, k) * K**-0.5
     if c.model.positions == "t5":
         logits = logits + _t5_bias(c, params["transformer/relative_bias"]["table"], T)[None]
@@ -409,7 +413,9 @@ def _heads(c, p, h):
     (B, T, D), H = h.shape, c.model.heads
     K = c.model.head_dim or D // H
     q, k, v = (h @ p[n] + (p[f"{n}_bias"][None, None] if f"{n}_bias" in p else 0.0) for n in "qkv")
-    q, k, v = (_norm_heads(c, p, n, a.reshape(B, T, -1, K)) for n, a in zip("qkv", (q, k, v), strict=True))
+    q, k, v = (a.reshape(B, T, -1, K) for a in (q, k, v))
+    if c.model.qk_norm in ("head", "all"):
+        q, k = _norm_heads(c, p, "q", q), _norm_heads(c, p, "k", k)
     return q, jnp.repeat(k, H // k.shape[2], axis=2), jnp.repeat(v, H // v.shape[2], axis=2)
 
 

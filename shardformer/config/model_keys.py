@@ -77,8 +77,10 @@ class ModelKeys(KeyGroup):
         registry=NORMS,
     )
     norm_eps: float = key(1e-5, "number added to the variance in every norm")
-    qk_norm: Literal["none", "head", "all"] = key(
-        "none", "RMSNorm of queries and keys before rotary; head: of each head, as Qwen3; all: over heads, as OLMo 2"
+    qk_norm: Literal["none", "head", "all", "rotated_head"] = key(
+        "none",
+        "RMSNorm of queries and keys before rotary; head: of each head, as Qwen3; all: over heads, as OLMo 2; "
+        "rotated_head: of each head after rotary, as Hunyuan",
     )
     bias: Literal["none", "ff", "all_but_qkv", "all", "attention", "qkv", "norm", "qkv_norm"] = key(
         "ff",
@@ -99,6 +101,12 @@ class ModelKeys(KeyGroup):
         "", f"scaling for longer contexts: {' or '.join(ROTARY_SCALINGS.values())}", used_if=WITH_ROTARY
     )
     attention_scale: float | None = key(None, "factor on the attention logits; auto: 1 / sqrt(head size)", least=0)
+    query_growth: float = key(
+        0.0,
+        "factor 1 + query_growth * log(1 + n) on queries after n times the shorter context of rotary_scaling, as "
+        "Ministral 3; 0: none",
+        least=0,
+    )
     attention_cap: float | None = key(
         None,
         "bound of the attention logits, each cap * tanh(logit / cap), as Gemma 2; after the bias of positions=t5 or "
@@ -260,6 +268,12 @@ class ModelKeys(KeyGroup):
         return scaling.attention if scaling else 1.0
 
     @functools.cached_property
+    def shorter_context(self) -> int:
+        """The context before a scaling of kind yarn or llama3 made it longer; 0: there is no such scaling."""
+        scaling = parse_rotary_scaling(self.rotary_scaling)
+        return int(scaling.old_seq) if scaling and scaling.kind in ("llama3", "yarn") else 0
+
+    @functools.cached_property
     def longest_short_row(self) -> int:
         """The tokens of the longest row with longrope's numbers for short rows; 0: all rows have the same numbers."""
         scaling = parse_rotary_scaling(self.rotary_scaling)
@@ -339,6 +353,11 @@ class ModelKeys(KeyGroup):
             not (self.longest_short_row and (self.window_rotary_theta or "n" in self.window_pattern)),
             f"rotary_scaling={self.rotary_scaling:.40} has the same frequencies in all layers; give no "
             "window_rotary_theta, and a window_pattern without n",
+        )
+        require(
+            not self.query_growth or (self.shorter_context and not self.window_rotary_theta),
+            f"query_growth={self.query_growth} counts the shorter context of rotary_scaling=yarn:... or llama3:...; "
+            f"got rotary_scaling={self.rotary_scaling:.40}; give one of them, and no window_rotary_theta",
         )
         if self.rotates:
             even = min(self.rotary_size, self.head_size) // 2 * 2

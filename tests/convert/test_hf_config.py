@@ -379,3 +379,23 @@ def test_first_files_of_sarvam_are_read(tmp_path):
     assert first == second
     assert (first.experts.experts, first.experts.shared_width, first.model.head_size) == (8, 4096, 192)
     assert first.model.rotary_scaling.startswith("yarn:40,")
+
+
+def test_fixed_alpha_of_hunyuan_is_a_base_of_its_frequencies(tmp_path):
+    rope = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}
+    theirs = {"model_type": "hunyuan_v1_dense", "head_dim": 128, "rope_theta": 10_000.0, "rope_scaling": rope}
+    config = hf_settings.read_config(write(tmp_path / "src", theirs))[1]
+    assert (config.model.rotary_theta, config.model.rotary_scaling) == (10_000 * 1000 ** (128 / 126), "")
+    with pytest.raises(UsageError, match="rope_type='dynamic' is not a scaling"):
+        hf_settings.read_config(write(tmp_path / "without", theirs | {"rope_scaling": {"type": "dynamic"}}))
+
+
+def test_queries_of_a_ministral_3_grow_only_with_yarn(tmp_path):
+    rope = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.2}
+    config = hf_settings.read_config(write(tmp_path / "src", {"model_type": "ministral3", "rope_parameters": rope}))[1]
+    assert (config.model.query_growth, config.model.shorter_context) == (0.2, 64)
+    linear = {"model_type": "ministral3", "rope_parameters": {"rope_type": "linear", "factor": 2.0}}
+    source = write(tmp_path / "linear", linear)
+    with pytest.raises(UsageError, match="rope_type='linear' is not computed here; expected 'yarn'"):
+        hf_settings.read_config(source)
+    assert hf_settings.choose_family(config.replace(query_growth=0.0, rotary_scaling="")) == "llama"

@@ -15,7 +15,7 @@ MODEL = {
     "kv_heads": (1, 2, 4), "head_dim": (6,), "d_ff": (48,), "norm_eps": (1e-2,), "vocab": (57,),
     "activation": ("gelu_exact", "relu", "silu", "swiglu", "geglu", "clamped_swiglu"),
     "block": ("parallel_two_norms", "sequential", "sequential_four_norms", "sequential_post_norms"),
-    "norm": ("rmsnorm", "rmsnorm_plus_one", "plain_layernorm"), "qk_norm": ("head", "all"),
+    "norm": ("rmsnorm", "rmsnorm_plus_one", "plain_layernorm"), "qk_norm": ("head", "all", "rotated_head"),
     "bias": ("none", "all_but_qkv", "all", "attention", "qkv", "norm", "qkv_norm"), "head_bias": (False,),
     "positions": ("learned", "t5", "alibi", "none"), "rotary_dims": (2,), "rotary_theta": (50.0,),
     "rotary_scaling": (

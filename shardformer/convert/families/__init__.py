@@ -30,12 +30,14 @@ from shardformer.convert.families.hf_gptj import GPTJ
 from shardformer.convert.families.hf_granite import GRANITE
 from shardformer.convert.families.hf_granitemoe import GRANITE_MOE, GRANITE_MOE_SHARED
 from shardformer.convert.families.hf_helium import HELIUM
+from shardformer.convert.families.hf_hunyuan import HUNYUAN
 from shardformer.convert.families.hf_hyperclovax import HYPERCLOVA_X
 from shardformer.convert.families.hf_jais2 import JAIS_2
 from shardformer.convert.families.hf_llama import LLAMA
 from shardformer.convert.families.hf_llama_names import EXAONE, INTERNLM_3, IQUEST_CODER
 from shardformer.convert.families.hf_minimax_m2 import MINIMAX_M2
 from shardformer.convert.families.hf_ministral import MINISTRAL
+from shardformer.convert.families.hf_ministral3 import MINISTRAL_3
 from shardformer.convert.families.hf_mistral import MISTRAL
 from shardformer.convert.families.hf_mixtral import MIXTRAL
 from shardformer.convert.families.hf_mpt import MPT
@@ -128,6 +130,8 @@ FAMILIES = {
     "glm4_moe_lite": GLM_4_MOE_LITE,
     "sarvam_mla": SARVAM_MLA,
     "youtu": YOUTU,
+    "ministral3": MINISTRAL_3,
+    "hunyuan_v1_dense": HUNYUAN,
 }
 
 

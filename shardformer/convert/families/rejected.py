@@ -21,8 +21,8 @@ _BY_PART = {
     "embeddings of each layer": "gemma3n gemma3n_text gemma4 gemma4_text",
     "fixed sinusoids as positions": "xglm ctrl",
     "norms after the residual sum": "openai-gpt",
-    "norms of queries and keys after their rotation": "hunyuan_v1_dense hunyuan_v1_moe nanochat",
-    "a factor on queries that grows with their position": "ministral3 llama4 llama4_text",
+    "norms of queries and keys after their rotation": "hunyuan_v1_moe nanochat",
+    "a factor on queries that grows with their position": "llama4 llama4_text",
     "an encoder besides its decoder": (
         "bart mbart t5 pegasus marian blenderbot blenderbot-small mvp plbart prophetnet bigbird_pegasus whisper trocr"
     ),
