@@ -12,7 +12,7 @@ import pytest
 from shardformer.__main__ import main
 from shardformer.config import Config
 from shardformer.convert import hf_settings, runs
-from shardformer.convert.families import FAMILIES
+from shardformer.convert.families import FAMILIES, REJECTED
 from shardformer.convert.hf_special_tokens import find_stored
 from shardformer.data import SpecialTokens
 from shardformer.errors import UsageError
@@ -399,3 +399,36 @@ def test_queries_of_a_ministral_3_grow_only_with_yarn(tmp_path):
     with pytest.raises(UsageError, match="rope_type='linear' is not computed here; expected 'yarn'"):
         hf_settings.read_config(source)
     assert hf_settings.choose_family(config.replace(query_growth=0.0, rotary_scaling="")) == "llama"
+
+
+OLDER = {
+    "RefinedWeb": {"hidden_size": 64, "n_layer": 2, "n_head": 8, "n_head_kv": 2, "parallel_attn": True, "alibi": False},
+    "RefinedWebModel": {"hidden_size": 64, "n_layer": 2, "n_head": 8, "multi_query": True, "parallel_attn": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads", "block"), [("RefinedWeb", 2, "parallel_two_norms"), ("RefinedWebModel", 1, "parallel")]
+)
+def test_older_names_of_falcon_are_read(kind, heads, block, tmp_path):
+    family, config = hf_settings.read_config(write(tmp_path / "src", {"model_type": kind} | OLDER[kind]))
+    assert (family, config.model.key_value_heads, config.model.block) == ("falcon", heads, block)
+    with pytest.raises(UsageError, match="alibi=True is not computed here"):
+        hf_settings.read_config(write(tmp_path / "rw", {"model_type": kind} | OLDER[kind] | {"alibi": True}))
+
+
+def test_finetuned_yarn_is_yarn(tmp_path):
+    yarn = {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096}
+    sources = [{"model_type": "llama", "rope_scaling": yarn | more} for more in ({}, {"finetuned": True})]
+    first, second = (hf_settings.read_config(write(tmp_path / str(i), source)) for i, source in enumerate(sources))
+    assert first == second
+    linear = {"type": "linear", "factor": 2.0, "finetuned": True}
+    source = write(tmp_path / "linear", {"model_type": "llama", "rope_scaling": linear})
+    with pytest.raises(UsageError, match="finetuned=True of rope_type=linear is not known here"):
+        hf_settings.read_config(source)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "falcon_h1", "gemma3n_text", "llama4_text", "lfm2", "dbrx", "jetmoe"])
+def test_rejected_family_names_what_is_missing(kind, tmp_path):
+    with pytest.raises(UsageError, match=f"model_type='{kind}' is not computed here; missing: {REJECTED[kind][:9]}"):
+        hf_settings.read_config(write(tmp_path / "src", {"model_type": kind}))
