@@ -41,7 +41,7 @@ NORMS = {
 KNOWN = {
     "activation": (*ACTIVATIONS, *GATES),
     "norm": ("layernorm", "layernorm_plus_one", "rmsnorm", "rmsnorm_plus_one", "plain_layernorm"),
-    "positions": ("learned", "rotary", "t5", "alibi", "none"),
+    "positions": ("learned", "sinusoids", "rotary", "t5", "alibi", "none"),
 }
 
 
@@ -68,6 +68,8 @@ def logits(config, params: Params, tokens, masks: "Masks | None" = None, documen
     x = x + embed.get("bias", jnp.zeros(c.model.d_model))[None, None]
     if c.model.positions == "learned":
         x = x + embed["positions"][_positions(tokens, documents)]
+    if c.model.positions == "sinusoids":
+        x = x + _sinusoids(c.model.d_model, _positions(tokens, documents))
     if c.model.embed == "norm":
         x = _norm(c, params.get("transformer/embed/norm", {}), x)
     if masks:
@@ -203,6 +205,16 @@ def make_masks(config, dropout_key, examples) -> Masks | None:
     if not (config.training.dropout or config.lora.lora_dropout) or dropout_key is None:
         return None
     return Masks(config.training.dropout, jax.random.wrap_key_data(dropout_key, impl="threefry2x32"), examples)
+
+
+def _sinusoids(width: int, positions):
+    """Returns sin and cos of (position + 2) / 10000^(i / (half - 1)), all sines before all cosines."""
+    half = width // 2
+    step = np.float32(-math.log(10_000) / max(half - 1, 1))
+    angle = (positions + 2).astype(jnp.float32)[..., None] * np.exp(np.arange(half, dtype=np.float32) * step)[
+        None, None
+    ]
+    return jnp.concatenate([jnp.sin(angle), jnp.cos(angle), jnp.zeros((*angle.shape[:-1], width % 2))], axis=-1)
 
 
 def _resolve_scale(c):

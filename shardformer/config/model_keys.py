@@ -90,7 +90,8 @@ class ModelKeys(KeyGroup):
     head_bias: bool = key(True, "give an untied output head a bias, if bias= has biases in the feed-forward")
     positions: str = key(
         "rotary",
-        "position encoding; t5: learned bias on the attention logits, by distance; alibi: fixed one, as BLOOM's",
+        "position encoding; t5: learned bias on the attention logits, by distance; alibi: fixed one, as BLOOM's; "
+        "sinusoids: fixed vectors, as XGLM's",
         registry=POSITIONS,
     )
     rotary_dims: int | None = key(

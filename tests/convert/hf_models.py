@@ -252,6 +252,12 @@ MODELS = {
         "HunYuanDenseV1",
         HIDDEN | QWEN | ENDS | {"head_dim": 6, "rope_parameters": {"rope_theta": 100.0} | ALPHA},
     ),
+    "xglm": (
+        "XGLM",
+        {"vocab_size": VOCAB, "d_model": 32, "num_layers": 2, "attention_heads": 8, "ffn_dim": 64, "dropout": 0.0}
+        | ENDS
+        | {"max_position_embeddings": SEQ, "attention_dropout": 0.0},
+    ),
 }
 # What their publishers' config.json has, of types that transformers does not know.
 OTHER_TYPES = {
@@ -268,7 +274,7 @@ ROUNDED_BY_TRANSFORMERS += ("ernie4_5", "helium", "glm", "glm4", "cwm", "granite
 ROUNDED_BY_TRANSFORMERS += ("hyperclovax", "vaultgemma", "gpt_bigcode", "codegen", "progen")
 ROUNDED_BY_TRANSFORMERS += ("glm4_moe", "dots1", "solar_open", "exaone_moe", "minimax_m2", "gpt_oss")
 ROUNDED_BY_TRANSFORMERS += ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "sarvam_mla")
-ROUNDED_BY_TRANSFORMERS += ("youtu", "ministral3", "hunyuan_v1_dense")
+ROUNDED_BY_TRANSFORMERS += ("youtu", "ministral3", "hunyuan_v1_dense", "xglm")
 ADDS_ONE_TO_SCALES = ("gemma", "vaultgemma", "nemotron")
 # Further settings of a family, which are compared where transformers is installed.
 SHARED = {"num_key_value_heads": 1, "num_attention_heads": 8, "hidden_size": 48}
@@ -548,6 +554,10 @@ SETTINGS = {
         SHARED | {"rope_parameters": YARN, "tie_word_embeddings": True},
         GROUPS_OF_THREE | {"rope_parameters": {"rope_theta": 50.0}, "rms_norm_eps": 1e-2, "head_dim": 8},
         {"rope_parameters": {"rope_theta": 10.0} | ALPHA | {"alpha": 1000.0}, "num_key_value_heads": 1},
+    ),
+    "xglm": (
+        {"scale_embedding": False, "tie_word_embeddings": False, "activation_function": "gelu_new"},
+        {"attention_heads": 2, "d_model": 48, "ffn_dim": 40, "max_position_embeddings": 30},
     ),
     "flex_olmo": (
         {"num_experts": 8, "num_experts_per_tok": 1, "tie_word_embeddings": True},

@@ -194,6 +194,7 @@ WRONG_KEYS = {
     "sarvam_mla": {"router_scale": 1.0, "rotary_scaling": "yarn:4,1,32,12,1"},
     "ministral3": {"query_growth": 0.4, "rotary_scaling": "yarn:4,1,32,6,1"},
     "hunyuan_v1_dense": {"qk_norm": "head", "rotary_theta": 100.0},
+    "xglm": {"positions": "none", "embed_scale": 1.0, "activation": "gelu"},
     "youtu": {"rotary_theta": 9000.0, "norm_eps": 1e-2},
     # Not router_norm, which scales all experts of a token: the norm after them takes that away.
     "flex_olmo": {"experts_per_token": 2, "qk_norm": "none"},

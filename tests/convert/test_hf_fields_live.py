@@ -157,6 +157,9 @@ FURTHER |= {
     "hunyuan_v1_dense": ROPE
     | {"use_qk_norm": [False], "attention_bias": [True], "use_cla": [True], "num_key_value_heads": [None, 2]}
     | {"rope_parameters": [None, YARN, {"rope_theta": 50.0} | ALPHA, {"rope_theta": 50.0, "alpha": 3.0} | LINEAR]},
+    "xglm": {"scale_embedding": [False], "tie_word_embeddings": [False], "activation_function": ["mish", "tanh"]}
+    | {"activation_dropout": [0.1], "num_attention_heads": [4], "rotary": [True], "norm_eps": [0.1]}
+    | {"hidden_size": [64], "num_hidden_layers": [1]},
     "youtu": ROPE
     | {"rope_interleave": [False], "q_lora_rank": [None], "head_dim": [8], "num_key_value_heads": [None, 4]}
     | {"attention_bias": [True], "mlp_bias": [True], "n_routed_experts": [4]},

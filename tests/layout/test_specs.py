@@ -18,7 +18,7 @@ OPTIONS = [
     {"positions": "none"}, {"bias": "none"}, {"bias": "all"}, {"scan": False}, {"remat": "full"},
     {"tied": True},
     {"block": "sequential", "positions": "learned", "bias": "all", "norm": "rmsnorm"},
-    {"embed": "bias"}, {"embed": "norm", "positions": "alibi"},
+    {"embed": "bias"}, {"embed": "norm", "positions": "alibi"}, {"positions": "sinusoids"},
     {"lora_rank": 2, "lora_targets": "q,k,v,o,up,down"},
     {"qk_norm": "head"}, {"qk_norm": "all"}, {"qk_norm": "rotated_head"},
     {"block": "sequential_four_norms"}, {"block": "sequential_post_norms"},

@@ -59,6 +59,7 @@ from shardformer.convert.families.hf_smollm3 import SMOLLM_3
 from shardformer.convert.families.hf_stablelm import STABLELM
 from shardformer.convert.families.hf_starcoder2 import STARCODER_2
 from shardformer.convert.families.hf_vaultgemma import VAULT_GEMMA
+from shardformer.convert.families.hf_xglm import XGLM
 from shardformer.convert.families.hf_youtu import YOUTU
 from shardformer.convert.families.layout import Part, Stored
 from shardformer.convert.families.rejected import REJECTED
@@ -132,6 +133,7 @@ FAMILIES = {
     "youtu": YOUTU,
     "ministral3": MINISTRAL_3,
     "hunyuan_v1_dense": HUNYUAN,
+    "xglm": XGLM,
 }
 
 

@@ -28,7 +28,7 @@ _BY_PART = {
     "differences of two attentions": "diffllama",
     "weights of two bits": "bitnet",
     "embeddings of each layer": "gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text",
-    "fixed sinusoids as positions": "xglm ctrl",
+    "fixed sinusoids of this form as positions": "ctrl",
     "norms after the residual sum": "openai-gpt",
     "norms of queries and keys after their rotation": "hunyuan_v1_moe nanochat",
     "a factor on queries that grows with their position": "llama4 llama4_text",
