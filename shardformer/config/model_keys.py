@@ -339,8 +339,6 @@ class ModelKeys(KeyGroup):
         )
         self._check_positions()
         self._check_window()
-        if self.kv_latent:
-            self._check_latent()
 
     def _check_positions(self) -> None:
         encodes = self.embeds_positions or self.biased_by_distance or self.rotates
@@ -374,23 +372,6 @@ class ModelKeys(KeyGroup):
                 f"rotary_scaling={self.rotary_scaling:.40} must have {2 * pairs} numbers after ATTENTION: {pairs} for "
                 f"short rows, one for each rotating pair, and {pairs} for long rows",
             )
-
-    def _check_latent(self) -> None:
-        require(
-            self.rotates and self.rotary_size < self.head_size,
-            f"kv_latent={self.kv_latent} needs keys of which a part rotates: give positions=rotary and rotary_dims "
-            f"below the head size {self.head_size}; got positions={self.positions} rotary_dims={self.rotary_dims}",
-        )
-        off = {"kv_heads": (None, self.heads), "qk_norm": ("none",), "sinks": (False,)}
-        for name, accepted in off.items():
-            require(
-                getattr(self, name) in accepted,
-                f"{name}={getattr(self, name)} is not computed with kv_latent={self.kv_latent}; leave {name} out",
-            )
-        require(
-            "q" not in self.biased,
-            f"bias={self.bias} has biases of q, k and v, which kv_latent={self.kv_latent} does not have; give bias=ff",
-        )
 
     def _check_window(self) -> None:
         theta = self.window_rotary_theta
