@@ -41,7 +41,7 @@ NORMS = {
 KNOWN = {
     "activation": (*ACTIVATIONS, *GATES),
     "norm": ("layernorm", "layernorm_plus_one", "rmsnorm", "rmsnorm_plus_one", "plain_layernorm"),
-    "positions": ("learned", "rotary", "t5", "alibi", "none"),
+    "positions": ("learned", "sinusoids", "rotary", "t5", "alibi", "none"),
 }
 
 
@@ -68,6 +68,8 @@ def logits(config, params: Params, tokens, masks: "Masks | None" = None, documen
     x = x + embed.get("bias", jnp.zeros(c.model.d_model))[None, None]
     if c.model.positions == "learned":
         x = x + embed["positions"][_positions(tokens, documents)]
+    if c.model.positions == "sinusoids":
+        x = x + _sinusoids(c.model.d_model, _positions(tokens, documents))
     if c.model.embed == "norm":
         x = _norm(c, params.get("transformer/embed/norm", {}), x)
     if masks:
@@ -205,6 +207,16 @@ def make_masks(config, dropout_key, examples) -> Masks | None:
     return Masks(config.training.dropout, jax.random.wrap_key_data(dropout_key, impl="threefry2x32"), examples)
 
 
+def _sinusoids(width: int, positions):
+    """Returns sin and cos of (position + 2) / 10000^(i / (half - 1)), all sines before all cosines."""
+    half = width // 2
+    step = np.float32(-math.log(10_000) / max(half - 1, 1))
+    angle = (positions + 2).astype(jnp.float32)[..., None] * np.exp(np.arange(half, dtype=np.float32) * step)[
+        None, None
+    ]
+    return jnp.concatenate([jnp.sin(angle), jnp.cos(angle), jnp.zeros((*angle.shape[:-1], width % 2))], axis=-1)
+
+
 def _resolve_scale(c):
     """Returns the config with the factors of `scale` written out."""
     if not c.model.scale:
@@ -312,10 +324,8 @@ def _divide_by_root_mean_square(c, x):
 
 def _norm_heads(c, p, name, x):
     """Applies RMSNorm to queries or keys [B, T, heads, K]: to each head, or to all heads as one vector."""
-    if name == "v" or c.model.qk_norm == "none":
-        return x
-    kind = "head_scale" if c.model.qk_norm == "head" else "scale"
-    together = x if c.model.qk_norm == "head" else x.reshape(*x.shape[:2], 1, -1)
+    kind = "scale" if c.model.qk_norm == "all" else "head_scale"
+    together = x.reshape(*x.shape[:2], 1, -1) if c.model.qk_norm == "all" else x
     factor = (p[f"{name}_{kind}"] + float(c.model.norm == "rmsnorm_plus_one"))[None, None, None]
     return (_divide_by_root_mean_square(c, together) * factor).reshape(x.shape)
 
@@ -381,8 +391,14 @@ def _attention(c, params, p, norms, h, masks=None, documents=None):
     q, k, v = _heads_of_latents(c, p, norms, h) if c.model.kv_latent else _heads(c, p, h)
     if c.model.positions == "rotary":
         q, k = _rotate(c, q), _rotate(c, k)
+    if c.model.qk_norm == "rotated_head":
+        q, k = _norm_heads(c, p, "q", q), _norm_heads(c, p, "k", k)
     if c.model.attention_scale:
         q = q * (c.model.attention_scale * K**0.5)  # so that a constant in float32 is rounded as in the model
+    if c.model.query_growth:
+        old_seq = float(c.model.rotary_scaling.split(":")[1].split(",")[3])
+        contexts = np.floor(np.arange(T) / old_seq)
+        q = q * (1 + c.model.query_growth * jnp.log1p(contexts))[None, :, None, None]
     logits = jnp.einsum("bthk,bshk->bhts", q, k) * K**-0.5
     if c.model.positions == "t5":
         logits = logits + _t5_bias(c, params["transformer/relative_bias"]["table"], T)[None]
@@ -409,7 +425,9 @@ def _heads(c, p, h):
     (B, T, D), H = h.shape, c.model.heads
     K = c.model.head_dim or D // H
     q, k, v = (h @ p[n] + (p[f"{n}_bias"][None, None] if f"{n}_bias" in p else 0.0) for n in "qkv")
-    q, k, v = (_norm_heads(c, p, n, a.reshape(B, T, -1, K)) for n, a in zip("qkv", (q, k, v), strict=True))
+    q, k, v = (a.reshape(B, T, -1, K) for a in (q, k, v))
+    if c.model.qk_norm in ("head", "all"):
+        q, k = _norm_heads(c, p, "q", q), _norm_heads(c, p, "k", k)
     return q, jnp.repeat(k, H // k.shape[2], axis=2), jnp.repeat(v, H // v.shape[2], axis=2)
 
 

@@ -9,6 +9,7 @@ from shardformer.errors import UsageError
 
 if TYPE_CHECKING:
     from shardformer.config.config import Config
+    from shardformer.config.model_keys import ModelKeys
 
 MAX_UNROLLED = 1000  # layers; the time of a compilation grows with them
 
@@ -27,6 +28,8 @@ def check_rules(c: "Config") -> None:
         f"scan=false compiles every layer by itself, at most {MAX_UNROLLED:,} of them, got layers={c.model.layers}; "
         "give scan=true",
     )
+    if c.model.kv_latent:
+        _check_latent(c.model)
     _check_scale(c)
     _check_kernel(c)
     _check_gradients(c)
@@ -75,6 +78,24 @@ def check_zero(c: "Config") -> None:
         c.parallel.mesh == "auto" or not c.parallel.zero or c.parallel.replicas > 1,
         f"zero={c.parallel.zero} splits over dp, and mesh={c.parallel.mesh} has dp=1; give zero=0, or a mesh with "
         "more dp",
+    )
+
+
+def _check_latent(model: "ModelKeys") -> None:
+    require(
+        model.rotates and model.rotary_size < model.head_size,
+        f"kv_latent={model.kv_latent} needs keys of which a part rotates: give positions=rotary and rotary_dims "
+        f"below the head size {model.head_size}; got positions={model.positions} rotary_dims={model.rotary_dims}",
+    )
+    off = {"kv_heads": (None, model.heads), "qk_norm": ("none",), "sinks": (False,)}
+    for name, accepted in off.items():
+        require(
+            getattr(model, name) in accepted,
+            f"{name}={getattr(model, name)} is not computed with kv_latent={model.kv_latent}; leave {name} out",
+        )
+    require(
+        "q" not in model.biased,
+        f"bias={model.bias} has biases of q, k and v, which kv_latent={model.kv_latent} does not have; give bias=ff",
     )
 
 

@@ -77,8 +77,10 @@ class ModelKeys(KeyGroup):
         registry=NORMS,
     )
     norm_eps: float = key(1e-5, "number added to the variance in every norm")
-    qk_norm: Literal["none", "head", "all"] = key(
-        "none", "RMSNorm of queries and keys before rotary; head: of each head, as Qwen3; all: over heads, as OLMo 2"
+    qk_norm: Literal["none", "head", "all", "rotated_head"] = key(
+        "none",
+        "RMSNorm of queries and keys before rotary; head: of each head, as Qwen3; all: over heads, as OLMo 2; "
+        "rotated_head: of each head after rotary, as Hunyuan",
     )
     bias: Literal["none", "ff", "all_but_qkv", "all", "attention", "qkv", "norm", "qkv_norm"] = key(
         "ff",
@@ -88,7 +90,8 @@ class ModelKeys(KeyGroup):
     head_bias: bool = key(True, "give an untied output head a bias, if bias= has biases in the feed-forward")
     positions: str = key(
         "rotary",
-        "position encoding; t5: learned bias on the attention logits, by distance; alibi: fixed one, as BLOOM's",
+        "position encoding; t5: learned bias on the attention logits, by distance; alibi: fixed one, as BLOOM's; "
+        "sinusoids: fixed vectors, as XGLM's",
         registry=POSITIONS,
     )
     rotary_dims: int | None = key(
@@ -99,6 +102,12 @@ class ModelKeys(KeyGroup):
         "", f"scaling for longer contexts: {' or '.join(ROTARY_SCALINGS.values())}", used_if=WITH_ROTARY
     )
     attention_scale: float | None = key(None, "factor on the attention logits; auto: 1 / sqrt(head size)", least=0)
+    query_growth: float = key(
+        0.0,
+        "factor 1 + query_growth * log(1 + n) on queries after n times the shorter context of rotary_scaling, as "
+        "Ministral 3; 0: none",
+        least=0,
+    )
     attention_cap: float | None = key(
         None,
         "bound of the attention logits, each cap * tanh(logit / cap), as Gemma 2; after the bias of positions=t5 or "
@@ -260,6 +269,12 @@ class ModelKeys(KeyGroup):
         return scaling.attention if scaling else 1.0
 
     @functools.cached_property
+    def shorter_context(self) -> int:
+        """The context before a scaling of kind yarn or llama3 made it longer; 0: there is no such scaling."""
+        scaling = parse_rotary_scaling(self.rotary_scaling)
+        return int(scaling.old_seq) if scaling and scaling.kind in ("llama3", "yarn") else 0
+
+    @functools.cached_property
     def longest_short_row(self) -> int:
         """The tokens of the longest row with longrope's numbers for short rows; 0: all rows have the same numbers."""
         scaling = parse_rotary_scaling(self.rotary_scaling)
@@ -324,8 +339,6 @@ class ModelKeys(KeyGroup):
         )
         self._check_positions()
         self._check_window()
-        if self.kv_latent:
-            self._check_latent()
 
     def _check_positions(self) -> None:
         encodes = self.embeds_positions or self.biased_by_distance or self.rotates
@@ -339,6 +352,11 @@ class ModelKeys(KeyGroup):
             not (self.longest_short_row and (self.window_rotary_theta or "n" in self.window_pattern)),
             f"rotary_scaling={self.rotary_scaling:.40} has the same frequencies in all layers; give no "
             "window_rotary_theta, and a window_pattern without n",
+        )
+        require(
+            not self.query_growth or (self.shorter_context and not self.window_rotary_theta),
+            f"query_growth={self.query_growth} counts the shorter context of rotary_scaling=yarn:... or llama3:...; "
+            f"got rotary_scaling={self.rotary_scaling:.40}; give one of them, and no window_rotary_theta",
         )
         if self.rotates:
             even = min(self.rotary_size, self.head_size) // 2 * 2
@@ -354,23 +372,6 @@ class ModelKeys(KeyGroup):
                 f"rotary_scaling={self.rotary_scaling:.40} must have {2 * pairs} numbers after ATTENTION: {pairs} for "
                 f"short rows, one for each rotating pair, and {pairs} for long rows",
             )
-
-    def _check_latent(self) -> None:
-        require(
-            self.rotates and self.rotary_size < self.head_size,
-            f"kv_latent={self.kv_latent} needs keys of which a part rotates: give positions=rotary and rotary_dims "
-            f"below the head size {self.head_size}; got positions={self.positions} rotary_dims={self.rotary_dims}",
-        )
-        off = {"kv_heads": (None, self.heads), "qk_norm": ("none",), "sinks": (False,)}
-        for name, accepted in off.items():
-            require(
-                getattr(self, name) in accepted,
-                f"{name}={getattr(self, name)} is not computed with kv_latent={self.kv_latent}; leave {name} out",
-            )
-        require(
-            "q" not in self.biased,
-            f"bias={self.bias} has biases of q, k and v, which kv_latent={self.kv_latent} does not have; give bias=ff",
-        )
 
     def _check_window(self) -> None:
         theta = self.window_rotary_theta

@@ -29,7 +29,7 @@ FIXED = {
     "activation": "gelu", "attention_scale": None, "rotary_theta": 10_000.0, "rotary_scaling": "",
     "lora_rank": 0, "window": None, "attention_cap": None, "head_dim": None, "qk_norm": "none",
     "embed_scale": 1.0, "logits_cap": None, "residual_scale": 1.0, "logits_scale": 1.0, "window_pattern": "",
-    "experts": 0, "sinks": False, "kv_latent": None, "scale": "",
+    "experts": 0, "sinks": False, "kv_latent": None, "query_growth": 0.0,
 }  # fmt: skip
 
 
@@ -144,6 +144,7 @@ def part_shape(leaf: Leaf, shape: tuple[int, ...], shards: int) -> tuple[int, ..
 
 def check_expressible(config: Config, shards: int = 1) -> None:
     """Rejects a key whose value GPT-J's code cannot compute."""
+    config = config.with_factors()
     expected = {key: value for key, value in FIXED.items() if config.get(key) != value}
     if config.model.positions not in POSITIONS.values():
         expected["positions"] = " or ".join(POSITIONS.values())

@@ -42,6 +42,13 @@ HARMLESS = {
 # Keys of the model that change neither its results nor the arrays of a folder.
 NOT_COMPARED = {"vocab_multiple", "init_std"}
 
+# Names of families in files from before transformers had their classes, with the keys that such files leave out.
+OLDER_TYPES: dict[str, dict[str, Any]] = {
+    "RefinedWeb": {"model_type": "falcon", "new_decoder_architecture": True},
+    "RefinedWebModel": {"model_type": "falcon"},
+    "youtu_llm": {"model_type": "youtu"},
+}
+
 EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 
 
@@ -97,9 +104,14 @@ def read_model(folder: Path | BucketPath, ignored: Collection[str] = (), seq: in
 
 def _read_text_config(path: Path | BucketPath) -> dict:
     try:
-        return find_text_config(json.loads(read_small(path)))
+        return find_text_config(_rename_older_type(json.loads(read_small(path))))
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
+
+
+def _rename_older_type(theirs: dict[str, Any]) -> dict[str, Any]:
+    older = OLDER_TYPES.get(str(theirs["model_type"]))
+    return older | theirs | {"model_type": older["model_type"]} if older else theirs
 
 
 def describe_ignored(folder: Path | BucketPath, keys: dict[str, Any]) -> str:

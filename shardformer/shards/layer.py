@@ -103,7 +103,9 @@ class TransformerLayerShard(hk.Module):
         if options.frequency is not None:
             angles = options.position_T, options.frequency, options.rotary_factor
             q_BThK, k_BThK = (rotate(x, *angles) for x in (q_BThK, k_BThK))
-        q_BThK = self.scale_queries(q_BThK)
+        if self.config.model.qk_norm == "rotated_head":
+            q_BThK, k_BThK = norm_heads("q", q_BThK, self.config), norm_heads("k", k_BThK, self.config)
+        q_BThK = self.scale_queries(q_BThK, options.position_T)
         if self.config.model.sinks:
             sink_h = zeros("sinks", q_BThK.shape[2]).astype(jnp.float32)
             options = options._replace(sink_1h11=sink_h.reshape(1, -1, 1, 1))
@@ -114,10 +116,19 @@ class TransformerLayerShard(hk.Module):
             a_BThK, cache = self.method.attend_to_cache(q_BThK, k_BThK, v_BThK, cache, options)
         return self.join_heads(a_BThK), cache
 
-    def scale_queries(self, q_BThK: Array) -> Array:
-        """Returns the queries times attention_scale * sqrt(K), as attention itself divides by sqrt(K)."""
-        scale = self.config.model.attention_scale
-        return q_BThK * (scale * math.sqrt(self.config.model.head_size)) if scale else q_BThK
+    def scale_queries(self, q_BThK: Array, position_T: Array) -> Array:
+        """Returns the queries times attention_scale * sqrt(K), as attention itself divides by sqrt(K).
+
+        With query_growth, those of later positions have larger factors.
+        """
+        model = self.config.model
+        if model.attention_scale:
+            q_BThK = q_BThK * (model.attention_scale * math.sqrt(model.head_size))
+        if model.query_growth:
+            contexts_T = (position_T // model.shorter_context).astype(jnp.float32)
+            growth_T = 1 + model.query_growth * jnp.log(1 + contexts_T)
+            q_BThK = q_BThK * growth_T.astype(q_BThK.dtype)[None, :, None, None]
+        return q_BThK
 
     def join_heads(self, a_BThK: Array) -> Array:
         """Returns this shard's heads' part of the output projection."""
@@ -168,7 +179,8 @@ class TransformerLayerShard(hk.Module):
         if name in self.config.model.biased:
             y_BTd = add_bias(y_BTd, zeros(f"{name}_bias", h * K))
         y_BThK = split_heads(y_BTd, h)
-        return norm_heads(name, y_BThK, self.config) if name != "v" and self.config.model.qk_norm != "none" else y_BThK
+        normed = name != "v" and self.config.model.qk_norm in ("head", "all")
+        return norm_heads(name, y_BThK, self.config) if normed else y_BThK
 
     def attend(self, q_BThK, k_BTgK, v_BTgK, options):
         """Returns weighted values of the sequence's tokens."""

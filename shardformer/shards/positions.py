@@ -122,6 +122,17 @@ def learned(config: Config, position_BT: Array) -> Array:
 
 
 @POSITIONS.register
+def sinusoids(config: Config, position_BT: Array) -> Array:
+    """Returns the sines of each position, then its cosines; the first position is 2, as fairseq's and XGLM's."""
+    half, d = config.model.d_model // 2, collectives.local(config.model.d_model)
+    frequency = np.exp(np.arange(half, dtype=np.float32) * np.float32(-math.log(10_000) / max(half - 1, 1)))
+    column_d = collectives.offset(d) + jnp.arange(d)
+    angle_BTd = (position_BT + 2).astype(jnp.float32)[..., None] * jnp.asarray(frequency)[column_d % half][None, None]
+    wave_BTd = jnp.where(column_d[None, None] < half, jnp.sin(angle_BTd), jnp.cos(angle_BTd))
+    return jnp.where(column_d[None, None] < 2 * half, wave_BTd, 0)
+
+
+@POSITIONS.register
 def rotary(config: Config, long_rows: bool = False) -> np.ndarray:
     """Returns the frequencies of layers without a frequency for windows."""
     scaling = parsing.parse_rotary_scaling(config.model.rotary_scaling)

@@ -249,6 +249,10 @@ def or_code(name: str) -> str:
         ({"experts": 8, "bias": "none", "expert_groups": 4, "experts_per_token": 3},
          "experts_per_token=3 must be in groups_per_token=1 of expert_groups=4 with 2 each; try groups_per_token=2"),
         ({"experts": 8, "bias": "none", "expert_groups": 4, "groups_per_token": 5}, "must be in groups_per_token=5 of"),
+        ({"query_growth": -0.1, "rotary_scaling": "yarn:4,1,32,12,1"}, "query_growth must not be negative, got -0.1"),
+        *((keys | {"query_growth": 0.1}, "query_growth=0.1 counts the shorter context of rotary_scaling=yarn:... or")
+          for keys in ({}, {"rotary_scaling": "linear:4"},
+                       {"rotary_scaling": "yarn:4,1,32,12,1", "window": 5, "window_rotary_theta": 20.0})),
         (LATENT | {"rotary_dims": None},
          "give positions=rotary and rotary_dims below the head size 32; got positions=rotary rotary_dims=None"),
         (LATENT | {"positions": "learned"}, "kv_latent=16 needs keys of which a part rotates: give positions=rotary"),

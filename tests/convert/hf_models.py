@@ -40,6 +40,8 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0, 
 FALCON = {"vocab_size": VOCAB, "hidden_size": 64, "ffn_hidden_size": 96, "num_hidden_layers": 2, "hidden_dropout": 0.0}
 FALCON |= {"max_position_embeddings": SEQ} | ENDS
 MPT = {"vocab_size": VOCAB, "d_model": 32, "n_layers": 2, "n_heads": 8, "max_seq_len": SEQ} | ENDS
+GROWING = YARN | {"original_max_position_embeddings": 6, "llama_4_scaling_beta": 0.5}
+ALPHA = {"rope_type": "dynamic", "factor": 1.0, "alpha": 10.0}
 MODELS = {
     "gptj": ("GPTJ", GPT | {"n_embd": 64, "rotary_dim": 4}),
     "gpt2": ("GPT2", GPT),
@@ -233,6 +235,29 @@ MODELS = {
         "DeepseekV3",
         HIDDEN | LATENT | ROUTED | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 12},
     ),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        HIDDEN
+        | LATENT
+        | ROUTED
+        | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "q_lora_rank": 12, "rope_parameters": LINEAR},
+    ),
+    "sarvam_mla": ("SarvamMLA", HIDDEN | LATENT | ROUTED | {"rope_parameters": YARN | {"mscale": 1.0}}),
+    "youtu": ("Youtu", HIDDEN | LATENT | {"num_hidden_layers": 2, "q_lora_rank": 12, "pad_token_id": None}),
+    "ministral3": (
+        "Ministral3",
+        HIDDEN | GROUPED | {"rope_parameters": GROWING | {"mscale": 1.0, "mscale_all_dim": 0.5}, "pad_token_id": 0},
+    ),
+    "hunyuan_v1_dense": (
+        "HunYuanDenseV1",
+        HIDDEN | QWEN | ENDS | {"head_dim": 6, "rope_parameters": {"rope_theta": 100.0} | ALPHA},
+    ),
+    "xglm": (
+        "XGLM",
+        {"vocab_size": VOCAB, "d_model": 32, "num_layers": 2, "attention_heads": 8, "ffn_dim": 64, "dropout": 0.0}
+        | ENDS
+        | {"max_position_embeddings": SEQ, "attention_dropout": 0.0},
+    ),
 }
 # What their publishers' config.json has, of types that transformers does not know.
 OTHER_TYPES = {
@@ -248,7 +273,8 @@ ROUNDED_BY_TRANSFORMERS += ("exaone4", "exaone", "internlm3", "iquestcoder", "ar
 ROUNDED_BY_TRANSFORMERS += ("ernie4_5", "helium", "glm", "glm4", "cwm", "granitemoe", "granitemoeshared", "flex_olmo")
 ROUNDED_BY_TRANSFORMERS += ("hyperclovax", "vaultgemma", "gpt_bigcode", "codegen", "progen")
 ROUNDED_BY_TRANSFORMERS += ("glm4_moe", "dots1", "solar_open", "exaone_moe", "minimax_m2", "gpt_oss")
-ROUNDED_BY_TRANSFORMERS += ("deepseek_v2", "deepseek_v3", "kimi_k2")
+ROUNDED_BY_TRANSFORMERS += ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "sarvam_mla")
+ROUNDED_BY_TRANSFORMERS += ("youtu", "ministral3", "hunyuan_v1_dense", "xglm")
 ADDS_ONE_TO_SCALES = ("gemma", "vaultgemma", "nemotron")
 # Further settings of a family, which are compared where transformers is installed.
 SHARED = {"num_key_value_heads": 1, "num_attention_heads": 8, "hidden_size": 48}
@@ -504,6 +530,34 @@ SETTINGS = {
     "deepseek_v3": (
         {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": YARN, "v_head_dim": 10},
         {"norm_topk_prob": False, "first_k_dense_replace": 0, "n_group": 2, "topk_group": 1, "rope_parameters": LINEAR},
+    ),
+    "glm4_moe_lite": (
+        {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": YARN | {"mscale": 0.7}}
+        | {"num_hidden_layers": 3, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+        {"mlp_layer_types": ["dense", "sparse"], "norm_topk_prob": False, "tie_word_embeddings": True}
+        | {"n_shared_experts": 1, "v_head_dim": 4},
+    ),
+    "sarvam_mla": (
+        {"q_lora_rank": 12, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "rope_parameters": LINEAR},
+        {"first_k_dense_replace": 0, "n_shared_experts": 1, "norm_topk_prob": False, "tie_word_embeddings": True},
+    ),
+    "youtu": (
+        {"q_lora_rank": None, "rope_parameters": YARN | {"mscale_all_dim": 0.8}, "tie_word_embeddings": False},
+        {"v_head_dim": 4, "rope_parameters": LINEAR, "rms_norm_eps": 1e-2},
+    ),
+    "ministral3": (
+        {"sliding_window": 5, "rope_parameters": GROWING | {"mscale_all_dim": 0.0}, "tie_word_embeddings": True},
+        GROUPS_OF_THREE | {"rope_parameters": GROWING | {"attention_factor": 0.75}, "rms_norm_eps": 1e-2},
+        {"rope_parameters": GROWING | {"llama_4_scaling_beta": 0.0, "mscale": 0.7, "mscale_all_dim": 0.7}},
+    ),
+    "hunyuan_v1_dense": (
+        SHARED | {"rope_parameters": YARN, "tie_word_embeddings": True},
+        GROUPS_OF_THREE | {"rope_parameters": {"rope_theta": 50.0}, "rms_norm_eps": 1e-2, "head_dim": 8},
+        {"rope_parameters": {"rope_theta": 10.0} | ALPHA | {"alpha": 1000.0}, "num_key_value_heads": 1},
+    ),
+    "xglm": (
+        {"scale_embedding": False, "tie_word_embeddings": False, "activation_function": "gelu_new"},
+        {"attention_heads": 2, "d_model": 48, "ffn_dim": 40, "max_position_embeddings": 30},
     ),
     "flex_olmo": (
         {"num_experts": 8, "num_experts_per_tok": 1, "tie_word_embeddings": True},

@@ -270,8 +270,17 @@ def test_every_key_of_the_model_is_written_or_checked():
     written = {"layers", "d_model", "heads", "seq", "vocab", "vocab_multiple", "positions", "rotary_dims", "embed"}
     compared_with_heads_and_width = {"kv_heads", "d_ff"}
     without_effect = {"init_std", "window_rotary_theta", "q_latent", "value_dim"}  # without window and kv_latent
+    compared_by_its_factors = {"scale"}
     keys = {field.name for field in dataclasses.fields(ModelKeys)}
-    assert keys - set(gptj.FIXED) == written | compared_with_heads_and_width | without_effect
+    others = compared_with_heads_and_width | compared_by_its_factors
+    assert keys - set(gptj.FIXED) == written | others | without_effect
+
+
+def test_run_at_its_tuned_size_is_a_gptj():
+    tiny = shared.tiny().model
+    gptj.check_expressible(shared.tiny(scale=f"completep:{tiny.d_model}x{tiny.layers}"))
+    with pytest.raises(UsageError, match=r"logits_scale=0\.5 has no counterpart in GPT-J"):
+        gptj.check_expressible(shared.tiny(scale=f"completep:{tiny.d_model // 2}x{tiny.layers}"))
 
 
 @pytest.mark.parametrize(

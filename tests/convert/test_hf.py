@@ -190,6 +190,12 @@ WRONG_KEYS = {
     "deepseek_v3": {"attention_scale": None, "groups_per_token": 1, "expert_groups": 1, "router_norm": False}
     | {"rotary_scaling": "yarn:4,1,32,12,1"},
     "kimi_k2": {"router_scale": 1.0, "rotary_theta": 9000.0},
+    "glm4_moe_lite": {"router_norm": False, "groups_per_token": 1, "rotary_scaling": ""},
+    "sarvam_mla": {"router_scale": 1.0, "rotary_scaling": "yarn:4,1,32,12,1"},
+    "ministral3": {"query_growth": 0.4, "rotary_scaling": "yarn:4,1,32,6,1"},
+    "hunyuan_v1_dense": {"qk_norm": "head", "rotary_theta": 100.0},
+    "xglm": {"positions": "none", "embed_scale": 1.0, "activation": "gelu"},
+    "youtu": {"rotary_theta": 9000.0, "norm_eps": 1e-2},
     # Not router_norm, which scales all experts of a token: the norm after them takes that away.
     "flex_olmo": {"experts_per_token": 2, "qk_norm": "none"},
 }

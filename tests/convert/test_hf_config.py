@@ -12,7 +12,7 @@ import pytest
 from shardformer.__main__ import main
 from shardformer.config import Config
 from shardformer.convert import hf_settings, runs
-from shardformer.convert.families import FAMILIES
+from shardformer.convert.families import FAMILIES, REJECTED
 from shardformer.convert.hf_special_tokens import find_stored
 from shardformer.data import SpecialTokens
 from shardformer.errors import UsageError
@@ -350,3 +350,85 @@ def test_layers_with_experts_are_those_of_transformers(step, dense, sparse, tmp_
     theirs = {"model_type": "qwen2_moe", "num_hidden_layers": 4, "decoder_sparse_step": step, "mlp_only_layers": dense}
     _, config = hf_settings.read_config(write(tmp_path / "src", theirs))
     assert [i for i, has_experts in enumerate(config.mixture.sparse_layers) if has_experts] == sparse
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
+def test_more_chosen_groups_of_experts_than_there_are_are_rejected(kind, tmp_path):
+    theirs = {"model_type": kind, "n_group": 1, "topk_method": "noaux_tc", "num_experts_per_tok": 4}
+    if kind == "deepseek_v2":
+        theirs |= {"topk_method": "group_limited_greedy"}
+    source = write(tmp_path / "src", theirs | {"topk_group": 4})
+    with pytest.raises(UsageError, match="topk_group=4 is more than n_group=1; expected at most 1"):
+        hf_settings.read_config(source)
+    assert hf_settings.read_config(write(tmp_path / "one", theirs | {"topk_group": 1}))[0] == kind
+
+
+def test_layers_with_experts_of_first_files_are_all_but_one(tmp_path):
+    theirs = {"model_type": "glm4_moe_lite", "num_hidden_layers": 3}
+    _, config = hf_settings.read_config(write(tmp_path / "src", theirs | {"first_k_dense_replace": 1}))
+    assert config.mixture.sparse_layers == (False, True, True)
+    with pytest.raises(UsageError, match="first_k_dense_replace=2 is not computed here without mlp_layer_types"):
+        hf_settings.read_config(write(tmp_path / "two", theirs | {"first_k_dense_replace": 2}))
+
+
+def test_first_files_of_sarvam_are_read(tmp_path):
+    rope = {"type": "deepseek_yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}
+    theirs = {"model_type": "sarvam_mla", "num_experts": 8, "num_shared_experts": 2, "head_dim": 576}
+    sources = (theirs | {"rope_scaling": rope}, theirs | {"rope_scaling": rope | {"type": "yarn"}})
+    first, second = (hf_settings.read_config(write(tmp_path / str(i), source))[1] for i, source in enumerate(sources))
+    assert first == second
+    assert (first.experts.experts, first.experts.shared_width, first.model.head_size) == (8, 4096, 192)
+    assert first.model.rotary_scaling.startswith("yarn:40,")
+
+
+def test_fixed_alpha_of_hunyuan_is_a_base_of_its_frequencies(tmp_path):
+    rope = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}
+    theirs = {"model_type": "hunyuan_v1_dense", "head_dim": 128, "rope_theta": 10_000.0, "rope_scaling": rope}
+    config = hf_settings.read_config(write(tmp_path / "src", theirs))[1]
+    assert (config.model.rotary_theta, config.model.rotary_scaling) == (10_000 * 1000 ** (128 / 126), "")
+    with pytest.raises(UsageError, match="rope_type='dynamic' is not a scaling"):
+        hf_settings.read_config(write(tmp_path / "without", theirs | {"rope_scaling": {"type": "dynamic"}}))
+
+
+def test_queries_of_a_ministral_3_grow_only_with_yarn(tmp_path):
+    rope = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.2}
+    config = hf_settings.read_config(write(tmp_path / "src", {"model_type": "ministral3", "rope_parameters": rope}))[1]
+    assert (config.model.query_growth, config.model.shorter_context) == (0.2, 64)
+    linear = {"model_type": "ministral3", "rope_parameters": {"rope_type": "linear", "factor": 2.0}}
+    source = write(tmp_path / "linear", linear)
+    with pytest.raises(UsageError, match="rope_type='linear' is not computed here; expected 'yarn'"):
+        hf_settings.read_config(source)
+    assert hf_settings.choose_family(config.replace(query_growth=0.0, rotary_scaling="")) == "llama"
+
+
+OLDER = {
+    "RefinedWeb": {"hidden_size": 64, "n_layer": 2, "n_head": 8, "n_head_kv": 2, "parallel_attn": True, "alibi": False},
+    "RefinedWebModel": {"hidden_size": 64, "n_layer": 2, "n_head": 8, "multi_query": True, "parallel_attn": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads", "block"), [("RefinedWeb", 2, "parallel_two_norms"), ("RefinedWebModel", 1, "parallel")]
+)
+def test_older_names_of_falcon_are_read(kind, heads, block, tmp_path):
+    family, config = hf_settings.read_config(write(tmp_path / "src", {"model_type": kind} | OLDER[kind]))
+    assert (family, config.model.key_value_heads, config.model.block) == ("falcon", heads, block)
+    with pytest.raises(UsageError, match="alibi=True is not computed here"):
+        hf_settings.read_config(write(tmp_path / "rw", {"model_type": kind} | OLDER[kind] | {"alibi": True}))
+
+
+def test_finetuned_yarn_is_yarn(tmp_path):
+    yarn = {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096}
+    sources = [{"model_type": "llama", "rope_scaling": yarn | more} for more in ({}, {"finetuned": True})]
+    first, second = (hf_settings.read_config(write(tmp_path / str(i), source)) for i, source in enumerate(sources))
+    assert first == second
+    linear = {"type": "linear", "factor": 2.0, "finetuned": True}
+    source = write(tmp_path / "linear", {"model_type": "llama", "rope_scaling": linear})
+    with pytest.raises(UsageError, match="finetuned=True of rope_type=linear is not known here"):
+        hf_settings.read_config(source)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "falcon_h1", "gemma3n_text", "llama4_text", "lfm2", "dbrx", "jetmoe"])
+def test_rejected_family_names_what_is_missing(kind, tmp_path):
+    with pytest.raises(UsageError, match=f"model_type='{kind}' is not computed here; missing: {REJECTED[kind][:9]}"):
+        hf_settings.read_config(write(tmp_path / "src", {"model_type": kind}))

@@ -17,6 +17,7 @@ from shardformer.convert.families.hf_llama import read_settings
 from shardformer.errors import RunError, UsageError
 from shardformer.model import Decoder
 from tests.convert import hf_models, test_hf
+from tests.convert.hf_models import ALPHA, GROWING, LINEAR, YARN
 
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
@@ -129,6 +130,39 @@ FURTHER |= {
     "deepseek_v3": ROPE
     | {"n_group": [1, 2], "topk_group": [1, 4], "rope_interleave": [False], "q_lora_rank": [None], "head_dim": [8]}
     | {"num_key_value_heads": [None, 4], "first_k_dense_replace": [0, 2], "num_nextn_predict_layers": [2]},
+    "glm4_moe_lite": ROPE
+    | {"n_group": [1, 2], "topk_group": [1, 5], "rope_interleave": [False], "q_lora_rank": [None], "head_dim": [8]}
+    | {"mlp_layer_types": [None, ["sparse"] * 2, ["dense"] * 2, ["sparse", "dense"]], "attention_bias": [True]}
+    | {"num_key_value_heads": [4], "first_k_dense_replace": [0, 1], "num_nextn_predict_layers": [2]},
+    "sarvam_mla": ROPE
+    | {"n_group": [2], "topk_group": [2], "rope_interleave": [False], "q_lora_rank": [12], "head_dim": [20]}
+    | {"num_key_value_heads": [None, 4], "first_k_dense_replace": [0, 2], "num_experts": [8], "q_head_dim": [10, 3]}
+    | {"rope_scaling": [{"type": "deepseek_yarn", "factor": 3.0, "mscale": 0.7, "mscale_all_dim": 0.9}]},
+    "ministral3": {
+        "rope_parameters": [
+            None,
+            GROWING | {"llama_4_scaling_beta": 0.2},
+            GROWING | {"mscale": 0.3},
+            GROWING | {"mscale_all_dim": 0.0},
+            GROWING | {"factor": 8.0},
+            GROWING | {"max_position_embeddings": 50},
+            {"rope_type": "default"},
+            GROWING | {"original_max_position_embeddings": 4},
+            GROWING | {"rope_theta": 50.0},
+        ],
+        "sliding_window": [1, 5],
+        "layer_types": [["sliding_attention"] * 2],
+        "attention_bias": [True],
+    },
+    "hunyuan_v1_dense": ROPE
+    | {"use_qk_norm": [False], "attention_bias": [True], "use_cla": [True], "num_key_value_heads": [None, 2]}
+    | {"rope_parameters": [None, YARN, {"rope_theta": 50.0} | ALPHA, {"rope_theta": 50.0, "alpha": 3.0} | LINEAR]},
+    "xglm": {"scale_embedding": [False], "tie_word_embeddings": [False], "activation_function": ["mish", "tanh"]}
+    | {"activation_dropout": [0.1], "num_attention_heads": [4], "rotary": [True], "norm_eps": [0.1]}
+    | {"hidden_size": [64], "num_hidden_layers": [1]},
+    "youtu": ROPE
+    | {"rope_interleave": [False], "q_lora_rank": [None], "head_dim": [8], "num_key_value_heads": [None, 4]}
+    | {"attention_bias": [True], "mlp_bias": [True], "n_routed_experts": [4]},
     "flex_olmo": ROPE | {"clip_qkv": [0.1], "head_dim": [4, 8], "norm_topk_prob": [True]},
 }
 FURTHER["gemma3 in a wrapper"] = FURTHER["gemma3"] | {"final_logit_softcapping": [1.0]}

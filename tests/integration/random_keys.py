@@ -15,9 +15,9 @@ MODEL = {
     "kv_heads": (1, 2, 4), "head_dim": (6,), "d_ff": (48,), "norm_eps": (1e-2,), "vocab": (57,),
     "activation": ("gelu_exact", "relu", "silu", "swiglu", "geglu", "clamped_swiglu"),
     "block": ("parallel_two_norms", "sequential", "sequential_four_norms", "sequential_post_norms"),
-    "norm": ("rmsnorm", "rmsnorm_plus_one", "plain_layernorm"), "qk_norm": ("head", "all"),
+    "norm": ("rmsnorm", "rmsnorm_plus_one", "plain_layernorm"), "qk_norm": ("head", "all", "rotated_head"),
     "bias": ("none", "all_but_qkv", "all", "attention", "qkv", "norm", "qkv_norm"), "head_bias": (False,),
-    "positions": ("learned", "t5", "alibi", "none"), "rotary_dims": (2,), "rotary_theta": (50.0,),
+    "positions": ("learned", "sinusoids", "t5", "alibi", "none"), "rotary_dims": (2,), "rotary_theta": (50.0,),
     "rotary_scaling": (
         "linear:4", "yarn:4,0.5,3,12,1.5", "yarn_untruncated:4,0.5,3,12,1.5", "longrope:8,1.5,1,1.2,2,4",
     ),

@@ -31,6 +31,11 @@ BLOCKS = {
         "block": "parallel", "norm": "plain_layernorm", "bias": "none", "activation": "swiglu", "logits_scale": 3.0,
         "window": 5, "window_pattern": "nw", "rotary_theta": 100.0, "rotary_scaling": "yarn:4,0.5,3,12,1.5",
     },
+    "hunyuan": {
+        "block": "sequential", "norm": "rmsnorm", "bias": "none", "qk_norm": "rotated_head", "activation": "swiglu",
+        "query_growth": 0.5, "rotary_theta": 100.0, "rotary_scaling": "yarn:4,0.5,3,6,1.5",
+    },
+    "xglm": {"block": "sequential", "bias": "all", "positions": "sinusoids", "embed_scale": None, "tied": True},
     "bloom": {"block": "sequential", "bias": "all", "positions": "alibi", "embed": "norm", "tied": True},
 }  # fmt: skip
 ADAPTERS = {"lora_rank": 2, "lora_targets": "q,k,v,gate"}
@@ -43,6 +48,10 @@ ROWS = [
     ("stablelm", "2x4", {"scan": False}),
     ("bloom", "2x4", {"sequence_parallel": True, "zero": 3, "attention": "blocks"}),
     ("bloom", "dp2.cp2.mp2", {}),
+    ("xglm", "dp2.cp2.mp2", {}),
+    ("xglm", "2x4", {"sequence_parallel": True, "documents": "masked"}),
+    ("hunyuan", "2x4", {"sequence_parallel": True, "zero": 3, "remat": "full"}),
+    ("hunyuan", "dp2.cp2.mp2", {}),
     ("granite", "2x4", {"sequence_parallel": True, "zero": 3, "loss_chunk": 5}),
     ("cohere", "1x8", {"sequence_parallel": True, "remat": "full"}),
 ]
@@ -80,6 +89,8 @@ WRONG = [
     ("qwen", {"qk_norm": "none"}), ("gemma", {"logits_cap": None}), ("gemma", {"embed_scale": 1.0}),
     ("gemma", {"norm": "rmsnorm"}), ("gemma", {"activation": "swiglu"}), ("gemma", {"qk_norm": "none"}),
     ("olmo", {"qk_norm": "none"}), ("bloom", {"positions": "none"}), ("bloom", {"embed": "plain"}),
+    ("xglm", {"positions": "none"}),
+    ("hunyuan", {"qk_norm": "head"}), ("hunyuan", {"query_growth": 0.0}),
     ("granite", {"embed_scale": 1.0}), ("granite", {"residual_scale": 1.0}), ("granite", {"logits_scale": 1.0}),
     ("granite", {"rotary_scaling": "longrope:16,1.5,1,1.2,2,4"}), ("cohere", {"window_pattern": "fw"}),
     ("cohere", {"window": 4}), ("cohere", {"norm": "rmsnorm"}), ("cohere", {"rotary_scaling": ""}),

@@ -20,6 +20,7 @@ from shardformer.convert.families.hf_gemma3 import GEMMA_3
 from shardformer.convert.families.hf_glm import GLM
 from shardformer.convert.families.hf_glm4 import GLM_4
 from shardformer.convert.families.hf_glm4_moe import DOTS_1, GLM_4_MOE, SOLAR_OPEN
+from shardformer.convert.families.hf_glm4_moe_lite import GLM_4_MOE_LITE
 from shardformer.convert.families.hf_gpt2 import GPT2
 from shardformer.convert.families.hf_gpt_bigcode import GPT_BIGCODE
 from shardformer.convert.families.hf_gpt_neo import GPT_NEO
@@ -29,12 +30,14 @@ from shardformer.convert.families.hf_gptj import GPTJ
 from shardformer.convert.families.hf_granite import GRANITE
 from shardformer.convert.families.hf_granitemoe import GRANITE_MOE, GRANITE_MOE_SHARED
 from shardformer.convert.families.hf_helium import HELIUM
+from shardformer.convert.families.hf_hunyuan import HUNYUAN
 from shardformer.convert.families.hf_hyperclovax import HYPERCLOVA_X
 from shardformer.convert.families.hf_jais2 import JAIS_2
 from shardformer.convert.families.hf_llama import LLAMA
 from shardformer.convert.families.hf_llama_names import EXAONE, INTERNLM_3, IQUEST_CODER
 from shardformer.convert.families.hf_minimax_m2 import MINIMAX_M2
 from shardformer.convert.families.hf_ministral import MINISTRAL
+from shardformer.convert.families.hf_ministral3 import MINISTRAL_3
 from shardformer.convert.families.hf_mistral import MISTRAL
 from shardformer.convert.families.hf_mixtral import MIXTRAL
 from shardformer.convert.families.hf_mpt import MPT
@@ -50,11 +53,14 @@ from shardformer.convert.families.hf_qwen2 import QWEN_2
 from shardformer.convert.families.hf_qwen2_moe import QWEN_2_MOE
 from shardformer.convert.families.hf_qwen3 import QWEN_3
 from shardformer.convert.families.hf_qwen3_moe import QWEN_3_MOE
+from shardformer.convert.families.hf_sarvam import SARVAM_MLA
 from shardformer.convert.families.hf_seed_oss import SEED_OSS
 from shardformer.convert.families.hf_smollm3 import SMOLLM_3
 from shardformer.convert.families.hf_stablelm import STABLELM
 from shardformer.convert.families.hf_starcoder2 import STARCODER_2
 from shardformer.convert.families.hf_vaultgemma import VAULT_GEMMA
+from shardformer.convert.families.hf_xglm import XGLM
+from shardformer.convert.families.hf_youtu import YOUTU
 from shardformer.convert.families.layout import Part, Stored
 from shardformer.convert.families.rejected import REJECTED
 
@@ -122,6 +128,12 @@ FAMILIES = {
     "deepseek_v2": DEEPSEEK_V2,
     "deepseek_v3": DEEPSEEK_V3,
     "kimi_k2": KIMI_K2,
+    "glm4_moe_lite": GLM_4_MOE_LITE,
+    "sarvam_mla": SARVAM_MLA,
+    "youtu": YOUTU,
+    "ministral3": MINISTRAL_3,
+    "hunyuan_v1_dense": HUNYUAN,
+    "xglm": XGLM,
 }
 
 

@@ -5,6 +5,7 @@ from typing import Any
 from shardformer.config import Config
 from shardformer.convert.families.expert_arrays import QWEN_NAMES, check_experts, list_experts, list_shared
 from shardformer.convert.families.layout import Stored, plain
+from shardformer.errors import UsageError
 
 RATE = 0.001  # DeepSeek-V3's change of the biases per step, which no config.json has
 NAMES = {
@@ -26,6 +27,13 @@ def read_balanced(theirs: dict, names: dict[str, str], shared: str = "n_shared_e
     width = names["expert_width"]
     check_experts(theirs, names["experts"], names["experts_per_token"], width, shared)
     return {"router": "sigmoid", "balance_rate": RATE, "shared_width": theirs[shared] * theirs[width]}
+
+
+def check_groups(theirs: dict) -> None:
+    """Rejects a choice of more groups than there are, with which transformers fails when it computes."""
+    groups, chosen = theirs["n_group"], theirs["topk_group"]
+    if type(groups) is int and type(chosen) is int and chosen > groups:
+        raise UsageError(f"topk_group={chosen} is more than n_group={groups}; expected at most {groups}")
 
 
 def write_balanced(c: Config, shared: str = "n_shared_experts") -> dict[str, Any]:

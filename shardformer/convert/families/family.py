@@ -80,7 +80,7 @@ def reject_differences(theirs: dict, ruling: str, value: Any, rest: tuple[str, .
 # Rotary positions. transformers reads `rope_scaling`, or else `rope_parameters`, before any key outside of them.
 ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 _ROPE_NAMES = {"rope_theta", "partial_rotary_factor", "rope_type", "type"}
-_ROPE_SWITCHES = {"yarn": ("truncate",)}
+_ROPE_SWITCHES = {"yarn": ("truncate", "finetuned")}  # `finetuned`, of Yarn's own files, changes no frequency
 _ROPE_NUMBERS = {
     "default": (),
     "linear": ("factor",),

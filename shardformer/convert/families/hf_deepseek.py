@@ -5,7 +5,7 @@ from typing import Any
 
 from shardformer.config import Config
 from shardformer.convert.families import balanced_experts, latent_arrays
-from shardformer.convert.families.balanced_experts import list_balanced, read_balanced, write_balanced
+from shardformer.convert.families.balanced_experts import check_groups, list_balanced, read_balanced, write_balanced
 from shardformer.convert.families.expert_arrays import (
     QWEN_NAMES,
     check_experts,
@@ -25,15 +25,20 @@ _GREEDY, _IN_GROUPS = "greedy", "group_limited_greedy"
 _NAMES = LLAMA.names | balanced_experts.NAMES | latent_arrays.NAMES | {"dense_first": "first_k_dense_replace"}
 
 
-def _read(theirs: dict) -> dict[str, Any]:
+def read_dense(theirs: dict) -> dict[str, Any]:
+    """Returns our keys of a model without experts."""
     return read_activation(theirs, "hidden_act", GATED_ACTIVATIONS) | read_latent(theirs)
 
 
+def write_dense(c: Config) -> dict[str, Any]:
+    return {"hidden_act": "silu"} | write_latent(c)
+
+
 def _write(c: Config) -> dict[str, Any]:
-    return {"hidden_act": "silu"} | write_latent(c) | write_balanced(c)
+    return write_dense(c) | write_balanced(c)
 
 
-def _layer(c: Config) -> list[Stored]:
+def list_dense(c: Config) -> list[Stored]:
     """Lists the norms, the attention and the dense feed-forward of a layer."""
     rest = [stored for stored in list_layer(c) if ".self_attn." not in stored.name]
     return [*rest, *list_attention(c)]
@@ -41,6 +46,11 @@ def _layer(c: Config) -> list[Stored]:
 
 def _find_variants(c: Config) -> dict[str, tuple | None]:
     return LLAMA.variants(c) | balanced_experts.find_variants(c) | latent_arrays.find_variants(c)
+
+
+def _read_v3(theirs: dict) -> dict[str, Any]:
+    check_groups(theirs)
+    return read_dense(theirs) | read_balanced(theirs, balanced_experts.NAMES)
 
 
 DEEPSEEK_V3 = dataclasses.replace(
@@ -61,10 +71,10 @@ DEEPSEEK_V3 = dataclasses.replace(
         "attention_bias": (False,), "rope_interleave": (True,), "moe_layer_freq": (1,), "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),
     },
-    read=lambda theirs: _read(theirs) | read_balanced(theirs, balanced_experts.NAMES),
+    read=_read_v3,
     write=_write,
     also=(*LLAMA.also, *latent_arrays.ALSO),
-    layer=lambda c: replace_dense(c, _layer(c), list_balanced(c, "model.layers.{}.mlp")),
+    layer=lambda c: replace_dense(c, list_dense(c), list_balanced(c, "model.layers.{}.mlp")),
     aliases={"num_local_experts": "n_routed_experts"},
     silent=(*LLAMA.silent, *balanced_experts.SILENT, "num_nextn_predict_layers", "num_mtp_layers"),
     harmless=_HARMLESS,
@@ -79,10 +89,11 @@ def _read_v2(theirs: dict) -> dict[str, Any]:
     check_experts(theirs, "n_routed_experts", "num_experts_per_tok", width, "n_shared_experts")
     method, groups = theirs["topk_method"], {}
     if method == _IN_GROUPS:
+        check_groups(theirs)
         groups = {"expert_groups": theirs["n_group"], "groups_per_token": theirs["topk_group"]}
     elif method != _GREEDY:
         raise UsageError(f"topk_method={method!r:.80} is not computed here; expected {_GREEDY!r} or {_IN_GROUPS!r}")
-    return _read(theirs) | groups | {"shared_width": theirs["n_shared_experts"] * theirs[width]}
+    return read_dense(theirs) | groups | {"shared_width": theirs["n_shared_experts"] * theirs[width]}
 
 
 def _write_v2(c: Config) -> dict[str, Any]:
@@ -93,7 +104,7 @@ def _write_v2(c: Config) -> dict[str, Any]:
 def _layer_v2(c: Config) -> list[Stored]:
     at = "model.layers.{}.mlp"
     experts = [*list_experts(c, at, QWEN_NAMES), *list_shared(c, f"{at}.shared_experts")]
-    return replace_dense(c, _layer(c), experts)
+    return replace_dense(c, list_dense(c), experts)
 
 
 def _find_variants_v2(c: Config) -> dict[str, tuple | None]:

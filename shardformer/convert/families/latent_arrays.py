@@ -15,30 +15,35 @@ NAMES = {
     "value_dim": "v_head_dim",
 }  # fmt: skip
 ALSO = ("qk_nope_head_dim", "num_key_value_heads", "head_dim", "qk_head_dim")
-_OF_YARN = ("mscale", "mscale_all_dim")
+OF_YARN = ("mscale", "mscale_all_dim")
 
 
-def read_latent(theirs: dict) -> dict[str, Any]:
-    """Returns our keys of heads and rotary positions."""
+def read_latent(theirs: dict, of_yarn: tuple[str, ...] = OF_YARN) -> dict[str, Any]:
+    """Returns our keys of heads and rotary positions. of_yarn: names of rope_type=yarn that a caller may add to."""
     check_experts(theirs, "kv_lora_rank", "v_head_dim", "qk_rope_head_dim", "qk_nope_head_dim")
     rotary, own, heads = theirs["qk_rope_head_dim"], theirs["qk_nope_head_dim"], theirs["num_attention_heads"]
     derived = {"head_dim": rotary, "qk_head_dim": rotary + own, "num_key_value_heads": heads}
     for key, expected in derived.items():
         if theirs.get(key) not in (None, expected):
             raise UsageError(f"{key}={theirs[key]!r:.80} is not computed here; expected {expected}")
-    rope = find_rope(theirs, _OF_YARN)
+    rope = find_rope(theirs, of_yarn)
     share = rope.get("partial_rotary_factor", theirs.get("partial_rotary_factor"))
     if share not in (None, 1):
         raise UsageError(f"partial_rotary_factor={share!r:.80} is not computed by this family; expected 1.0")
     result = {"head_dim": rotary + own, "rotary_theta": float(rope.get("rope_theta", theirs.get("rope_theta", 10_000)))}
-    of_queries, of_logits = (rope.get(name) for name in _OF_YARN)
-    if of_logits:
-        grown = _grow(rope["factor"], of_logits)
+    if rope.get("mscale_all_dim"):
+        grown = _grow(rope["factor"], rope["mscale_all_dim"])
         if grown != 1:
             result["attention_scale"] = (rotary + own) ** -0.5 * grown * grown
-        if of_queries and rope.get("attention_factor") is None:
-            rope = rope | {"attention_factor": _grow(rope["factor"], of_queries) / grown}
-    return result | read_scaling(rope, theirs["max_position_embeddings"])
+    return result | read_scaling(add_factor(rope), theirs["max_position_embeddings"])
+
+
+def add_factor(rope: dict) -> dict:
+    """Returns YaRN's object with the factor on queries and keys that `mscale` and `mscale_all_dim` stand for."""
+    of_queries, of_logits = (rope.get(name) for name in OF_YARN)
+    if not of_queries or not of_logits or rope.get("attention_factor") is not None:
+        return rope
+    return rope | {"attention_factor": _grow(rope["factor"], of_queries) / _grow(rope["factor"], of_logits)}
 
 
 def _grow(factor: float, weight: float) -> float:
@@ -51,7 +56,7 @@ def write_latent(c: Config) -> dict[str, Any]:
     if c.model.attention_scale:
         grown = math.sqrt(c.model.attention_scale * math.sqrt(c.model.head_size))
         scales = c.model.rotary_factor * grown, grown
-        rope |= {name: _invert(rope["factor"], scale) for name, scale in zip(_OF_YARN, scales, strict=True)}
+        rope |= {name: _invert(rope["factor"], scale) for name, scale in zip(OF_YARN, scales, strict=True)}
     older = {"rope_theta": c.model.rotary_theta} | ({"rope_scaling": rope} if c.model.rotary_scaling else {})
     return older | {
         "rope_parameters": rope,

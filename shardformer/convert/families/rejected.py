@@ -2,8 +2,8 @@
 
 _BY_PART = {
     "attention through a compressed latent (MLA) of this form": (
-        "deepseek_v32 deepseek_v4 kimi_k25 minicpm3 glm4_moe_lite glm_moe_dsa mistral4 "
-        "mistral_large4 longcat_flash youtu sarvam_mla axk1 axk2 hy_v4 dots3_note bailing_hybrid"
+        "deepseek_v32 deepseek_v4 kimi_k25 minicpm3 glm_moe_dsa mistral4 "
+        "mistral_large4 longcat_flash axk1 axk2 hy_v4 dots3_note dots3_note_text bailing_hybrid"
     ),
     "state-space layers (Mamba)": (
         "mamba mamba2 falcon_mamba bamba jamba zamba zamba2 nemotron_h falcon_h1 granitemoehybrid"
@@ -13,16 +13,25 @@ _BY_PART = {
         "minimax lara_mini"
     ),
     "recurrent layers": "rwkv xlstm recurrent_gemma",
-    "convolutions over tokens": "lfm2 lfm2_moe lfm3 inkling_text inkling2_text inkling2_loop_text",
+    "layers that are computed again and again": "hrm_text dory",
+    "convolutions over tokens": "lfm2 lfm2_moe lfm3 zaya inkling_text inkling2_text inkling2_loop_text",
+    "gates on the outputs of attention": "afmoe laguna beam",
+    "experts of attention": "jetmoe",
+    "experts that a threshold chooses (SparseMixer)": "phimoe",
+    "bounds of queries, keys and values (clip_qkv)": "dbrx",
+    "attention by hashes": "reformer",
+    "masks that values determine": "doge",
+    "patches of bytes": "blt",
+    "one matrix of q, k and v in a mixture (Sarvam without latents)": "sarvam_moe",
     "a sink in the attention of each head": "granite_swa granitemoe_swa flint mimo_v2_flash",
     "an activation with parameters (xIELU)": "apertus apertus1p5_text",
     "differences of two attentions": "diffllama",
     "weights of two bits": "bitnet",
-    "embeddings of each layer": "gemma3n gemma3n_text gemma4 gemma4_text",
-    "fixed sinusoids as positions": "xglm ctrl",
+    "embeddings of each layer": "gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text",
+    "fixed sinusoids of this form as positions": "ctrl",
     "norms after the residual sum": "openai-gpt",
-    "norms of queries and keys after their rotation": "hunyuan_v1_dense hunyuan_v1_moe nanochat",
-    "a factor on queries that grows with their position": "ministral3 llama4 llama4_text",
+    "norms of queries and keys after their rotation": "hunyuan_v1_moe nanochat",
+    "a factor on queries that grows with their position": "llama4 llama4_text",
     "an encoder besides its decoder": (
         "bart mbart t5 pegasus marian blenderbot blenderbot-small mvp plbart prophetnet bigbird_pegasus whisper trocr"
     ),
