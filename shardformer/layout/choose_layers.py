@@ -54,8 +54,10 @@ def _choose_scan(config: Config, hardware: Hardware) -> tuple[bool, str]:
         return p.scan, f"scan={str(p.scan).lower()}"
     if hardware.platform != "gpu":
         return True, f"a scan compiles fast, and costs little on {hardware.platform}"
-    if p.zero == 3 or p.pp > 1 or config.model.layers > MOST_UNROLLED:
-        return True, f"a scan compiles fast, and holds the arrays of one layer with zero={p.zero} and pp={p.pp}"
+    if p.zero == 3 or p.pp > 1:
+        return True, "a scan holds the gathered parameters of one layer" if p.zero == 3 else "a scan for each stage"
+    if config.model.layers > MOST_UNROLLED:
+        return True, f"more than {MOST_UNROLLED} layers compile for long if they are unrolled"
     return False, "a GPU copies each layer's arrays from and to those of a scan"
 
 
