@@ -23,6 +23,8 @@ def parse_preset(arguments: list[str]) -> Config:
     if not arguments:
         raise UsageError(f"name a preset: {', '.join(presets.PRESETS)}; or give depth=N")
     if names_depth(arguments):
+        if any(word.startswith("task=") for word in arguments):
+            raise UsageError("depth=N sizes the language model, which a task replaces; leave one of them out")
         from shardformer.config.depth import at_depth  # not imported with a preset
 
         return at_depth(*parse_depth(arguments))

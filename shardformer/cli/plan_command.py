@@ -9,7 +9,7 @@ from rich.console import Console
 
 from shardformer.analysis import best_settings, compiling, plan, traced
 from shardformer.cli.analysis_options import PlanOptions
-from shardformer.cli.arguments import parse_settings, say
+from shardformer.cli.arguments import describe_depth, names_depth, parse_settings, say
 from shardformer.config import Config, check_zero, parsing
 from shardformer.devices import chips
 from shardformer.devices.chips import Slice
@@ -27,6 +27,8 @@ def run_plan(arguments: list[str]) -> None:
             + ", ".join(sorted(ranked))
         )
     settings: Config = parse_settings(rest)
+    if names_depth(rest):
+        say(f"{describe_depth(rest)}\n")
     traced.check_one_program(settings)
     jax.config.update("jax_platforms", "cpu")  # nothing runs, so no accelerator is needed
     mesh.use_cpu_devices(bought.count if options.compiler == "cpu" else min(bought.count, plan.CPU_DEVICES))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardformer import storage
-from shardformer.cli.arguments import parse_preset, say, say_table
+from shardformer.cli.arguments import names_depth, parse_preset, say, say_table
 from shardformer.config import FIELDS, Config, parsing
 from shardformer.config.keys import key
 from shardformer.config.presets import PRESETS
@@ -67,6 +67,11 @@ def _parse(arguments: list[str]) -> tuple[Config, dict[str, list], SweepOptions]
         raise UsageError("give seeds=N in place of several values of seed")
     if not swept and options.seeds == 1:
         raise UsageError("a sweep compares runs: give a key several values, such as lr=1e-3,3e-3, or seeds=3")
+    if names_depth(words):
+        from shardformer.config.depth import LEADING  # not imported with a preset
+
+        if leading := [name for name in swept if name in LEADING]:
+            raise UsageError(f"depth=N chooses other keys by {leading[0]}, which differs here; sweep from a preset")
     if "out" not in {word.partition("=")[0] for word in words}:
         words.append(f"out=checkpoints/{words[0] if words and words[0] in PRESETS else 'finetune'}_sweep")
     return _parse_run(words), swept, options

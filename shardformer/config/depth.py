@@ -4,14 +4,16 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-from shardformer.config.config import Config
-from shardformer.config.keys import KeyGroup, key
+from shardformer.config.config import FIELDS, Config
+from shardformer.config.keys import KeyGroup, check_value, key, largest_divisor
 from shardformer.errors import UsageError
+from shardformer.tables import format_count
 
 WIDTH_OF_A_LAYER = 32
 HEAD = 32
 TOKENS_OF_A_PARAMETER = 8
 TUNED_TOKENS, TUNED_BATCH = 6_291_456, 8192  # of depth=4
+LEADING = ("layers", "d_model", "seq", "batch", "steps", "eval_every", "optimizer")  # from which other keys follow
 RATES = {"normuon": 1e-2, "muon": 1e-2, "adamw": 3e-3}  # tuned at 128 x 4 by `bench race recipe=`
 LARGEST_ON_A_CPU = 6  # layers; they train for hours there
 
@@ -36,6 +38,8 @@ class Choice(NamedTuple):
 
 def choose_by_depth(depth: int, given: dict) -> list[Choice]:
     """Returns the keys that `depth` chooses, but those that are given, from which the others then follow."""
+    for name in given.keys() & set(LEADING):
+        check_value(FIELDS[name], given[name])
     optimizer = given.get("optimizer", "normuon")
     if optimizer not in RATES:
         raise UsageError(f"depth={depth} knows rates of {', '.join(RATES)}, got optimizer={optimizer}; name a preset")
@@ -47,24 +51,25 @@ def choose_by_depth(depth: int, given: dict) -> list[Choice]:
     rows = TUNED_BATCH * (tokens / TUNED_TOKENS) ** 0.383 / seq
     batch = given.get("batch", max(1 << round(math.log2(max(rows, 1))), 8))
     steps = given.get("steps", max(round(tokens / (batch * seq)), 1))
+    heads = largest_divisor(width, at_most=max(width // HEAD, 1))
     evaluated = given.get("eval_every", max(steps // 10, 1))
     share = f"{TOKENS_OF_A_PARAMETER} tokens for each of the {parameters / 1e6:.1f}M parameters of the layers"
     choices = [
         Choice("layers", layers, "the depth"),
         Choice("d_model", width, f"{WIDTH_OF_A_LAYER} a layer: narrow, so that a few layers train on a CPU"),
-        Choice(
-            "heads", max(width // HEAD, 1), f"heads of {HEAD} at every width, as the rate carries over by their number"
-        ),
+        Choice("heads", heads, f"heads of {width // heads}: of {HEAD} if they divide the width, for any depth"),
         Choice("seq", seq, "a power of two from the width on: attention takes a seventh to a quarter of the products"),
-        Choice("batch", batch, f"{batch * seq:,} tokens: {TUNED_BATCH:,} at depth=4, by the power 0.383 of all tokens"),
+        Choice(
+            "batch", batch, f"{batch * seq:,} tokens; {TUNED_BATCH:,} for depth=4, by the power 0.383 of all tokens"
+        ),
         Choice("steps", steps, f"{share}, as nanochat's 8 to 12"),
         Choice("optimizer", optimizer, "a third of AdamW's steps to the same loss (bench race recipe=best)"),
         Choice("lr", RATES[optimizer], f"the best of {optimizer} at 128 x 4"),
         Choice("scale", "completep:128x4", "carries this rate over to other sizes"),
         Choice("schedule", "linear", "to zero at the last step, as the best recipe"),
         Choice("warmup", max(steps // 100, 1), "a hundredth of the steps"),
-        Choice("eval_every", evaluated, "ten times"),
-        Choice("eval_batches", max(evaluated // 10, 1), "evaluations take 3% of the time"),
+        Choice("eval_every", evaluated, f"{format_count(steps // evaluated, 'time')} in the run"),
+        Choice("eval_batches", max(evaluated // 10, 1), "a tenth of the steps in between"),
         Choice("save_every", evaluated, "where it is evaluated"),
         Choice(
             "dtype",

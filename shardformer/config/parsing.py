@@ -32,6 +32,7 @@ _OTHER_FORMS = (
         "TensorBoard's events are always written; name another tracker: tracker=wandb, mlflow, aim or module:function",
         ("report_to", "wandb", "use_wandb", "wandb_log", "wandb_project"),
     ),
+    ("d_model", "depth=N stands in place of a preset; a run, a base and a task have their own sizes", ("depth",)),
 )
 _OTHER_NAMES = """
 layers: num_layers n_layer n_layers num_hidden_layers

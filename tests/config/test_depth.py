@@ -4,10 +4,12 @@ import json
 
 import pytest
 
-from shardformer.cli import train_command
+from shardformer.__main__ import main
+from shardformer.cli import sweep_command, train_command
 from shardformer.config import FIELDS, Config, depth
 from shardformer.config.depth import at_depth, choose_by_depth
 from shardformer.errors import UsageError
+from tests import runs
 
 
 def sizes(config: Config) -> tuple[int, ...]:
@@ -98,9 +100,46 @@ def test_preset_prints_no_choices(capsys):
         (["depth=4", "depth=5"], "depth is given twice"),
         (["depth=4", "optimizer=lbfgs"], r"depth=4 knows rates of normuon, muon, adamw, got optimizer=lbfgs; name a"),
         (["depth=4", "momentum=0.8", "optimizer=adamw"], "momentum does nothing without optimizer=muon"),
-        (["depth=4", "d_model=100"], r"d_model=100 does not divide into heads=3; try heads="),
+        (["depth=4", "seq=0"], "seq must be at least 1"),
+        (["depth=4", "batch=0"], "batch must be at least 1"),
+        (["depth=4", "layers=-1"], "layers must be at least 1"),
+        (["depth=4", "task=mine.py:Mine"], "depth=N sizes the language model, which a task replaces"),
     ],
 )
 def test_wrong_depth_is_rejected(words, message):
     with pytest.raises(UsageError, match=message):
         train_command._parse_new(words)
+
+
+def test_heads_divide_a_given_width():
+    config = at_depth(4, {"d_model": 100})
+    assert (config.model.heads, config.model.head_size) == (2, 50)
+
+
+def test_reasons_are_those_of_the_values():
+    reasons = {choice.key: choice.reason for choice in choose_by_depth(4, {"d_model": 100, "steps": 3, "seq": 48})}
+    assert reasons["heads"].startswith("heads of 50")
+    assert reasons["eval_every"] == "3 times in the run"
+    assert reasons["batch"].startswith("6,144 tokens; 8,192 for depth=4, by")
+
+
+@pytest.mark.parametrize("words", [["show", "RUN"], ["train", "--resume", "RUN"], ["train", "base=RUN"]], ids=" ".join)
+def test_run_has_its_own_size(words, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(at_depth(1, {}).to_json())
+    words = [word.replace("RUN", str(tmp_path)) for word in words]
+    assert main([*words, "depth=4"]) == runs.USAGE
+    assert "depth=N stands in place of a preset" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("swept", ["optimizer=adamw,normuon", "layers=4,8", "batch=32,64"])
+def test_sweep_of_a_leading_key_is_rejected(swept):
+    """All runs would have the values that follow from the first one."""
+    name = swept.partition("=")[0]
+    with pytest.raises(UsageError, match=f"depth=N chooses other keys by {name}, which differs here"):
+        sweep_command._parse(["depth=4", swept])
+    assert sweep_command._parse(["depth=4", "lr=0.01,0.02"])[1] == {"lr": [0.01, 0.02]}
+
+
+def test_plan_prints_choices(capsys):
+    assert main(["plan", "depth=1", "chip=v5e:1x1", "compiler=none", "vocab=64"]) == 0
+    assert capsys.readouterr().out.startswith("depth chooses")
