@@ -26,9 +26,13 @@ LONGEST_TEXT, MOST_BYTES = 1_000, 10_000  # of a name or constant, and of all: a
 MOST_REPEATS = 1_000  # of a bound of items or characters
 
 
-def make_rules(schema: Any, name: str = "schema") -> Rules:
+class TooLarge(UsageError):
+    """A schema has too many rules."""
+
+
+def make_rules(schema: Any, name: str = "schema", most: int = MOST_RULES) -> Rules:
     """Returns the rules of the values of a schema, of which `root` is the start; raises UsageError."""
-    maker = _Maker(schema, name)
+    maker = _Maker(schema, name, most)
     try:
         maker.rules["root"] = [("space", maker.add(schema, "#"))]
     except RecursionError:
@@ -39,8 +43,9 @@ def make_rules(schema: Any, name: str = "schema") -> Rules:
 class _Maker:
     """Adds the rule of each part of a schema, named by the part's location; further ones have a ~ in their names."""
 
-    def __init__(self, schema: Any, name: str):
+    def __init__(self, schema: Any, name: str, most: int):
         self.rules: Rules = dict(JSON)
+        self._most = most
         self._schema, self._name = schema, name
         self._bytes = 0  # of names and constants
 
@@ -48,8 +53,8 @@ class _Maker:
         """Returns the name of the rule of a part; a recursive part is added once."""
         if location in self.rules:
             return location
-        if len(self.rules) > MOST_RULES:
-            raise UsageError(f"{self._name} is too large; make it simpler")
+        if len(self.rules) > self._most:
+            raise TooLarge(f"{self._name} is too large; make it simpler")
         if len(location) > LONGEST_LOCATION:
             raise UsageError(f"{self._name} is nested too deeply at {location:.60}..., or its names are too long")
         self.rules[location] = []

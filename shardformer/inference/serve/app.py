@@ -139,7 +139,7 @@ async def _collect(exchange: Exchange) -> dict:
     async for index, tokens in exchange.events():
         if tokens:
             exchange.answer.add(index, tokens)
-    return exchange.answer.as_object()
+    return await asyncio.to_thread(exchange.answer.as_object)  # vectors of megabytes would let others wait
 
 
 async def _wait_until_gone(request: Request) -> None:

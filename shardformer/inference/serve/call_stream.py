@@ -16,7 +16,9 @@ class CallStream:
     def __init__(self, format: ToolFormat, names: Collection[str], most: int | None = None):
         self._format, self._names, self._most = format, names, most
         self._text = ""  # which may be the beginning of a call
-        self._spaces = ""  # at the end of the content so far: spaces next to a call are no content
+        self._spaces = ""  # at the end of the content so far: spaces next to a call are no content, unless both
+        self._after_call = ""  # sides of it have some
+        self._has_content = False
         self._is_bare = format.is_bare  # an object would be a call: no content came before
         self._follows_call = False
         self.count = 0  # calls so far
@@ -37,12 +39,15 @@ class CallStream:
             piece, self._text = self._text[:length], self._text[length:]
             found = self._parse(piece)
             if not found:
+                start = piece.find(self._format.opening, 1) if self._format.opening else -1
+                if start > 0:  # this opening was only text, or its call was broken off
+                    piece, self._text = piece[:start], piece[start:] + self._text
                 content += self._show(piece)
                 continue
             retained = found if self._most is None else found[: max(self._most - self.count, 0)]
             calls += retained
             self.count += len(retained)
-            self._spaces, self._follows_call = "", True
+            self._follows_call = True
         if ended:
             content += "" if self._follows_call else self._spaces
         return content, calls
@@ -74,8 +79,16 @@ class CallStream:
     def _show(self, content: str) -> str:
         """Returns the content that can be sent: without spaces that a call may follow, or that follow one."""
         self._is_bare = False
-        content = content.lstrip() if self._follows_call else self._spaces + content
+        if self._follows_call:
+            stripped = content.lstrip()
+            self._after_call += content[: len(content) - len(stripped)]
+            if not stripped:
+                return ""
+            content = (self._spaces or self._after_call) * self._has_content + stripped
+            self._follows_call, self._after_call = False, ""
+        else:
+            content = self._spaces + content
         shown = content.rstrip()
         self._spaces = content[len(shown) :]
-        self._follows_call &= not shown
+        self._has_content |= bool(shown)
         return shown

@@ -138,6 +138,8 @@ class Service:
         if len(inputs) > most:
             raise ApiError(400, f"input has {len(inputs):,} entries; expected at most {most:,}", "input")
         for n, text in enumerate(inputs):
+            if not text:
+                raise ApiError(400, f"input {n} is empty; leave it out", "input")
             try:
                 ids = self._encode_text(text, "input") if isinstance(text, str) else self._check_ids(text, "input")
             except UsageError as error:
@@ -315,7 +317,7 @@ class Exchange(Generic[AnswerType]):
                 if isinstance(event, ApiError):
                     raise event
                 index, tokens = event
-                if first:
+                if first and tokens is not None:
                     metrics.first_token.add(time.perf_counter() - self._started)
                     first = False
                 if tokens is None:

@@ -52,13 +52,16 @@ def read_tools(body: dict[str, Any], format: ChatFormat) -> Tools | None:
     functions = [_read_tool(tool, n) for n, tool in enumerate(listed)]
     if len(functions) > MOST_TOOLS:
         raise ApiError(400, f"tools has {len(functions):,} entries; expected at most {MOST_TOOLS}", "tools")
+    names = [function.name for function in functions]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ApiError(400, f"tools has {twice!r} twice; give each function once", "tools")
     choice = body.get(FIELD, "auto")
     parallel = take(body, "parallel_tool_calls", bool, True)
     if choice == "none" or (choice == "auto" and not functions):
         return None
     chosen = functions if choice in ("auto", "required") else [f for f in functions if f.name == _read_name(choice)]
     if not chosen:
-        known = ", ".join(function.name for function in functions)[:200]
+        known = ", ".join(names)[:200]
         raise ApiError(400, f"{FIELD}={choice!r:.100} is none of the tools; there are {known or 'none'}", FIELD)
     is_forced = choice != "auto"
     if not is_forced and body.get("response_format", {"type": "text"}) != {"type": "text"}:

@@ -17,7 +17,9 @@ class Call(NamedTuple):
 
 
 def make_call(name: Any, arguments: Any) -> Call:
-    """Returns a call; raises ValueError if the arguments are no object that JSON can have."""
+    """Returns a call; raises ValueError if the arguments are no object that JSON can have. None and "" mean none."""
+    if arguments in (None, ""):
+        arguments = {}
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
     if not isinstance(name, str) or not isinstance(arguments, dict):

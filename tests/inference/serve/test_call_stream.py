@@ -10,6 +10,12 @@ HERMES = '<tool_call>\n{"name": "clock", "arguments": {"zone": "<tool_call>"}}\n
 TEXTS = [  # format, text, content, names of the calls
     ("hermes", f"let me see\n{HERMES}\n{HERMES}", "let me see", ["clock", "clock"]),
     ("hermes", f"{HERMES} done", "done", ["clock"]),
+    ("hermes", f"hello {HERMES}\n{HERMES}\n\nworld", "hello world", ["clock", "clock"]),
+    ("hermes", f"hello{HERMES}\n\nworld", "hello\n\nworld", ["clock"]),
+    ("hermes", f"I write <tool_call> tags. {HERMES}", "I write <tool_call> tags.", ["clock"]),
+    ("hermes", f"{HERMES.removesuffix('</tool_call>')}{HERMES}", HERMES.removesuffix("\n</tool_call>"), ["clock"]),
+    ("hermes", '<tool_call>{"name": "clock"}</tool_call>', "", ["clock"]),
+    ("hermes", '<tool_call>{"name": "clock", "arguments": null}</tool_call>', "", ["clock"]),
     ("hermes", HERMES.removesuffix("</tool_call>"), "", ["clock"]),
     ("hermes", " a < b, and <tool_ca", " a < b, and <tool_ca", []),
     ("hermes", "<tool_call>{bad}</tool_call> x \n", "<tool_call>{bad}</tool_call> x \n", []),

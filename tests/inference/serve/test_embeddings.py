@@ -74,6 +74,7 @@ WRONG = [
     ({"input": {}}, "input", "expected text, token ids"),
     ({"input": ["a", 1]}, "input", "expected text, token ids"),
     ({"input": [[]]}, "input", "expected text, token ids"),
+    ({"input": ["a", ""]}, "input", "input 1 is empty; leave it out"),
     ({"input": [999]}, "input", "outside 0..257"),
     ({"input": "\ud800"}, "input", "half of a character"),
     ({"input": "a" * 97}, "input", "97 tokens, more than the model's context, 96"),

@@ -13,6 +13,7 @@ from shardformer.config.sampling_keys import Sampling
 from shardformer.data.chat.chat_format import make_builtin
 from shardformer.errors import UsageError
 from shardformer.inference.chat_codec import ChatCodec
+from shardformer.inference.grammars import call_rules
 from shardformer.inference.grammars.call_rules import Function, make_call_rules
 from shardformer.inference.grammars.grammar import Automaton
 from shardformer.inference.serve.answers import Answer, Choice
@@ -202,7 +203,9 @@ WRONG = [
     ({"parallel_tool_calls": 1}, "parallel_tool_calls", "true or false"),
     ({"response_format": {"type": "json_object"}}, "response_format", "give tool_choice=none or required"),
     ({"tool_choice": "required", "tools": [tool("f", {"pattern": "a"}, strict=True)]}, "tools", "keyword 'pattern'"),
-    ({"tool_choice": "required", "tools": [tool("f", {"$ref": "#"}, strict=True)]}, "tools", "no text is of this form"),
+    ({"tool_choice": "required", "tools": [tool("f", {"$ref": "#"}, strict=True)]}, "tools", "may be no object"),
+    ({"tool_choice": "required", "tools": [tool("f", {"type": "string"}, strict=True)]}, "tools", "may be no object"),
+    ({"tools": [tool("f"), tool("g"), tool("f")]}, "tools", "tools has 'f' twice; give each function once"),
 ]
 
 
@@ -235,6 +238,30 @@ def test_schemas_that_are_not_covered_allow_any_object():
     assert not accepts(rules, '{"name": "f", "arguments": 3}')
     with pytest.raises(UsageError, match="the parameters of tool f: the keyword 'pattern'"):
         make_call_rules([Function("f", pattern, True)], "arguments")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"title": "A"}, {"type": "string"}, {"type": ["object", "null"]}, {"anyOf": [{"type": "object"}, {"const": 5}]},
+     {"const": 5}, {"type": "object", "enum": [5]}],
+    ids=str,
+)  # fmt: skip
+def test_arguments_are_always_an_object(schema):
+    rules = make_call_rules([Function("f", schema, False)], "arguments")
+    assert accepts(rules, '{"name": "f", "arguments": {}}')
+    for value in ("5", '"a"', "null"):
+        assert not accepts(rules, f'{{"name": "f", "arguments": {value}}}')
+
+
+def test_too_large_schema_is_rejected_before_the_next_one(monkeypatch):
+    """It became any object, after as many rules had been made as all tools may have."""
+    made: list[str] = []
+    make = call_rules.make_rules
+    monkeypatch.setattr(call_rules, "make_rules", lambda *args: made.append(args[1]) or make(*args))
+    huge = {"properties": {f"p{n}": {"type": "string", "maxLength": 1000} for n in range(60)}}
+    with pytest.raises(UsageError, match="too large schemas"):
+        make_call_rules([Function(name, huge, False) for name in "fg"], "arguments")
+    assert len(made) == 1
 
 
 def test_rules_of_all_tools_are_bounded():

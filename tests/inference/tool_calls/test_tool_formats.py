@@ -62,7 +62,7 @@ HOSTILE = [
     '{"name": "clock", "arguments": ' + '{"a":' * 50_000,
     *('[{"name": "f", "arguments": {"a": NaN}}]', '{"name": "f", "arguments": {"a": 1e999}}', "[f(a=1e999)]"),
     *("[f(a=" + "9" * 5000 + ")]", '{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}"),
-    *("f[ARGS]", "", "]", "[f(", "[f(a='", '{"name": ["f"], "arguments": {}}', '{"name": "f"}', '{"arguments": {}}'),
+    *("f[ARGS]", "", "]", "[f(", "[f(a='", '{"name": ["f"], "arguments": {}}', '{"arguments": {}}'),
     *("[1]", "1"),
 ]
 
