@@ -66,13 +66,12 @@ def prepare_data(arguments: list[str]) -> None:
         pairs=options.pairs,
     )
     recipe = file_sources.find_recipe(names, source, with_ids=True)
+    recipe.check_encoding()
     if options.dedup != "none" or options.against:
         recipe = _remove_documents(recipe, options, out.parent)
     inputs: list[Source] = [TokenFile(path, source) for path in recipe.token_files]
     if recipe.files:
-        text_files = file_sources.TextFiles(recipe)
-        text_files.check_encoding()
-        inputs.append(text_files)
+        inputs.append(file_sources.TextFiles(recipe))
     tokenizer = options.tokenizer
     if tokenizer == "auto":
         tokenizer = BPE if recipe.files else TokenIds.name

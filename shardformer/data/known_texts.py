@@ -22,9 +22,7 @@ def list_known(names: str) -> list[Path]:
     """Returns the files of `against=`: paths, folders and globs, separated by commas."""
     if not all(name.strip() for name in names.split(",")):
         raise UsageError(f"against={names} has an empty name between its commas; {EXPECTED}")
-    return [
-        file for name in names.split(",") for file in list_files(name, local_path(name), None, EXPECTED, "against")
-    ]
+    return [file for name in names.split(",") for file in list_files(name, local_path(name), None, EXPECTED, "against")]
 
 
 class KnownTexts:

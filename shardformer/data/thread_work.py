@@ -33,6 +33,7 @@ def run_in_threads(
                     yield task.result()
                 progress(min(counter.value, total - 1) if waiting else total, total)
         except BaseException:
+            counter.stop()
             pool.shutdown(cancel_futures=True)
             raise
 
@@ -41,8 +42,18 @@ class _Counter:
     """The bytes that all threads have read."""
 
     def __init__(self) -> None:
-        self.value, self._lock = 0, threading.Lock()
+        self.value, self._lock, self._stops = 0, threading.Lock(), False
 
     def advance(self, count: int) -> None:
+        if self._stops:
+            raise _Stopped
         with self._lock:
             self.value += count
+
+    def stop(self) -> None:
+        """Ends the threads at their next `advance`, after an error or Ctrl-C."""
+        self._stops = True
+
+
+class _Stopped(Exception):
+    """Ends the work of a thread whose result nobody takes."""

@@ -93,7 +93,10 @@ def test_a_folder_without_training_documents_is_shown(tmp_path, monkeypatch, cap
         ("dedup is one of none, exact, near; got 'all'", ["prepare", "*.txt", "out=new", "dedup=all"]),
         ("bad_rows is one of stop, skip; got 'go'", ["prepare", "*.txt", "out=new", "bad_rows=go"]),
         ("0.txt is one text; give .jsonl records", ["prepare", "0.txt", "out=new", "dedup=exact"]),
-        ("against=nowhere does not exist; against takes text files", ["prepare", "*.txt", "out=new", "against=nowhere"]),
+        (
+            "against=nowhere does not exist; against takes text files",
+            ["prepare", "*.txt", "out=new", "against=nowhere"],
+        ),
         ("unknown key 'tokeniser'; did you mean 'tokenizer'?", ["prepare", "*.txt", "out=new", "tokeniser=chars"]),
         ("nowhere does not exist; expected a folder made by `data prepare`", ["show", "nowhere"]),
         (" is not a prepared folder: it has no index.json", ["export", ".", "out=x"]),
