@@ -66,12 +66,14 @@ def prepare_data(arguments: list[str]) -> None:
         pairs=options.pairs,
     )
     recipe = file_sources.find_recipe(names, source, with_ids=True)
-    recipe.check_encoding()
     if options.dedup != "none" or options.against:
+        recipe.check_encoding()
         recipe = _remove_documents(recipe, options, out.parent)
     inputs: list[Source] = [TokenFile(path, source) for path in recipe.token_files]
     if recipe.files:
-        inputs.append(file_sources.TextFiles(recipe))
+        text_files = file_sources.TextFiles(recipe)
+        text_files.check_encoding()
+        inputs.append(text_files)
     tokenizer = options.tokenizer
     if tokenizer == "auto":
         tokenizer = BPE if recipe.files else TokenIds.name

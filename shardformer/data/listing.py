@@ -26,10 +26,7 @@ MAX_NAMED = 8  # suffixes in one line
 
 
 def list_files(name: str, path: Path, out: Path | None, expected: str, key: str = "data") -> list[Path]:
-    """Lists the text files below a folder or of a pattern; `out` and other folders of runs are left out.
-
-    Messages call the name a value of `key`.
-    """
+    """Lists the text files below a folder or of a pattern, without those of runs; messages call the name `key=`."""
     if path.is_dir():
         if saved := table_files.list_saved(path):
             return saved

@@ -4,7 +4,7 @@ import concurrent.futures
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED
+from concurrent.futures import FIRST_COMPLETED, CancelledError
 from typing import TypeVar
 
 from shardformer.data.source import Progress
@@ -33,7 +33,7 @@ def run_in_threads(
                     yield task.result()
                 progress(min(counter.value, total - 1) if waiting else total, total)
         except BaseException:
-            counter.stop()
+            counter.stops = True  # else Ctrl-C would wait until the running items end
             pool.shutdown(cancel_futures=True)
             raise
 
@@ -42,18 +42,10 @@ class _Counter:
     """The bytes that all threads have read."""
 
     def __init__(self) -> None:
-        self.value, self._lock, self._stops = 0, threading.Lock(), False
+        self.value, self._lock, self.stops = 0, threading.Lock(), False
 
     def advance(self, count: int) -> None:
-        if self._stops:
-            raise _Stopped
+        if self.stops:
+            raise CancelledError  # nobody takes the result
         with self._lock:
             self.value += count
-
-    def stop(self) -> None:
-        """Ends the threads at their next `advance`, after an error or Ctrl-C."""
-        self._stops = True
-
-
-class _Stopped(Exception):
-    """Ends the work of a thread whose result nobody takes."""

@@ -1,8 +1,8 @@
 """Words and sequences of words as 64-bit hashes, of many documents at once.
 
 A word is a run of letters, marks and digits, in lower case. All else separates words. A character of a script without
-spaces (Chinese, Japanese, Thai, Lao, Burmese, Khmer) is a word, as is an emoji. The hashes depend only on the bytes: the
-kinds of characters are those of Unicode 3.2, which every Python has; later ones are letters.
+spaces (Chinese, Japanese, Thai, Lao, Burmese, Khmer) is a word, as is an emoji. The hashes depend only on the bytes:
+the kinds of characters are those of Unicode 3.2, which every Python has; later ones are letters.
 """
 
 from typing import NamedTuple

@@ -247,6 +247,13 @@ def test_copies_and_texts_of_tests_are_left_out_and_shown(tmp_path, monkeypatch,
     assert "left out of 14 documents" in capsys.readouterr().out
 
 
+def test_wrong_encoding_is_found_before_the_comparison(folder, capsys):
+    (folder.path.parent / "bad.txt").write_bytes(b"ab\xff" * 9)
+    words = ["data", "prepare", "0.txt", "bad.txt", "out=new", "dedup=exact", "against=nowhere"]
+    assert main(words) == 2
+    assert "1 of 2 files are not UTF-8" in capsys.readouterr().err
+
+
 COMPARES = ("removal", "document_sketches", "near_copies", "known_texts", "word_hashes", "sketch_file")
 PREPARE = """
 import sys

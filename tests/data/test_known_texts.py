@@ -101,7 +101,7 @@ def test_files_are_listed_by_commas_and_globs(tmp_path):
 @pytest.mark.parametrize("names", ["{},", ",", ",{}", "{},,{}"])
 def test_empty_name_is_not_the_current_folder(tmp_path, names):
     path = write(tmp_path / "a.jsonl", "{}")
-    with pytest.raises(UsageError, match="against=.* has an empty name between its commas"):
+    with pytest.raises(UsageError, match=r"against=.* has an empty name between its commas"):
         list_known(names.format(path, path))
 
 
