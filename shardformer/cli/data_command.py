@@ -67,6 +67,7 @@ def prepare_data(arguments: list[str]) -> None:
     )
     recipe = file_sources.find_recipe(names, source, with_ids=True)
     if options.dedup != "none" or options.against:
+        recipe.check_encoding()
         recipe = _remove_documents(recipe, options, out.parent)
     inputs: list[Source] = [TokenFile(path, source) for path in recipe.token_files]
     if recipe.files:

@@ -26,7 +26,7 @@ class PrepareOptions(KeyGroup):
     bad_rows: Literal["stop", "skip"] = key("stop", "end with all causes at once, or leave bad records out")
     pairs: bool = key(False, "read chosen and rejected of records that have messages too")
     dedup: Literal["none", "exact", "near"] = key(
-        "none", "leave out documents equal to an earlier one; near: and those that share two thirds of 5-word sequences"
+        "none", "leave out documents equal to an earlier one; near: and those with half of all 5-word sequences in both"
     )
     against: str = key("", "test files; documents that share 13 words in a row with one are left out: a.jsonl,b.jsonl")
     special_tokens: bool = key(False, "recognise a tokenizer.json's special tokens in texts")

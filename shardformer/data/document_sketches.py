@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardformer.data import near_copies, text_files
+from shardformer.data import near_copies, text_cuts, text_files
 from shardformer.data.known_texts import KnownTexts
 from shardformer.data.recipe import Recipe
 from shardformer.data.row_report import RowReport
@@ -33,7 +33,7 @@ class Sketched:
 
     number: int
     counts: list[tuple[Path, int]] = dataclasses.field(default_factory=list)
-    examples: list[tuple[int, str]] = dataclasses.field(default_factory=list)  # (number of the document, the words)
+    examples: dict[int, str] = dataclasses.field(default_factory=dict)  # the words, by the number of the document
     rows: RowReport = dataclasses.field(default_factory=RowReport)
 
 
@@ -45,8 +45,7 @@ def sketch_documents(
     recipe: Recipe, sketches: SketchFile, known: KnownTexts | None, progress: Progress
 ) -> list[Sketched]:
     """Writes the sketches of all documents; returns what was read in the order of the files."""
-    items = itertools.groupby(recipe.items(LINE_BREAKS), lambda item: item.ranges[0].path)  # a long file has several
-    tasks = [[part for item in group for part in item.ranges] for _, group in items]
+    tasks = _divide_work(recipe)
     total = sum(part.end - part.start for parts in tasks for part in parts)
 
     def work(parts: list[FileRange], number: int, advance: Callable[[int], object]) -> Sketched:
@@ -59,6 +58,23 @@ def sketch_documents(
     if not recipe.skips_bad_rows:
         report.raise_faults()
     return done
+
+
+def _divide_work(recipe: Recipe) -> list[list[FileRange]]:
+    """Returns the parts of all files in their order, small files together, and no file in two tasks."""
+    place = {path: number for number, path in enumerate(recipe.files)}
+    ranges = sorted((part for item in recipe.items(LINE_BREAKS) for part in item.ranges), key=lambda r: place[r.path])
+    tasks: list[list[FileRange]] = []
+    size = 0
+    for _, group in itertools.groupby(ranges, lambda part: part.path):
+        parts = list(group)
+        added = sum(part.end - part.start for part in parts)
+        if not tasks or size + added > text_cuts.LIMITS.range:
+            tasks.append([])
+            size = 0
+        tasks[-1] += parts
+        size += added
+    return tasks
 
 
 class _Cut(NamedTuple):
@@ -134,7 +150,7 @@ class _Sketcher:
             joined = b"\n".join(self._batch)
             for document, position, length in zip(documents[:EXAMPLES], positions[first], lengths[first], strict=False):
                 found = joined[words.starts[position] : words.ends[position + length - 1]]
-                self._done.examples.append((self._written + int(document), found.decode()))
+                self._done.examples.setdefault(self._written + int(document), found.decode())
         return result
 
 
@@ -143,13 +159,13 @@ def _read_documents(
 ) -> Iterator[tuple[bytes, bool]]:
     """Yields documents, long ones in parts of about BATCH bytes, and whether each ends there."""
     for part in parts:
-        texts: list[str] = []
+        texts: list[bytes] = []
         size = 0
         for piece in text_files.read_pieces(part, recipe.field, LINE_BREAKS, advance, report):
-            texts.append(piece.prompt + piece.text)
+            texts.append((piece.prompt + piece.text).encode())
             size += len(texts[-1])
             if piece.ends or size >= BATCH:
-                yield "".join(texts).encode(), piece.ends
+                yield b"".join(texts), piece.ends
                 texts, size = [], 0
         if texts:
-            yield "".join(texts).encode(), False
+            yield b"".join(texts), False

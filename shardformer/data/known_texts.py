@@ -20,7 +20,9 @@ EXPECTED = "against takes text files, records, folders or globs"
 
 def list_known(names: str) -> list[Path]:
     """Returns the files of `against=`: paths, folders and globs, separated by commas."""
-    return [file for name in names.split(",") for file in list_files(name, local_path(name), None, EXPECTED)]
+    if not all(name.strip() for name in names.split(",")):
+        raise UsageError(f"against={names} has an empty name between its commas; {EXPECTED}")
+    return [file for name in names.split(",") for file in list_files(name, local_path(name), None, EXPECTED, "against")]
 
 
 class KnownTexts:
@@ -83,13 +85,15 @@ def _batch(texts: Iterator[bytes]) -> Iterator[list[bytes]]:
 
 
 def _read_texts(path: Path) -> Iterator[bytes]:
-    """Yields every text of a file: of records, that of each field."""
+    """Yields every text of a file: of records, that of each field; of a plain file, all of it and each of its lines."""
     if text_files.contains_records(path):
         for pieces in text_files.read_rows(path, lambda record, _: tuple(map(Piece, _find_strings(record)))):
             yield from (piece.text.encode() for piece in pieces)
         return
     file = FileRange(path, 0, path.stat().st_size, True)
-    yield from (piece.text.encode() for piece in text_files.read_pieces(file, "text"))
+    for piece in text_files.read_pieces(file, "text"):
+        yield piece.text.encode()
+        yield from piece.text.encode().splitlines()
 
 
 def _find_strings(value) -> Iterator[str]:

@@ -25,27 +25,27 @@ PACKED_OTHERWISE = (".zip", ".xz", ".bz2", ".7z", ".tar", ".tgz", ".lz4")
 MAX_NAMED = 8  # suffixes in one line
 
 
-def list_files(name: str, path: Path, out: Path | None, expected: str) -> list[Path]:
-    """Lists the text files below a folder or of a pattern; `out` and other folders of runs are left out."""
+def list_files(name: str, path: Path, out: Path | None, expected: str, key: str = "data") -> list[Path]:
+    """Lists the text files below a folder or of a pattern, without those of runs; messages call the name `key=`."""
     if path.is_dir():
         if saved := table_files.list_saved(path):
             return saved
-        return _list_folder(name, path, out, expected)
+        return _list_folder(f"{key}={name}", path, out, expected)
     if path.is_file():
         return [path]
     if path.exists():
         raise UsageError(
-            f"data={name} is a device or a pipe, which cannot be read twice; write the text into a file and give that"
+            f"{key}={name} is a device or a pipe, which cannot be read twice; write the text into a file and give that"
         )
     files = sorted({file.resolve(): file for file in _expand(str(path)) if file.is_file()}.values())
     if not files:
-        raise UsageError(f"data={name} does not exist; {expected}")
+        raise UsageError(f"{key}={name} does not exist; {expected}")
     base = Path(os.path.dirname(str(path)[: next((i for i, c in enumerate(str(path)) if c in "*?["), 0)]) or ".")
     retained = [file for file in files if not _is_in_a_run(file, base, out)]
     if rest := len(files) - len(retained):
-        log.info(f"data={name}: left out: {format_count(rest, 'file')} in folders of runs or prepared data")
+        log.info(f"{key}={name}: left out: {format_count(rest, 'file')} in folders of runs or prepared data")
     if not retained:
-        raise UsageError(f"data={name} names only files of runs or of prepared data; name texts")
+        raise UsageError(f"{key}={name} names only files of runs or of prepared data; name texts")
     return retained
 
 
@@ -80,17 +80,17 @@ def _list_folder(name: str, folder: Path, out: Path | None, expected: str) -> li
     rest = collections.Counter(file.suffix.lower() or "no suffix" for file in set(outside) - set(text_files))
     if tables := [suffix for suffix in TABLES if rest[suffix]]:
         raise UsageError(
-            f"data={name} has {sum(rest[suffix] for suffix in tables):,} {tables[0]} files, which are not read here; "
-            f"write their text as .jsonl, or name the other texts: data='{name}/**/*.md'"
+            f"{name} has {sum(rest[suffix] for suffix in tables):,} {tables[0]} files, which are not read here; "
+            f"write their text as .jsonl, or name the other texts: '{name}/**/*.md'"
         )
     if not text_files:
         contents = f"; it has {_describe(rest)}" if rest else ""
         known = ", ".join(TEXT_FILES[:8])
-        raise UsageError(f"data={name} is a folder without text files ({known}, ...){contents}; {expected}")
+        raise UsageError(f"{name} is a folder without text files ({known}, ...){contents}; {expected}")
     if rest:
-        log.info(f"data={name}: {format_count(len(text_files), 'text file')}; left out: {_describe(rest)}")
+        log.info(f"{name}: {format_count(len(text_files), 'text file')}; left out: {_describe(rest)}")
     if len(outside) < len(every):
-        log.info(f"data={name}: left out: {format_count(len(every) - len(outside), 'file')} of runs or prepared data")
+        log.info(f"{name}: left out: {format_count(len(every) - len(outside), 'file')} of runs or prepared data")
     return text_files
 
 

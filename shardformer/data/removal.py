@@ -33,6 +33,7 @@ from shardformer.data.text_files import FileRange, Piece
 from shardformer.errors import RunError, UsageError
 from shardformer.files import make_folder
 
+RULES = 2  # of what resembles; another number for each change, as a killed command would mix two
 TESTED, EQUAL, NEAR = "words of a test file", "equal to an earlier document", "near-copies of an earlier document"
 
 
@@ -67,7 +68,7 @@ def remove_documents(recipe: Recipe, dedup: str, against: str, folder: Path, pro
             f"dedup and against compare documents, and {recipe.name} is one text; give .jsonl records or several files"
         )
     files = list_known(against) if against else []
-    identity = hashlib.sha256(json.dumps([dedup, digest_files(files)]).encode()).hexdigest()
+    identity = hashlib.sha256(json.dumps([RULES, dedup, digest_files(files)]).encode()).hexdigest()
     known, stamps = KnownTexts(files) if files else None, recipe.stamps()
     try:
         make_folder(folder)
@@ -78,6 +79,7 @@ def remove_documents(recipe: Recipe, dedup: str, against: str, folder: Path, pro
                 found.remove(EQUAL, near_copies.find_equal(sketches, DIGEST, found.is_removed.copy()))
             if dedup == "near":
                 found.remove(NEAR, near_copies.find_near(sketches, SIGNATURE, found.is_removed.copy()))
+            found.check_rest(recipe.name)
             removal = Removal(identity, stamps, found.number_by_file(), found.report())
         finally:
             sketches.close()
@@ -99,7 +101,7 @@ class _Found:
         if self.is_removed.any():
             firsts = np.cumsum([0, *(sum(count for _, count in done.counts) for done in sketched)]).tolist()
             examples = sorted((first + number, words) for first, done in zip(firsts, sketched, strict=False)
-                              for number, words in done.examples)  # fmt: skip
+                              for number, words in done.examples.items())  # fmt: skip
             self._note(TESTED, self.is_removed, [f"{self._name(n)} has {words!r}" for n, words in examples[:EXAMPLES]])
 
     def remove(self, reason: str, pairs: Iterator[tuple[np.ndarray, np.ndarray]]) -> None:
@@ -113,6 +115,16 @@ class _Found:
         if removed.any():
             self._note(reason, removed, [f"{self._name(n)} is like {self._name(first[n])}" for n in first])
         self.is_removed |= removed
+
+    def check_rest(self, name: str) -> None:
+        """Raises UsageError if no document stays."""
+        if len(self.is_removed) and self.is_removed.all():
+            counts = ", ".join(f"{each['documents']:,} {reason}" for reason, each in self._reasons.items())
+            example = next(iter(self._reasons.values()))["examples"][0]
+            raise UsageError(
+                f"all {len(self.is_removed):,} documents of {name} are left out: {counts}; for example {example}; "
+                "name other documents, or other files with against="
+            )
 
     def number_by_file(self) -> dict[Path, np.ndarray]:
         """Returns the numbers of the removed documents of each file, counted from 0."""

@@ -215,7 +215,7 @@ def _decode(path: Path, content: bytes, start: int = 0) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"data={path} is not UTF-8: {error.reason} (0x{content[error.start]:02X}) at byte {start + error.start}; "
+            f"{path} is not UTF-8: {error.reason} (0x{content[error.start]:02X}) at byte {start + error.start}; "
             "convert it, for example with iconv"
         ) from None
 

@@ -4,7 +4,7 @@ import concurrent.futures
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED
+from concurrent.futures import FIRST_COMPLETED, CancelledError
 from typing import TypeVar
 
 from shardformer.data.source import Progress
@@ -33,6 +33,7 @@ def run_in_threads(
                     yield task.result()
                 progress(min(counter.value, total - 1) if waiting else total, total)
         except BaseException:
+            counter.stops = True  # else Ctrl-C would wait until the running items end
             pool.shutdown(cancel_futures=True)
             raise
 
@@ -41,8 +42,10 @@ class _Counter:
     """The bytes that all threads have read."""
 
     def __init__(self) -> None:
-        self.value, self._lock = 0, threading.Lock()
+        self.value, self._lock, self.stops = 0, threading.Lock(), False
 
     def advance(self, count: int) -> None:
+        if self.stops:
+            raise CancelledError  # nobody takes the result
         with self._lock:
             self.value += count

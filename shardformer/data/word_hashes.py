@@ -1,10 +1,12 @@
 """Words and sequences of words as 64-bit hashes, of many documents at once.
 
-A word is a run of letters and digits, in lower case (of ASCII). A character of three or four bytes of UTF-8 is a word,
-as Chinese, Japanese and Thai have no spaces; punctuation separates words. The hashes depend only on the bytes.
+A word is a run of letters, marks and digits, in lower case. All else separates words. A character of a script without
+spaces (Chinese, Japanese, Thai, Lao, Burmese, Khmer) is a word, as is an emoji. The hashes depend only on the bytes:
+the kinds of characters are those of Unicode 3.2, which every Python has; later ones are letters.
 """
 
 from typing import NamedTuple
+from unicodedata import ucd_3_2_0
 
 import numpy as np
 
@@ -14,9 +16,29 @@ HASHED = 64  # bytes of a word that count, with its length: what is longer is no
 EIGHT = 8  # bytes that are hashed as one integer
 PADDING = bytes(HASHED + EIGHT)  # so that every read of EIGHT bytes is inside of the buffer
 SPACE = 0x20
+CHARACTERS = 1 << 16  # with a kind; of those of four bytes, from the pictures (emoji) on each is a word
+PICTURES = 0x1F000
+WITHOUT_SPACES = (  # Thai and Lao, Burmese, Khmer, Japanese (two), Chinese (two)
+    (0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3005, 0x3007), (0x3040, 0x30FF), (0x3400, 0x9FFF),
+    (0xF900, 0xFAFF),
+)  # fmt: skip
 FACTOR = 0xD1342543DE82EF95  # odd, so that no power of it is 0 modulo 2**64
 _TABLE = bytes(byte if chr(byte).isalnum() or byte >= 0x80 else SPACE for byte in bytes(range(256)).lower())
 _MASKS = np.array([(1 << 8 * count) - 1 for count in range(EIGHT + 1)], np.uint64)
+
+
+def _fold(code: int) -> int:
+    """Returns the code in lower case if that has as many bytes, or that of a space for all but letters and digits."""
+    kind, lower = ucd_3_2_0.category(chr(code)), chr(code).lower()
+    if kind[0] in "PSZ" or kind in ("Cc", "Cf"):
+        return SPACE
+    return ord(lower) if kind == "Lu" and len(lower.encode()) == len(chr(code).encode()) else code
+
+
+_FOLDED = np.array([_fold(code) for code in range(CHARACTERS)], np.int32)
+_IS_A_WORD = np.zeros(CHARACTERS, bool)
+for _first, _last in WITHOUT_SPACES:
+    _IS_A_WORD[_first : _last + 1] = True
 
 
 class Words(NamedTuple):
@@ -32,7 +54,11 @@ def hash_words(documents: list[bytes]) -> Words:
     """Returns the words of all documents, in their order."""
     content = b"\n".join(documents)
     text = np.frombuffer(content.translate(_TABLE) + PADDING.translate(_TABLE), np.uint8)
-    starts, ends = _find_words(text if content.isascii() else _separate_punctuation(text), content.isascii())
+    borders: tuple[np.ndarray, ...] = ()
+    if not content.isascii():
+        text = text.copy()
+        borders = _fold_characters(text)
+    starts, ends = _find_words(text, *borders)
     sizes = np.fromiter(map(len, documents), np.int64, len(documents)) + 1
     words = np.diff(np.searchsorted(starts, np.cumsum(sizes)), prepend=0)
     documents_of_words = np.repeat(np.arange(len(documents), dtype=np.int32), words)
@@ -56,27 +82,39 @@ def _join(hashes: np.ndarray, length: int) -> np.ndarray:
     return _join(hashes, first)[:count] * power + _join(hashes, second)[first : first + count]
 
 
-def _separate_punctuation(text: np.ndarray) -> np.ndarray:
-    """Returns the text with spaces for the signs of Latin-1, general punctuation and symbols, and CJK punctuation."""
-    text = text.copy()
-    for lead, second, size in ((0xC2, None, 2), (0xE2, None, 3), (0xE3, 0x80, 3)):
-        positions = np.flatnonzero(text == lead)
-        if second is not None:
-            positions = positions[text[positions + 1] == second]
-        for offset in range(size):
-            text[positions + offset] = SPACE
-    return text
+def _fold_characters(text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Folds the characters of several bytes in the text; returns where those begin and end that are words."""
+    begins, ends = [], []
+    for lead, size in ((0xC0, 2), (0xE0, 3), (0xF0, 4)):
+        positions = np.flatnonzero((text >= lead) & (text < lead + (0x20 if size == 2 else 0x10)))
+        codes = text[positions].astype(np.int32) - lead
+        for offset in range(1, size):
+            codes = codes << 6 | text[positions + offset] & 0x3F
+        if size == 4:
+            is_word = codes >= PICTURES
+        else:
+            folded, is_word = _FOLDED[codes], _IS_A_WORD[codes] & (_FOLDED[codes] != SPACE)
+            changed = np.flatnonzero(folded != codes)
+            _write_characters(text, positions[changed], folded[changed], lead, size)
+        begins.append(positions[is_word])
+        ends.append(begins[-1] + size)
+    return np.concatenate(begins), np.concatenate(ends)
 
 
-def _find_words(text: np.ndarray, is_ascii: bool) -> tuple[np.ndarray, np.ndarray]:
+def _write_characters(text: np.ndarray, positions: np.ndarray, codes: np.ndarray, lead: int, size: int) -> None:
+    """Writes characters of `size` bytes; for a space, as many of them."""
+    for offset in range(size):
+        bits = codes >> 6 * (size - 1 - offset)
+        text[positions + offset] = np.where(codes == SPACE, SPACE, bits & 0x3F | 0x80 if offset else bits | lead)
+
+
+def _find_words(text: np.ndarray, *borders: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns where words begin and end: at spaces, and at `borders` within a run of letters."""
     is_word = text != SPACE
     begins = is_word.copy()
     begins[1:] &= ~is_word[:-1]
-    if not is_ascii:  # a character of three or four bytes begins a word, and what follows it
-        for lead, size in ((0xE0, 3), (0xF0, 4)):
-            positions = np.flatnonzero((text >= lead) & (text < lead + 0x10))
-            begins[positions] = True
-            begins[positions + size] = is_word[positions + size]
+    for positions in borders:
+        begins[positions] = is_word[positions]
     ends = is_word.copy()
     ends[:-1] &= ~is_word[1:] | begins[1:]
     return np.flatnonzero(begins), np.flatnonzero(ends) + 1

@@ -93,7 +93,10 @@ def test_a_folder_without_training_documents_is_shown(tmp_path, monkeypatch, cap
         ("dedup is one of none, exact, near; got 'all'", ["prepare", "*.txt", "out=new", "dedup=all"]),
         ("bad_rows is one of stop, skip; got 'go'", ["prepare", "*.txt", "out=new", "bad_rows=go"]),
         ("0.txt is one text; give .jsonl records", ["prepare", "0.txt", "out=new", "dedup=exact"]),
-        ("data=nowhere does not exist; against takes text files", ["prepare", "*.txt", "out=new", "against=nowhere"]),
+        (
+            "against=nowhere does not exist; against takes text files",
+            ["prepare", "*.txt", "out=new", "against=nowhere"],
+        ),
         ("unknown key 'tokeniser'; did you mean 'tokenizer'?", ["prepare", "*.txt", "out=new", "tokeniser=chars"]),
         ("nowhere does not exist; expected a folder made by `data prepare`", ["show", "nowhere"]),
         (" is not a prepared folder: it has no index.json", ["export", ".", "out=x"]),
@@ -242,6 +245,13 @@ def test_copies_and_texts_of_tests_are_left_out_and_shown(tmp_path, monkeypatch,
     assert TokenFolder.open(tmp_path / "tokens").index["splits"]["train"]["documents"] == 11
     assert main(["data", "show", "tokens"]) == 0
     assert "left out of 14 documents" in capsys.readouterr().out
+
+
+def test_wrong_encoding_is_found_before_the_comparison(folder, capsys):
+    (folder.path.parent / "bad.txt").write_bytes(b"ab\xff" * 9)
+    words = ["data", "prepare", "0.txt", "bad.txt", "out=new", "dedup=exact", "against=nowhere"]
+    assert main(words) == 2
+    assert "1 of 2 files are not UTF-8" in capsys.readouterr().err
 
 
 COMPARES = ("removal", "document_sketches", "near_copies", "known_texts", "word_hashes", "sketch_file")

@@ -94,8 +94,23 @@ def test_files_are_listed_by_commas_and_globs(tmp_path):
     for name in ("a.txt", "b.txt", "c.jsonl"):
         write(tmp_path / name, "{}")
     assert [file.name for file in list_known(f"{tmp_path}/c.jsonl,{tmp_path}/*.txt")] == ["c.jsonl", "a.txt", "b.txt"]
-    with pytest.raises(UsageError, match=r"nowhere\.txt does not exist; against takes text files"):
+    with pytest.raises(UsageError, match=r"^against=.*nowhere\.txt does not exist; against takes text files"):
         list_known(f"{tmp_path}/nowhere.txt")
+
+
+@pytest.mark.parametrize("names", ["{},", ",", ",{}", "{},,{}"])
+def test_empty_name_is_not_the_current_folder(tmp_path, names):
+    path = write(tmp_path / "a.jsonl", "{}")
+    with pytest.raises(UsageError, match=r"against=.* has an empty name between its commas"):
+        list_known(names.format(path, path))
+
+
+def test_lines_of_a_plain_file_are_texts(tmp_path):
+    questions = [words(n, n) for n in (10, 11, 7, 9)]
+    known = KnownTexts([write(tmp_path / "questions.txt", "\n".join(questions) + "\n")])
+    around = words(90, 30)
+    assert find(known, [f"{around} {question} {around}" for question in questions]) == {0, 1, 3}
+    assert find(known, [f"{around} {question.rpartition(' ')[0]} {around}" for question in questions]) == set()
 
 
 def test_files_without_text_are_rejected(tmp_path):

@@ -204,6 +204,37 @@ def test_copies_of_a_document_of_a_test_are_judged_by_themselves(tmp_path):
     assert numbers(remove(tmp_path, names=("a.jsonl",))) == {"a.jsonl": [0, 2]}
 
 
+def test_document_of_the_first_named_file_stays(tmp_path, monkeypatch):
+    """Long plain files are divided, and small ones are read together."""
+    text = "".join(write_text(n, 8) + "\n" for n in range(60))
+    (tmp_path / "a.txt").write_text(text[:900])
+    (tmp_path / "b.txt").write_text(text)
+    write_records(tmp_path / "c.jsonl", [text[:900], text])
+    change_text_limits(monkeypatch, range=1000, look_ahead=200, piece=300)
+    assert numbers(remove(tmp_path, "exact", "", ("a.txt", "c.jsonl", "b.txt"))) == {"c.jsonl": [0], "b.txt": [0]}
+
+
+def test_examples_name_each_document_once(tmp_path, monkeypatch):
+    test = write_text(99, 400)
+    lines = [f"{line}\n" for line in (test[n : n + 200] for n in range(0, 1600, 200))]
+    (tmp_path / "a.txt").write_text("".join(lines))
+    write_records(tmp_path / "b.jsonl", [test, test, test, test, "other"])
+    write_records(tmp_path / "test.jsonl", [test])
+    monkeypatch.setattr(document_sketches, "BATCH", 700)
+    change_text_limits(monkeypatch, range=1000, look_ahead=200, piece=300)
+    examples = remove(tmp_path, "none", names=("a.txt", "b.jsonl")).removal.report["reasons"][TESTED]["examples"]
+    assert [example.partition(" (")[0].rpartition("/")[2] for example in examples] == [
+        "a.txt document 1", "b.jsonl document 1", "b.jsonl document 2"]  # fmt: skip
+
+
+def test_corpus_of_which_nothing_stays_is_rejected(tmp_path):
+    test = write_text(99, 30)
+    write_records(tmp_path / "a.jsonl", [test, f"more {test}"])
+    write_records(tmp_path / "test.jsonl", [test])
+    with pytest.raises(UsageError, match=r"all 2 documents of .* are left out: 2 words of a test file; for example "):
+        remove(tmp_path, names=("a.jsonl",))
+
+
 def test_prompts_are_compared_too(tmp_path):
     records = [{"prompt": f"{write_text(n, 20)} ", "completion": write_text(50, 6)} for n in (0, 1, 0)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

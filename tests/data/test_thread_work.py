@@ -21,6 +21,24 @@ def test_results_and_progress_are_complete():
     assert all(done < 10 for done, _ in calls[:-1])
 
 
+def test_ctrl_c_ends_running_items_at_their_next_progress():
+    steps = []
+
+    def work(task, number, advance):
+        for _ in range(2000):
+            advance(1)
+            steps.append(number)
+            time.sleep(0.01)
+
+    def interrupt(done, total):
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(run_in_threads(work, [1], 2000, interrupt, seconds_between_reports=0.02))
+    assert len(steps) < 1000
+
+
 def test_error_cancels_what_has_not_started():
     started = []
 

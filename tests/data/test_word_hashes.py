@@ -38,6 +38,14 @@ def test_words_are_those_of_a_regular_expression():
         ("😀😀x", ["😀", "😀", "x"]),
         ("", []),
         ("。", []),
+        ("tiếng Việt", ["tiếng", "Việt"]),
+        ("हिन्दी भाषा।", ["हिन्दी", "भाषा"]),
+        ("한국어 문장", ["한국어", "문장"]),
+        ("\uff41\uff0c\uff42\uff01", ["\uff41", "\uff42"]),
+        ("مرحبا، كيف؟", ["مرحبا", "كيف"]),
+        ("カ・ラー𠀀々x", ["カ", "ラ", "ー", "𠀀", "々", "x"]),
+        ("ລາວ ខ្មែរ။", ["ລ", "າ", "ວ", "ខ", "្", "ម", "ែ", "រ"]),
+        ("𐐀𐐁 a\u00d7b", ["𐐀𐐁", "a", "b"]),
     ],
 )
 def test_words_of_other_scripts(text, words):
@@ -52,6 +60,13 @@ def test_hash_depends_on_the_word_only():
     assert by_document[1] == by_document[3][:1]
     assert by_document[1] != by_document[5]
     assert hash_words([b"the cat sat"]).hashes.tolist() == by_document[0]
+
+
+@pytest.mark.parametrize("text", ["ПРИВЕТ, Мир", "ÜNÏ É", "ΑΒΓ", "Tiếng VIỆT", "\uff21\uff22", "Ա İ ẞ"])
+def test_case_makes_no_difference_where_both_have_as_many_bytes(text):
+    lower = "".join(c.lower() if len(c.lower().encode()) == len(c.encode()) else c for c in text)
+    assert hash_words([text.encode()]).hashes.tolist() == hash_words([lower.encode()]).hashes.tolist()
+    assert hash_words([text.encode()]).hashes.tolist() != hash_words([(lower + "x").encode()]).hashes.tolist()
 
 
 def test_hash_of_a_word_that_ends_the_buffer_ignores_what_follows():
