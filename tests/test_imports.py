@@ -206,7 +206,7 @@ def test_circle_by_a_late_import_is_noticed():
     assert find_circles({"p.a": "from p.b import f", "p.b": types, "p.c": "from p import a, b"}) == []
 
 
-MOST_MODULES, MOST_LINES = 161, 20_100  # of this package, examples in docstrings included; 286 and 35,688 once
+MOST_MODULES, MOST_LINES = 161, 20_110  # of this package, examples in docstrings included; 286 and 35,688 once
 FEATURES = ("adapters.adapter_layer", "adapters.lora", "analysis.liveness", "checkpoint.bucket_store", "convert",
             "config.depth", "data.chat.c", "data.document_sketches", "data.hf_tokenizer", "data.known_texts",
             "data.near_copies", "data.removal", "data.sketch_file", "data.word_hashes", "exact", "experts.expert_l",

@@ -22,17 +22,15 @@ def parse_preset(arguments: list[str]) -> Config:
     """Returns the config of 'PRESET key=value ...', 'depth=N key=value ...' or 'task=FILE.py:NAME key=value ...'."""
     if not arguments:
         raise UsageError(f"name a preset: {', '.join(presets.PRESETS)}; or give depth=N")
-    if names_depth(arguments):
-        if any(word.startswith("task=") for word in arguments):
-            raise UsageError("depth=N sizes the language model, which a task replaces; leave one of them out")
-        from shardformer.config.depth import at_depth  # not imported with a preset
-
-        return at_depth(*parse_depth(arguments))
     if any(word.startswith("task=") for word in arguments):
         if arguments[0] in presets.PRESETS:
             raise UsageError(f"{arguments[0]} is a language model, which a task replaces; leave it out")
         overrides = parse_keys(arguments)
         return Config.of(task=overrides["task"]).override(overrides | {"out": overrides.get("out") or TASK_OUT})
+    if names_depth(arguments):
+        from shardformer.config.depth import at_depth  # not imported with a preset
+
+        return at_depth(*parse_depth(arguments))
     if arguments[0] not in presets.PRESETS and (storage.location(arguments[0]) / "config.json").is_file():
         raise UsageError(f"{arguments[0]} is a run; to continue it: train --resume {arguments[0]}")
     if "/" in arguments[0].partition("=")[0]:
