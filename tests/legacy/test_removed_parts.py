@@ -82,6 +82,18 @@ def test_dialect_mhlo_is_stablehlo_today():
         lowered.as_text("mhlo")
 
 
+def test_device_is_jax_own_and_not_called():
+    second = jax.devices()[1]
+    x = jax.device_put(jnp.ones((1, 2)), second)
+    with installed():
+        assert x.device is second  # what resembles it fails in pmap, Mesh and jit
+        assert jax.device_put(x, x.device).sharding == x.sharding
+        assert jax.pmap(lambda row: 2 * row, devices=[x.device])(x).device_buffers[0].device is second
+        for called, kind in ((x, "Device"), (jax.device_put(x, NamedSharding(MESH, PartitionSpec())), "Sharding")):
+            with pytest.raises(TypeError, match=f"{kind}' object is not callable"):
+                called.device()
+
+
 @pytest.mark.parametrize("home", [replacements, shard_map_helpers])
 @pytest.mark.parametrize("places", [[0, 0, 0, 0], [3, 2, 1, 0]])
 def test_arrays_over_devices(home, places):
