@@ -108,3 +108,19 @@ def test_arrays_over_devices(home, places):
             assert shard.data.tolist() == [row]
     with pytest.raises(ValueError, match=r"got 3 for 4|longer"):
         home.device_put_sharded(trees[:3], devices)
+
+
+@pytest.mark.parametrize("home", [replacements, shard_map_helpers])
+@jax.numpy_dtype_promotion("standard")
+def test_arrays_over_devices_in_a_jit_and_of_mixed_types(home):
+    devices = jax.devices()[:2]
+    x = jnp.arange(2)
+    copies = jax.jit(lambda x: home.device_put_replicated(x, devices))(x)
+    mixed = jax.jit(lambda x: home.device_put_sharded([x, 0.5 * x], devices))(x)
+    assert (copies.tolist(), mixed.tolist()) == ([[0, 1], [0, 1]], [[0, 1], [0, 0.5]])
+    for shards in ([x, 0.5 * x], [1, 2.5], [jnp.int8(1), 2], [np.float64(1), jnp.bfloat16(2)]):
+        stacked = jnp.stack([jnp.asarray(shard) for shard in shards])
+        array = home.device_put_sharded(shards, devices)
+        assert (array.dtype, array.tolist()) == (stacked.dtype, stacked.tolist())
+    keys = home.device_put_sharded(list(jax.random.split(jax.random.key(0))), devices)
+    assert (keys == jax.random.split(jax.random.key(0))).all()
