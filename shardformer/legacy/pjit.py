@@ -148,10 +148,7 @@ def _static_positions(fun: Callable, numbers: int | Sequence[int] | None, names:
             for position, parameter in enumerate(_signature(fun) if named else ())
             if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.name in named
         ]
-    try:
-        return (operator.index(numbers),)  # NumPy's integers are no `int`
-    except TypeError:
-        return tuple(map(operator.index, numbers))
+    return tuple(map(operator.index, numbers if isinstance(numbers, Iterable) else (numbers,)))
 
 
 def _signature(fun: Callable) -> Iterable[inspect.Parameter]:
