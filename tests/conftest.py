@@ -72,7 +72,7 @@ LEGACY = "tests/legacy/"
 LEGACY_IN_SHORT_TIER = tuple(
     f"tests/legacy/test_{name}.py"
     for name in (
-        "after_import", "called_device", "check", "constraint", "custom_transforms", "flax_names",
+        "after_import", "check", "constraint", "custom_transforms", "flax_names",
         "gradient_programs", "missing_packages", "operation_programs", "package_stand_ins", "pjit", "pmap",
         "pmap_uses", "removed_parts", "xmap", "xmap_messages")
 )  # fmt: skip

@@ -2,7 +2,8 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -103,7 +104,8 @@ def pjit(
 
     def prepared(args):
         jitted, wanted = compiled(_auto_mesh(current_mesh()))
-        statics = {position % len(args) for position in static_argnums} if args else ()
+        # A static argument left at its default has no place among args; jax counts a negative one from their end.
+        statics = {position + len(args) if position < 0 else position for position in static_argnums}
         return jitted, args if wanted is None else _move_arguments(args, wanted, statics)
 
     @functools.wraps(fun)
@@ -140,11 +142,20 @@ def lax_with_sharding_constraint(x: Any, shardings: Any):
 def _static_positions(fun: Callable, numbers: int | Sequence[int] | None, names: str | Sequence[str] | None):
     """Returns the positions of static arguments; without numbers, those of the names, as jax finds them."""
     if numbers is None:
-        parameters = inspect.signature(fun).parameters.values() if names else ()
-        by_position = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
         named = (names,) if isinstance(names, str) else names or ()
-        numbers = [by_position.index(name) for name in named if name in by_position]
-    return (numbers,) if isinstance(numbers, int) else tuple(numbers)
+        numbers = [
+            position
+            for position, parameter in enumerate(_signature(fun) if named else ())
+            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.name in named
+        ]
+    return tuple(map(operator.index, numbers if isinstance(numbers, Iterable) else (numbers,)))
+
+
+def _signature(fun: Callable) -> Iterable[inspect.Parameter]:
+    try:
+        return inspect.signature(fun).parameters.values()
+    except ValueError:  # a builtin like `max` tells none, and jax then finds no positions either
+        return ()
 
 
 def _specs(side: str, resources: Any, shardings: Any):

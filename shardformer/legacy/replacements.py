@@ -88,10 +88,15 @@ def device_put_replicated(x, devices: Sequence[jax.Device]):
 
 
 def _put_over(devices: Sequence[jax.Device], leaves: Sequence):
-    """Returns the array of `leaves`, of which each goes to its device from wherever it lies."""
+    """Returns the array of `leaves` in their common type, of which each goes to its device from wherever it lies."""
+    shape = (len(devices), *jnp.shape(leaves[0]))
+    sharding = PmapSharding.default(shape, devices=devices)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):  # they lie nowhere yet
+        return jax.device_put(jnp.stack(leaves), sharding)
     rows = [jax.device_put(leaf, device)[None] for leaf, device in zip(leaves, devices, strict=True)]
-    shape = (len(devices), *rows[0].shape[1:])
-    return jax.make_array_from_single_device_arrays(shape, PmapSharding.default(shape, devices=devices), rows)
+    dtype = jnp.result_type(*rows)
+    rows = [row if row.dtype == dtype else row.astype(dtype) for row in rows]  # keys have no astype
+    return jax.make_array_from_single_device_arrays(shape, sharding, rows)
 
 
 def _index_function(method: str):

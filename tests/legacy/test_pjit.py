@@ -144,6 +144,16 @@ def test_static_arguments(mesh_4x2, static):
     np.testing.assert_array_equal(power(X, 1, X), X)
 
 
+def test_static_arguments_left_at_their_defaults(mesh_4x2):
+    scaled = pjit(lambda x, y, n=3, m=2: x * n + y * m, (P("dp"), P("mp")), static_argnums=(2, np.int64(3)))
+    for rest, n, m in (((), 3, 2), ((4,), 4, 2), ((4, 5), 4, 5)):
+        elsewhere = jax.device_put(X, jax.devices()[1])
+        np.testing.assert_array_equal(scaled(elsewhere, elsewhere, *rest), (n + m) * X)
+    np.testing.assert_array_equal(pjit(lambda x, n: x * n, P("dp"), static_argnums=np.int64(1))(X, 2), 2 * X)
+    with pytest.raises(TypeError, match="float"):
+        pjit(lambda x, n: x, static_argnums=1.0)
+
+
 def test_outside_of_a_mesh():
     message = r"got P(artitionSpec)?\('dp',?\) outside of a mesh; call it inside `with Mesh"
     with pytest.raises(ValueError, match="with_sharding_constraint " + message):
@@ -229,6 +239,9 @@ def test_arguments_that_are_static_by_name(mesh_4x2):
     with pytest.raises(TypeError, match="abstract array"):
         pjit(scaled, static_argnames="shift")("abc", X, shift="d")  # the first text is not static
     assert pjit(len, static_argnums=0)("abc") == 3  # asks no signature
+    assert pjit(max, static_argnames="n")((2.0,)) == 2  # has none
+    behind = pjit(lambda x, /, n: x * len(n), in_shardings=P("dp"), static_argnames="n")
+    np.testing.assert_array_equal(behind(X, "abc"), 3 * X)
 
 
 @pytest.mark.parametrize(

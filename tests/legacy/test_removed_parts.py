@@ -82,6 +82,18 @@ def test_dialect_mhlo_is_stablehlo_today():
         lowered.as_text("mhlo")
 
 
+def test_device_is_jax_own_and_not_called():
+    second = jax.devices()[1]
+    x = jax.device_put(jnp.ones((1, 2)), second)
+    with installed():
+        assert x.device is second  # what resembles it fails in pmap, Mesh and jit
+        assert jax.device_put(x, x.device).sharding == x.sharding
+        assert jax.pmap(lambda row: 2 * row, devices=[x.device])(x).device_buffers[0].device is second
+        for called, kind in ((x, "Device"), (jax.device_put(x, NamedSharding(MESH, PartitionSpec())), "Sharding")):
+            with pytest.raises(TypeError, match=f"{kind}' object is not callable"):
+                called.device()
+
+
 @pytest.mark.parametrize("home", [replacements, shard_map_helpers])
 @pytest.mark.parametrize("places", [[0, 0, 0, 0], [3, 2, 1, 0]])
 def test_arrays_over_devices(home, places):
@@ -96,3 +108,19 @@ def test_arrays_over_devices(home, places):
             assert shard.data.tolist() == [row]
     with pytest.raises(ValueError, match=r"got 3 for 4|longer"):
         home.device_put_sharded(trees[:3], devices)
+
+
+@pytest.mark.parametrize("home", [replacements, shard_map_helpers])
+@jax.numpy_dtype_promotion("standard")
+def test_arrays_over_devices_in_a_jit_and_of_mixed_types(home):
+    devices = jax.devices()[:2]
+    x = jnp.arange(2)
+    copies = jax.jit(lambda x: home.device_put_replicated(x, devices))(x)
+    mixed = jax.jit(lambda x: home.device_put_sharded([x, 0.5 * x], devices))(x)
+    assert (copies.tolist(), mixed.tolist()) == ([[0, 1], [0, 1]], [[0, 1], [0, 0.5]])
+    for shards in ([x, 0.5 * x], [1, 2.5], [jnp.int8(1), 2], [np.float64(1), jnp.bfloat16(2)]):
+        stacked = jnp.stack([jnp.asarray(shard) for shard in shards])
+        array = home.device_put_sharded(shards, devices)
+        assert (array.dtype, array.tolist()) == (stacked.dtype, stacked.tolist())
+    keys = home.device_put_sharded(list(jax.random.split(jax.random.key(0))), devices)
+    assert (keys == jax.random.split(jax.random.key(0))).all()

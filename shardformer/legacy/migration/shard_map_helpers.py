@@ -304,9 +304,13 @@ def device_put_sharded(shards, devices):
 
 
 def _put_over(devices, leaves):
-    """Returns the array of `leaves`, of which each goes to its device from wherever it lies."""
-    rows = [jax.device_put(leaf, device)[None] for leaf, device in zip(leaves, devices, strict=True)]
+    """Returns the array of `leaves` in their common type, of which each goes to its device from wherever it lies."""
     sharding = NamedSharding(Mesh(np.array(devices), ("device",)), PartitionSpec("device"))
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):  # they lie nowhere yet
+        return jax.device_put(jnp.stack(leaves), sharding)
+    rows = [jax.device_put(leaf, device)[None] for leaf, device in zip(leaves, devices, strict=True)]
+    dtype = jnp.result_type(*rows)
+    rows = [row if row.dtype == dtype else row.astype(dtype) for row in rows]  # keys have no astype
     return jax.make_array_from_single_device_arrays((len(devices), *rows[0].shape[1:]), sharding, rows)
 
 
