@@ -103,7 +103,10 @@ def test_preset_prints_no_choices(capsys):
         (["depth=4", "seq=0"], "seq must be at least 1"),
         (["depth=4", "batch=0"], "batch must be at least 1"),
         (["depth=4", "layers=-1"], "layers must be at least 1"),
-        (["depth=4", "task=mine.py:Mine"], "depth=N stands in place of a preset; a run, a base and a task have their own sizes"),
+        (
+            ["depth=4", "task=mine.py:Mine"],
+            "depth=N stands in place of a preset; a run, a base and a task have their own sizes",
+        ),
     ],
 )
 def test_wrong_depth_is_rejected(words, message):
