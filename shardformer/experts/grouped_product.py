@@ -11,8 +11,8 @@ Pallas kernels of MegaBlox for TPUs, which read groups of any size.
 `lax.ragged_dot` is not used: XLA makes a dense product of it on CPUs, GPUs and some TPUs, with the work of all experts
 for each token. libtpu 0.0.52 has a kernel for it on a v5p, not on a v5e and a v6e: 33M cycles instead of 0.2M for
 [8192, 2048] x [16, 2048, 768] (v5e, its estimate). On an H200 (jaxlib 0.11.2), [16384, 2048] x [16, 2048, 768] with
-its gradients takes 5.6 ms by `lax.ragged_dot`, 10.5 by `Blocks(256)`, 0.9 by `Copies(256)`; a dense product of as many
-rows takes 0.3.
+its gradients takes 5.6 ms by `lax.ragged_dot`, 10.5 by `Blocks(256)`, 0.9 by a prototype of `Copies(256)`; a dense
+product of as many rows takes 0.3.
 """
 
 import functools

@@ -277,7 +277,7 @@ def test_run_at_its_tuned_size_is_written(target, option, tmp_path, opened_with)
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / target), option]) == 0
 
 
-def test_width_of_experts_is_written_if_it_is_that_of_the_feed_forward(tmp_path, opened_with):
+def test_width_of_experts_is_written_if_it_is_d_ff(tmp_path, opened_with):
     assert main(["convert", str(FOLDER / "qwen3_moe"), str(tmp_path / "run")]) == 0
     width = Run.open(tmp_path / "run").config.mixture.expert_size
     opened_with(expert_width=None, d_ff=width)
@@ -353,7 +353,7 @@ def test_layers_with_experts_are_those_of_transformers(step, dense, sparse, tmp_
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
-def test_more_chosen_groups_of_experts_than_there_are_are_rejected(kind, tmp_path):
+def test_more_groups_than_there_are_are_rejected(kind, tmp_path):
     theirs = {"model_type": kind, "n_group": 1, "topk_method": "noaux_tc", "num_experts_per_tok": 4}
     if kind == "deepseek_v2":
         theirs |= {"topk_method": "group_limited_greedy"}

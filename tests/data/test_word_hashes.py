@@ -69,7 +69,7 @@ def test_case_makes_no_difference_where_both_have_as_many_bytes(text):
     assert hash_words([text.encode()]).hashes.tolist() != hash_words([(lower + "x").encode()]).hashes.tolist()
 
 
-def test_hash_of_a_word_that_ends_the_buffer_ignores_what_follows():
+def test_hash_of_the_last_word_ignores_what_follows():
     long = b"a" * 100
     assert hash_words([long]).hashes[0] == hash_words([long, b"more"]).hashes[0]
     assert hash_words([b"abc"]).hashes[0] == hash_words([b"abc", b"def"]).hashes[0]

@@ -1,4 +1,4 @@
-"""Whether the layers are scanned, by the device."""
+"""The choice to scan or to unroll the layers, by the device."""
 
 import pytest
 

@@ -224,7 +224,7 @@ def test_the_later_keywords_go_on(mesh_4x2):
     assert lies(pjit(lambda x: x)(split), "dp")  # nothing was asked for
 
 
-def test_none_of_the_later_keywords_asks_for_nothing_outside_of_a_mesh():
+def test_none_asks_for_nothing_outside_of_a_mesh():
     split = jax.device_put(X, NamedSharding(Mesh(devices(4, 2), ("dp", "mp")), P("dp")))
     assert lies(pjit(lambda x: x, in_shardings=None, out_shardings=None)(split), "dp")
 

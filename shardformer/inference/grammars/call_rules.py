@@ -23,7 +23,7 @@ class Function(NamedTuple):
 
     @property
     def takes_objects(self) -> bool:
-        """Whether all values of the schema are certainly objects, as arguments are."""
+        """True if all values of the schema are certainly objects, as arguments are."""
         schema = self.parameters or {}
         return schema.get("type", "object") == "object" and not schema.keys() & OTHER_ROOTS
 

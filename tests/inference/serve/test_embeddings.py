@@ -40,6 +40,19 @@ def test_vectors_do_not_depend_on_other_requests(service, port):
     np.testing.assert_array_equal(embed(port, input=[ids, ids[:1]])[0], together[1])
 
 
+def count_first_tokens(port) -> str:
+    lines = send(port, "/metrics")[1].decode().splitlines()
+    return next(line for line in lines if line.startswith("shardformer_first_token_seconds_count"))
+
+
+def test_vector_is_no_first_token(port):
+    before = count_first_tokens(port)
+    embed(port, input="to be")
+    assert count_first_tokens(port) == before
+    ask(port, {"prompt": "to be", "max_tokens": 1})
+    assert count_first_tokens(port) != before
+
+
 def test_base64_is_the_same(port):
     (entry,) = ask(port, {"input": "to be", "encoding_format": "base64"}, PATH)["data"]
     vector = np.frombuffer(base64.b64decode(entry["embedding"]), "<f4")
