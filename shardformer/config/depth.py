@@ -77,6 +77,8 @@ def choose_by_depth(depth: int, given: dict) -> list[Choice]:
             "float32 for a CPU, which up to 6 layers suit; bfloat16 for accelerators",
         ),
     ]
+    if layers <= LARGEST_ON_A_CPU:
+        choices.append(Choice("scan", False, "few layers compile quickly, and a CPU runs them faster unrolled"))
     return [choice for choice in choices if choice.key not in given]
 
 

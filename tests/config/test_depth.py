@@ -46,6 +46,10 @@ def test_rate_is_that_of_the_tuned_size():
     assert at_depth(12, {"optimizer": "adamw"}).optimizer.lr == 3e-3
 
 
+def test_only_few_layers_are_unrolled():
+    assert [at_depth(layers, {}).parallel.scan for layers in (6, 7)] == [False, None]
+
+
 def test_given_keys_win_and_others_follow():
     assert sizes(at_depth(4, {"d_model": 256})) == (4, 256, 8, 256, 64, 1536)
     assert sizes(at_depth(4, {"batch": 32})) == (4, 128, 4, 128, 32, 1536)
