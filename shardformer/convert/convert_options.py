@@ -56,6 +56,13 @@ class FromHf:
 
 
 @dataclasses.dataclass(frozen=True)
+class FromMaxtext:
+    """MaxText's checkpoint (every key of a run is taken as well)."""
+
+    config: str = key("", "Hugging Face folder with the model's config.json and tokenizer, which SRC lacks")
+
+
+@dataclasses.dataclass(frozen=True)
 class ToHf:
     """A run to a Hugging Face folder (format=hf)."""
 

@@ -1,5 +1,6 @@
 """`convert` between Hugging Face's folders (config.json, weights, tokenizer files) and runs."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from shardformer import storage
@@ -7,6 +8,7 @@ from shardformer.checkpoint import read_config
 from shardformer.config import ARCHITECTURE, Config, parsing
 from shardformer.convert import hf_settings, hf_special_tokens, hf_state, runs
 from shardformer.convert.convert_options import FromHf, ToHf
+from shardformer.convert.hf_settings import PublishedModel
 from shardformer.convert.hf_special_tokens import find_end_of_turn
 from shardformer.convert.leaves import State
 from shardformer.convert.new_folder import (
@@ -35,26 +37,42 @@ TOKENIZER_FILES = (
 
 def hf_to_run(source: Path, target: Path, arguments: list[str]) -> str:
     options, rest = parsing.parse_known_options(arguments, FromHf)
-    changes = parsing.parse_overrides(rest, Config)
+    return model_to_run(source, target, rest, options.ignored, source, lambda model: hf_state.find_tensors(source))
+
+
+def model_to_run(
+    folder: Path,
+    target: Path,
+    words: list[str],
+    ignored: list[str],
+    weights: Path,
+    find_tensors: Callable[[PublishedModel], Mapping[str, hf_state.Source]],
+) -> str:
+    """Writes a run with the model of a folder's config.json, its tokenizer, and the arrays that are found in `weights`.
+
+    words: keys of the run. ignored: keys of config.json.
+    """
+    changes = parsing.parse_overrides(words, Config)
     if "out" in changes:
         raise UsageError("the run's folder is DST; out= cannot name another")
-    model = hf_settings.read_model(source, options.ignored, changes.get("seq", 0))
+    model = hf_settings.read_model(folder, ignored, changes.get("seq", 0))
     family, config = model.family, model.config
     for name in ARCHITECTURE:
         if name in changes and changes[name] != config.get(name):
-            path, said = source / hf_settings.NAME, config.shown(name)
+            path, said = folder / hf_settings.NAME, config.shown(name)
             raise UsageError(f"{name}={changes[name]} contradicts {path}, which has {name}={said}")
     if model.ignored:
-        log.info(hf_settings.describe_ignored(source, model.ignored))
+        log.info(hf_settings.describe_ignored(folder, model.ignored))
     config = config.replace(**changes | {"out": str(target)})
-    config = choose_tokenizer(source, config)
+    config = choose_tokenizer(folder, config)
     config, vocabulary, fingerprint = open_vocabulary(config, model.special_tokens.first)
     not_finite: set[str] = set()
-    state = State(0, hf_state.open_params(source, family, config, not_finite, model.positions))
+    tensors = find_tensors(model)
+    state = State(0, hf_state.open_params(weights, family, config, not_finite, model.positions, tensors))
     with new_folder(target) as temporary:
         run = Run(config, vocabulary, fingerprint, model.special_tokens)
         runs.write_run(temporary, run, state)
-        keep_tokenizer_files(source, temporary)
+        keep_tokenizer_files(folder, temporary)
     return (
         f"{target}: {describe_size(state.params)} of a {family} model, {config.data.tokenizer} as its "
         f"tokenizer{describe_form(config)}{describe_not_finite(not_finite)}"

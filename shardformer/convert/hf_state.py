@@ -17,25 +17,37 @@ from shardformer.convert.hf_settings import select_text_arrays
 from shardformer.convert.leaves import Filled, Leaves, Readable, blocks, flatten
 from shardformer.convert.mxfp4 import Packed, unpack
 from shardformer.convert.safetensors_files import CreatedTensor
-from shardformer.convert.weight_files import Tensor
+from shardformer.convert.tensors import Computed, Tensor
 from shardformer.errors import RunError, UsageError
 from shardformer.model import Model
 
-Source = Tensor | Packed
+Source = Tensor | Packed | Computed
 MAX_FLOAT16 = 65504.0
 FLOATS = {name: jnp.dtype(name) for name in FLOAT_NAMES}
 # Masks and frequencies that older versions of transformers saved; config.json determines them.
 _DERIVED = re.compile(r"(.*\.)?(attn|attention)\.(attention\.)?(bias|masked_bias)|(.*\.)?rotary_emb\.inv_freq")
 
 
-def open_params(folder: Path, family: str, config: Config, not_finite: set[str], positions: int = 0) -> Leaves:
+def find_tensors(folder: Path) -> Mapping[str, Source]:
+    """Returns the arrays of the text model of a folder."""
+    return unpack(select_text_arrays(weight_files.find_tensors(folder)))
+
+
+def open_params(
+    folder: Path,
+    family: str,
+    config: Config,
+    not_finite: set[str],
+    positions: int = 0,
+    tensors: Mapping[str, Source] | None = None,
+) -> Leaves:
     """Returns the parameters of a folder, which are read when they are written elsewhere.
 
     not_finite: receives the names of arrays with NaN or infinity. positions: rows of a table of learned positions, of
-    which the first config.seq are read; 0 means config.seq.
+    which the first config.seq are read; 0 means config.seq. tensors: the arrays, if they are not the folder's own.
     """
     published = config.replace(seq=positions or config.model.seq)
-    tensors = unpack(select_text_arrays(weight_files.find_tensors(folder)))
+    tensors = find_tensors(folder) if tensors is None else tensors
     return fill_params(match(folder, family, FAMILIES[family], published, tensors), config, not_finite)
 
 

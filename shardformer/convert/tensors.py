@@ -1,6 +1,8 @@
 """One array of a file of weights, which is read in parts when it is needed."""
 
+import dataclasses
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,3 +71,18 @@ class Tensor(NamedTuple):
         if filled < len(content):
             raise RunError(f"{self.path} was cut short while it was read: {self.name} is incomplete")
         return values
+
+
+@dataclasses.dataclass(frozen=True)
+class Computed:
+    """An array that is computed from those of a file, all of it at once."""
+
+    path: Path
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    compute: Callable[[], np.ndarray]
+
+    def read(self, rows: slice = slice(None), seen: tuple[int, ...] | None = None) -> np.ndarray:
+        """Returns rows of the array, or of the same values in another shape."""
+        return self.compute().reshape(seen or self.shape)[rows]

@@ -1,0 +1,69 @@
+"""Orbax's checkpoints: arrays in zarr, of one OCDBT store or of a folder each, read by tensorstore when needed."""
+
+import contextlib
+import functools
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardformer.errors import RunError, UsageError
+from shardformer.files import read_bytes
+
+METADATA, OCDBT = "_METADATA", "manifest.ocdbt"
+ITEMS = ("items", "default", "state")  # of a step: the names that MaxText and Orbax's managers give to the state
+MAX_METADATA = 2**26
+
+
+def find_state(folder: Path) -> Path | None:
+    """Returns the folder with the arrays of a checkpoint, of a step's folder, or of the newest step in a folder."""
+    steps = sorted((step for step in folder.glob("[0-9]*") if step.name.isdecimal()), key=lambda step: int(step.name))
+    candidates = [place / item for place in (folder, *reversed(steps)) for item in ("", *ITEMS)]
+    return next((place for place in candidates if (place / METADATA).is_file()), None)
+
+
+class Arrays:
+    """The arrays of a checkpoint by name, such as `params.params.decoder.decoder_norm.scale`."""
+
+    def __init__(self, folder: Path):
+        if importlib.util.find_spec("tensorstore") is None:
+            raise UsageError(f"{folder} is Orbax's, which needs tensorstore: pip install 'shardformer[orbax]'")
+        self.folder = folder
+        try:
+            described = json.loads(read_bytes(folder / METADATA, MAX_METADATA))
+            self._driver = "zarr3" if described.get("use_zarr3") else "zarr"
+            self.names = [".".join(path) for path in map(_list_keys, described["tree_metadata"].values())]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RunError(f"{folder / METADATA} does not list arrays ({error!s:.100}); copy it again") from None
+        self.open = functools.cache(self._open)
+
+    def _open(self, name: str) -> Any:
+        """Returns tensorstore's array of this name, not yet read."""
+        import tensorstore
+
+        folder = self.folder.absolute()
+        store = {"driver": "file", "path": f"{folder}/{name}/"}
+        if (folder / OCDBT).is_file():
+            store = {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"{name}/"}
+        with self._explain(name):
+            return tensorstore.open({"driver": self._driver, "kvstore": store}, open=True, read=True).result()
+
+    def read(self, name: str, index: tuple) -> np.ndarray:
+        """Reads the values at an index of slices and numbers."""
+        array = self.open(name)
+        with self._explain(name):
+            return array[index].read().result()
+
+    @contextlib.contextmanager
+    def _explain(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, OSError) as error:  # tensorstore's
+            raise RunError(f"{self.folder}: {name:.100} cannot be read: {str(error).partition(' [')[0]:.200}") from None
+
+
+def _list_keys(leaf: dict) -> list[str]:
+    return [str(key["key"]) for key in leaf["key_metadata"]]
