@@ -95,6 +95,9 @@ def draw_keys(seed: int, teacher: str) -> dict:
         keys.pop("pipeline_rounds", None)
     if sizes.cp == 1:
         keys.pop("context_parallel", None)
+    # Drawn last: the other keys of a seed stay as they were.
+    if "lora_rank" not in keys and draw.random() < 0.15:
+        keys["quantize_aware"] = choose(("int8", "int4", "nf4"))
     if keys.get("positions", "rotary") != "rotary":  # commands reject it
         keys.pop("rotary_scaling", None)
     return keys
