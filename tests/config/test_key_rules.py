@@ -373,7 +373,7 @@ def test_following_the_advice_leads_to_a_valid_configuration(dp, mp, **changes):
             ({name: value}, f"{name} does nothing with another objective; give objective=grpo")
             for name, value in {"group_size": 4, "answer_tokens": 5, "rollout_steps": 2}.items()
         ),
-        ({"token_mean": "answer"}, "token_mean does nothing with another objective; give objective=grpo"),
+        ({"token_mean": "answer"}, "token_mean does nothing with another objective, which fixes it;"),
         ({"sft_weight": 0.2}, "sft_weight does nothing without pairs"),
         (
             {"sft_tokens": "all"},
