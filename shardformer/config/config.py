@@ -179,7 +179,7 @@ class Config:
                 f"{self.run.out} stores weights={self.stored.weights}, got weights={form}; leave weights out, or "
                 "convert the run with weights=float first"
             )
-        return self.replace(weights=form)
+        return self.replace(weights=form, quantize_aware="none")
 
     def shown(self, name: str) -> str:
         """Returns the value of a key as the command line accepts it: 'auto', 'true', '0.001'."""

@@ -54,7 +54,7 @@ def check_rules(c: "Config") -> None:
     )
     if c.parallel.mesh != "auto":
         _check_mesh(c)
-    c.stored.check_sizes(c)
+    c.stored.check_forms(c)
 
 
 def check_given(c: "Config", given: dict[str, object]) -> None:

@@ -40,7 +40,7 @@ d_model: hidden_size n_embd dim
 heads: num_attention_heads num_heads n_head n_heads
 kv_heads: num_query_groups num_key_value_heads n_kv_heads
 d_ff: ffn_hidden_size intermediate_size
-seq: seq_length seq_len block_size max_position_embeddings context_length
+seq: seq_length seq_len block_size max_position_embeddings context_length max_length max_seq_length
 vocab: vocab_size
 batch: batch_size global_batch_size per_device_train_batch_size train_batch_size
 accum: gradient_accumulation_steps grad_accum gradient_accumulation
@@ -51,6 +51,15 @@ warmup: lr_warmup_iters warmup_iters warmup_steps
 clip: clip_grad grad_clip max_grad_norm
 experts: num_experts num_local_experts
 remat: recompute_granularity gradient_checkpointing
+schedule: lr_scheduler_type
+eval_every: eval_steps eval_interval
+save_every: save_steps
+log_every: logging_steps log_interval
+lora_rank: lora_r
+lora_targets: target_modules
+group_size: num_generations
+answer_tokens: max_completion_length
+rollout_steps: num_iterations
 data: data_path dataset
 out: out_dir output_dir
 tokens: max_new_tokens max_tokens

@@ -13,11 +13,11 @@ from shardformer.convert import safetensors_files, weight_files
 from shardformer.convert.convert_options import FLOAT_NAMES
 from shardformer.convert.families import FAMILIES, Family, Part, Stored, list_arrays, list_stored
 from shardformer.convert.gptj import TABLE, TABLE_BIAS
-from shardformer.convert.hf_settings import select_text_arrays
 from shardformer.convert.leaves import Filled, Leaves, Readable, blocks, flatten
 from shardformer.convert.mxfp4 import Packed, unpack
 from shardformer.convert.safetensors_files import CreatedTensor
 from shardformer.convert.tensors import Computed, Tensor
+from shardformer.convert.text_models import select_text_arrays
 from shardformer.errors import RunError, UsageError
 from shardformer.model import Model
 

@@ -24,7 +24,7 @@ def asks_to_store(arguments: list[str]) -> bool:
 
 def change_form(run: Run, form: str) -> Run:
     """Returns the run with weights in this form, in float32 otherwise."""
-    changes = {"weights": form, "param_dtype": "float32", "moment_dtype": "float32"}
+    changes = {"weights": form, "quantize_aware": "none", "param_dtype": "float32", "moment_dtype": "float32"}
     return dataclasses.replace(run, config=run.config.replace(**changes))
 
 

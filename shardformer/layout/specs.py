@@ -43,7 +43,9 @@ def parameter_spec(name: str, config: Config) -> P:
     for suffix in (CODES, SCALES, BLOCKS):
         if name.endswith(suffix):
             matrix = name.removesuffix(suffix)
-            return P(*config.stored.split_part(matrix, suffix, tuple(parameter_spec(matrix, config)), config))
+            from shardformer.quantized.part_keys import split_part  # not imported for float weights
+
+            return P(*split_part(matrix, suffix, tuple(parameter_spec(matrix, config)), config))
     if is_adapter(name):
         matrix = name.removesuffix(LORA_IN).removesuffix(LORA_OUT)
         return P(*split_factor(name, tuple(parameter_spec(matrix, config))))

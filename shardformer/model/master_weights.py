@@ -2,6 +2,9 @@
 
 Every product rounds its matrix to bfloat16 anyway, so a run gives the numbers of float32 parameters, and stores and
 gathers half the bytes. Norms, biases, tables and adapters stay in float32 without a master.
+
+With `quantize_aware=`, the same parameters as codes would store are rounded, in float32; see
+`quantized/rounded_weights.py`.
 """
 
 import jax
@@ -23,7 +26,9 @@ def stored_types(parameters: dict, config: Config) -> dict:
 
 
 def round_parameters(parameters: dict, config: Config) -> dict:
-    """Casts float32 parameters to the dtypes in which they are stored."""
+    """Casts float32 parameters to the dtypes in which they are stored, or rounds them to the values of codes."""
+    if config.stored.quantize_aware != "none":
+        return _rounded_weights().round_to_codes(parameters, config)
     return jax.tree.map(lambda p, dtype: p.astype(dtype), parameters, stored_types(parameters, config))
 
 
@@ -38,14 +43,16 @@ def exact_shapes(shapes: dict) -> dict:
 
 
 def select_masters(exact: dict, config: Config) -> dict:
-    """Returns the float32 parameters (or their specs) that are trainable and stored in bfloat16."""
+    """Returns the float32 parameters (or their specs) that are trainable and stored rounded."""
+    if config.stored.quantize_aware != "none":
+        return _rounded_weights().select_rounded(exact, config)
     if config.optimizer.param_dtype == "float32" or config.lora.lora_rank:
         return {}
     return {LAYERS: {name: leaf for name, leaf in exact[LAYERS].items() if name in ROUNDED}}
 
 
 def trainable_parameters(parameters: dict, masters: dict, config: Config) -> dict:
-    """Returns the trainable parameters in float32: the master of each parameter that is stored in bfloat16."""
+    """Returns the trainable parameters in float32: the master of each parameter that is stored rounded."""
     return select_trainable(replace_trainable(parameters, masters), config)
 
 
@@ -55,6 +62,12 @@ def make_exact(parameters: dict) -> dict:
         module: {name: leaf if is_part(name) else leaf.astype(jnp.float32) for name, leaf in leaves.items()}
         for module, leaves in parameters.items()
     }
+
+
+def _rounded_weights():
+    from shardformer.quantized import rounded_weights  # not imported without quantize_aware
+
+    return rounded_weights
 
 
 def _stored_type(module: str, name: str, leaf, config: Config):

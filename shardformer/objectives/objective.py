@@ -150,7 +150,7 @@ class Distillation(_OneProgram):
 
 
 class SampledAnswers(_OneProgram):
-    """Answers that the model samples, and their rewards, objective=grpo."""
+    """Answers that the model samples, and their rewards: objective=grpo, dr_grpo, gspo, rloo."""
 
     task = "shardformer.objectives.policy_model:PolicyModel"
     host_feature = "shardformer.objectives.rollouts:RolloutsOfRun"
@@ -161,6 +161,9 @@ class SampledAnswers(_OneProgram):
         super().__init__(config)
         self.answers_of_a_prompt, self.steps_of_a_batch = self.keys.group_size, self.keys.rollout_steps
         self.row_layout = {"answer_tokens": self.keys.answer_tokens}
+        # Each answer weighs the same, whatever its number of tokens; else each token.
+        by_answer = self.name == "grpo" and self.keys.token_mean == "answer"
+        self.weighs_answers = by_answer or self.name in ("gspo", "rloo")
 
     def show_loss(self, loss: float) -> float:
         return 0 - loss  # no -0.0
@@ -234,7 +237,8 @@ class UserTask(Objective):
 
 
 OBJECTIVES: dict[str, type[Objective]] = {
-    "lm": Objective, "distill": Distillation, "grpo": SampledAnswers, "task": UserTask,
+    "lm": Objective, "distill": Distillation, "task": UserTask,
+    **dict.fromkeys(("grpo", "dr_grpo", "gspo", "rloo"), SampledAnswers),
     **dict.fromkeys(("dpo", "ipo", "kto", "orpo", "simpo"), Pairs),
 }  # fmt: skip
 

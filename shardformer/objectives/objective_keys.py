@@ -12,12 +12,15 @@ WITH_PAIRS = UsedIf(
 )
 WITH_TEACHER = UsedIf(lambda keys: keys.objective == "distill", "with another objective; give objective=distill")
 WITH_BETA = UsedIf(
-    lambda keys: OBJECTIVES[keys.objective].reads_pairs or keys.objective == "grpo",
+    lambda keys: OBJECTIVES[keys.objective].reads_pairs or OBJECTIVES[keys.objective].takes_reward,
     "without pairs or rewards; give objective=dpo, grpo or another of them",
 )
-WITH_REWARDS = UsedIf(lambda keys: keys.objective == "grpo", "with another objective; give objective=grpo")
+WITH_REWARDS = UsedIf(
+    lambda keys: OBJECTIVES[keys.objective].takes_reward, "with another objective; give objective=grpo"
+)
+WITH_GRPO = UsedIf(lambda keys: keys.objective == "grpo", "with another objective, which fixes it; give objective=grpo")
 WITH_REUSED_ANSWERS = UsedIf(
-    lambda keys: keys.objective == "grpo" and keys.rollout_steps > 1,
+    lambda keys: OBJECTIVES[keys.objective].takes_reward and keys.rollout_steps > 1,
     "while a step learns from answers of its own weights, whose ratio is 1; give objective=grpo and rollout_steps=2 or "
     "more",
 )
@@ -36,15 +39,18 @@ WITH_SIMPO = UsedIf(lambda keys: keys.objective == "simpo", "with another object
 class ObjectiveKeys(KeyGroup):
     """Objective"""
 
-    objective: Literal["lm", "distill", "grpo", "dpo", "ipo", "kto", "orpo", "simpo", "task"] = key(
+    objective: Literal[
+        "lm", "distill", "grpo", "dr_grpo", "gspo", "rloo", "dpo", "ipo", "kto", "orpo", "simpo", "task"
+    ] = key(
         "lm",
-        "loss; lm: of every token; distill: of a teacher's distributions; grpo: of sampled answers with rewards; task: "
-        "that of task=; the others: of pairs of a chosen and a rejected answer (batch counts rows of pairs)",
+        "loss; lm: of every token; distill: of a teacher's distributions; grpo, dr_grpo, gspo, rloo: of sampled "
+        "answers with rewards; task: that of task=; the others: of pairs of a chosen and a rejected answer (batch "
+        "counts rows of pairs)",
         fixed=True,
-    )
+    )  # fmt: skip
     beta: float = key(
         0.1, "scale of the rewards; ipo: its regularisation tau; orpo: weight of the odds ratio; grpo: that of the "
-        "KL divergence from the start of the run, 0: none", used_if=WITH_BETA,
+        "KL divergence from the start of the run, in the loss (rloo: in the rewards), 0: none", used_if=WITH_BETA,
     )  # fmt: skip
     label_smoothing: float = key(
         0.0, "probability that a pair is labelled the wrong way round", least=0, used_if=WITH_SMOOTHING
@@ -85,12 +91,13 @@ class ObjectiveKeys(KeyGroup):
         1, "steps that learn from the same sampled answers", least=1, fixed=True, used_if=WITH_REWARDS
     )
     clip_ratio: float = key(
-        0.2, "distance from 1 at which the ratio of a token's probability to the sampler's has no more effect",
+        0.2, "distance from 1 at which the ratio of a token's probability to the sampler's has no more effect; gspo "
+        "and rloo: that of an answer",
         used_if=WITH_REUSED_ANSWERS,
     )  # fmt: skip
     token_mean: Literal["batch", "answer"] = key(
         "batch", "tokens that weigh the same; batch: all, as TRL's dapo; answer: those of an answer, and answers weigh "
-        "the same, as TRL's grpo", fixed=True, used_if=WITH_REWARDS,
+        "the same, as TRL's grpo", fixed=True, used_if=WITH_GRPO,
     )  # fmt: skip
 
     @functools.cached_property

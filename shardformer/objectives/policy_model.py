@@ -1,6 +1,12 @@
-"""The model under a policy gradient on sampled answers (GRPO): the loss, its gradient and its metrics.
+"""The model under a policy gradient on sampled answers: the loss, its gradient and its metrics.
 
-Every mean is over the tokens of the sampled answers in the global batch, as `weights` weighs them.
+Every mean is over the tokens of the sampled answers in the global batch, as `weights` weighs them. The objectives
+differ in the ratio that weighs an advantage, in the weights, and in the advantages of `rollouts.py`:
+
+    grpo     the ratio of each token's probability to the sampler's
+    dr_grpo  the same; the sum over an answer's tokens is divided by answer_tokens, whatever their number
+    gspo     the geometric mean of an answer's ratios
+    rloo     the product of an answer's ratios; the divergence is a part of the rewards, not of the loss
 """
 
 from typing import NamedTuple
@@ -9,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shardformer import collectives
+from shardformer.config.names import CP
 from shardformer.model.model import Model
 from shardformer.model.task_on_mesh import TaskOnMesh
 from shardformer.shards.pair_transformer import PairTransformerShard
@@ -28,7 +36,7 @@ class PolicyLoss(NamedTuple):
 
 
 class PolicyModel(Model):
-    """`Model` with `objective=grpo`."""
+    """`Model` with an objective over sampled answers."""
 
     losses = PolicyLoss
     batch_is_stored = True
@@ -49,6 +57,15 @@ class PolicyModel(Model):
             shapes["references"] = values
         return shapes | dict.fromkeys(("rewards", "lengths"), jax.ShapeDtypeStruct((rows,), jnp.float32))
 
+    def prepare(self, batch):
+        """Returns the batch with weights of mean 1 and, for dr_grpo, each row's factor of the loss."""
+        prepared = super().prepare(batch)
+        if self.config.preferences.objective != "dr_grpo":
+            return prepared
+        lengths = batch["lengths"]
+        share = lengths.mean() / self.config.preferences.answer_tokens
+        return prepared | {"loss_scales": jnp.full_like(lengths, share)}
+
     # Shard view.
 
     def local_objective(self, params, batch, dropout_key=None, counts=None):
@@ -66,7 +83,7 @@ class PolicyModel(Model):
             return jnp.where(weights_BT > 0, x_BT - y_BT, 0)
 
         gap_BT = subtract(-token.nats_BT, local["sampled"])
-        ratio_BT = jnp.exp(gap_BT)
+        ratio_BT = jnp.exp(self._join_ratios(gap_BT, local["lengths"]))  # [B, 1] of gspo and rloo
         clipped_BT = jnp.clip(ratio_BT, 1 - keys.clip_ratio, 1 + keys.clip_ratio)
         gain_BT, limit_BT = ratio_BT * advantages_BT, clipped_BT * advantages_BT
         kl_BT = jnp.zeros_like(gap_BT)
@@ -75,13 +92,27 @@ class PolicyModel(Model):
             # The ratio makes its gradient that of the divergence; as in TRL since DeepSeek-V3.2.
             kl_BT = ratio_BT * (jnp.exp(behind_BT) - behind_BT - 1)
         z_loss = mean(jnp.square(token.log_z_BT))
-        objective = self.add_z_loss(mean(keys.beta * kl_BT - jnp.minimum(gain_BT, limit_BT)), z_loss) + of_records
+        loss_BT = -jnp.minimum(gain_BT, limit_BT)
+        if keys.beta and keys.objective != "rloo":
+            loss_BT = keys.beta * kl_BT + loss_BT
+        if keys.objective == "dr_grpo":
+            loss_BT = loss_BT * local["loss_scales"][:, None]
+        objective = self.add_z_loss(mean(loss_BT), z_loss) + of_records
         clipped = mean((limit_BT < gain_BT).astype(jnp.float32))
         of_tokens = mean(kl_BT), clipped, self._mean_of_rows(local["lengths"]), mean(jnp.abs(gap_BT))
         rewards_B = local["rewards"]
         of_answers = self._mean_of_rows(rewards_B > 0), self._mean_of_rows(rewards_B)
         result = PolicyLoss(objective, z_loss, *of_answers, *of_tokens)
         return objective, lax.stop_gradient(result)
+
+    def _join_ratios(self, gap_BT, length_B):
+        """Returns the logarithms of the ratios: of each token, or [B, 1] of each answer."""
+        objective = self.config.preferences.objective
+        if objective not in ("gspo", "rloo"):
+            return gap_BT
+        gap_B = gap_BT.sum(-1)
+        gap_B = collectives.psum(gap_B, CP) if self.config.parallel.cp > 1 else gap_B
+        return (gap_B / jnp.maximum(length_B, 1) if objective == "gspo" else gap_B)[:, None]
 
     @staticmethod
     def _mean_of_rows(x_B):

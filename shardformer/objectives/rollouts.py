@@ -1,4 +1,4 @@
-"""GRPO's rollouts: answers that the model samples, their rewards, and the arrays of a step. Host side.
+"""Rollouts: answers that the model samples, their rewards, and the arrays of a step. Host side.
 
 A rollout is a function of the weights at its first step, its number, the seed and the rewards. It is in the state, so
 that a resume in its middle has the same one.
@@ -8,9 +8,10 @@ import functools
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from shardformer.adapters.adapter_keys import remove_adapters
@@ -31,6 +32,8 @@ from shardformer.logs import goodput
 from shardformer.messages import log
 from shardformer.model import Model, Sums
 from shardformer.model.measuring import Measures
+from shardformer.objectives.objective import SampledAnswers
+from shardformer.objectives.objective_keys import ObjectiveKeys
 from shardformer.objectives.weight_digests import check_weights, digest_weights
 from shardformer.tables import format_count
 from shardformer.training.evaluation import Evaluator
@@ -103,7 +106,10 @@ class Rollouts:
         self._config, self._model, self._reference, self._reward = run.config, model, reference, reward
         self._answers, self._size = Answers.of(run), len(run.vocabulary)
         self._generator = Generator(model)
-        self._to_rows = functools.partial(place, sharding=model.sharding(model.row_spec))
+        rows = model.sharding(model.row_spec)
+        self._to_rows = functools.partial(place, sharding=rows)
+        penalise = functools.partial(penalise_divergence, run.config.preferences)
+        self._penalise = programs.jit(penalise, out_shardings=rows)
 
     def make(self, params, batch: Batch, number: int) -> dict[str, jax.Array]:
         """Returns the arrays of rollout `number`: `group_size` answers to each prompt of a batch."""
@@ -117,6 +123,8 @@ class Rollouts:
         placed = {name: self._to_rows(values) for name, values in arrays.items()}
         if self._reference:
             placed["references"] = self._reference.measure(params, placed["tokens"], placed["targets"])
+        if self._reference and keys.objective == "rloo":
+            placed["advantages"] = self._penalise(placed)
         return placed
 
     def evaluate(self, params, batch: Batch) -> Sums:
@@ -150,12 +158,13 @@ class Rollouts:
         keys, shape = self._config.preferences, (len(rows), self._config.model.seq + 1)
         ids = np.zeros(shape, np.int32)
         weights, sampled = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+        weighs_answers = cast(SampledAnswers, self._config.objective).weighs_answers
         for n, (row, answer) in enumerate(zip(rows, answers, strict=True)):
             start, end = len(row.prompt), len(row.prompt) + len(answer.ids)
             ids[n, :end] = [*row.prompt, *answer.ids]
-            weights[n, start:end] = 1 / len(answer.ids) if keys.token_mean == "answer" else 1
+            weights[n, start:end] = 1 / len(answer.ids) if weighs_answers else 1
             sampled[n, start:end] = answer.logprobs
-        advantages = np.repeat(compute_advantages(rewards, keys.group_size)[:, None], shape[1] - 1, 1)
+        advantages = np.repeat(compute_advantages(rewards, keys.group_size, keys.objective)[:, None], shape[1] - 1, 1)
         lengths = np.array([len(answer.ids) for answer in answers], np.float32)
         return {
             "tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": weights[:, 1:], "sampled": sampled[:, 1:],
@@ -163,11 +172,26 @@ class Rollouts:
         }  # fmt: skip
 
 
-def compute_advantages(rewards: np.ndarray, group_size: int) -> np.ndarray:
-    """Returns each reward's distance from the mean of its group, in the group's standard deviations."""
+def compute_advantages(rewards: np.ndarray, group_size: int, objective: str) -> np.ndarray:
+    """Returns each reward's distance from the mean of its group: with grpo and gspo in the group's standard deviations.
+
+    With rloo it is the distance from the mean of the others.
+    """
     groups = rewards.reshape(-1, group_size)
     centred = groups - groups.mean(1, keepdims=True)
+    if objective == "rloo":
+        return (centred * (group_size / (group_size - 1))).reshape(-1)
+    if objective == "dr_grpo":
+        return centred.reshape(-1)
     return (centred / (groups.std(1, ddof=1, keepdims=True) + SMALLEST_SPREAD)).reshape(-1)
+
+
+def penalise_divergence(keys: ObjectiveKeys, batch: dict) -> jax.Array:
+    """Returns rloo's advantages [B, T]: each reward less beta times its answer's divergence from the first weights."""
+    gap_BT = jnp.where(batch["weights"] > 0, batch["sampled"] - batch["references"], 0)
+    groups = (batch["rewards"] - keys.beta * gap_BT.sum(-1)).reshape(-1, keys.group_size)
+    centred = (groups - groups.mean(1, keepdims=True)) * (keys.group_size / (keys.group_size - 1))
+    return jnp.broadcast_to(centred.reshape(-1, 1), gap_BT.shape)
 
 
 class RolloutTrainer(Trainer):
@@ -209,7 +233,8 @@ class RolloutsOfRun(HostFeature):
     """The reward of a start, and the trainer that samples the answers."""
 
     def __init__(self, config: Config):
-        self._name, self._reward = config.start.reward, open_reward(config.start.reward)
+        self._name = config.start.reward
+        self._reward = open_reward(self._name, config.preferences.objective)
 
     def check(self, run: Run, corpus: Data) -> None:
         """Raises UsageError if the reward gives no number for the first record of a run."""
@@ -246,10 +271,10 @@ def match(prompt: str, answer: str, expected: str) -> float:
     return float(answer.strip() == expected.strip())
 
 
-def open_reward(name: str) -> Reward:
+def open_reward(name: str, objective: str = "grpo") -> Reward:
     """Returns the function that reward= names."""
     if not name:
-        raise UsageError(f"objective=grpo learns from rewards, which each start names; {TAKES}")
+        raise UsageError(f"objective={objective} learns from rewards, which each start names; {TAKES}")
     if name == "match":
         return match
     kind, _, value = name.rpartition(":")

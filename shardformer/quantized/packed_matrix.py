@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array, lax
 
 from shardformer.quantized import code_products
-from shardformer.quantized.weight_keys import group_size
+from shardformer.quantized.part_keys import group_size
 
 # Up to so many rows of activations, a tile is one group, whose product is scaled. 14M codes of int4 need 3 ms of a
 # core for one row then, and 50 ms if the tile is scaled; those of nf4 need 7 and 31 ms.

@@ -21,7 +21,7 @@ from shardformer.parallel.scattering import Scattering, gather_parts
 from shardformer.quantized import int8_matrix, packed_matrix
 from shardformer.quantized.int8_matrix import Int8Matrix
 from shardformer.quantized.packed_matrix import PackedMatrix
-from shardformer.quantized.weight_keys import group_size
+from shardformer.quantized.part_keys import group_size, splits_groups
 
 if TYPE_CHECKING:
     from shardformer.layout import Layout
@@ -106,7 +106,7 @@ class Int4Weights(QuantizedWeights):
     def _take_groups(self, name: str, codes: Array, scales: Array) -> Array:
         """Returns the scales of this shard's rows: a part of a group has that group's scale."""
         leaf = name.rpartition("/")[2]
-        if not self._is_split(name, -2) or self.config.stored.splits_groups(leaf, self.config):
+        if not self._is_split(name, -2) or splits_groups(leaf, self.config):
             return scales
         group, rows = group_size(self.config.split_inputs(leaf)), 2 * codes.shape[-2]
         return packed_matrix.take_groups(scales, group, collectives.index(MP) * rows, rows)
@@ -131,7 +131,7 @@ class Nf4Weights(Int4Weights):
         if not is_stacked(name):
             return super().join(name, parts)
         codes, scales, blocks = parts
-        split_rows = self._is_split(name, -2) and self.config.stored.splits_groups(name.rpartition("/")[2], self.config)
+        split_rows = self._is_split(name, -2) and splits_groups(name.rpartition("/")[2], self.config)
         groups, outputs = scales.shape[-2:]
         first_group = collectives.index(MP) * groups if split_rows else 0
         first_output = collectives.index(MP) * outputs if self._is_split(name, -1) else 0

@@ -26,7 +26,7 @@ def choose_parts(config: Config, model: TaskOnMesh) -> tuple[Part, ...]:
         parts.append(RouterBiases())
     if config.optimizer.lr_rules:
         parts.append(FrozenParameters(config, model))
-    if config.optimizer.param_dtype != "float32":
+    if config.optimizer.param_dtype != "float32" or config.stored.quantize_aware != "none":
         parts.append(MasterWeights(config))
     if config.training.ema:
         parts.append(WeightAverage(config))
@@ -64,7 +64,7 @@ class FrozenParameters(Part):
 
 
 class MasterWeights(Part):
-    """The layers' matrices stored in bfloat16, and the float32 masters that the optimizer updates."""
+    """Parameters that are stored rounded, and the float32 masters that the optimizer updates."""
 
     def __init__(self, config: Config):
         self._config = config

@@ -93,7 +93,7 @@ def test_model_batch_and_state_keys_are_fixed_on_resume():
                "token_mean"}  # fmt: skip
     arrays = {"optimizer", "lr_rules", "accum_mode", "base", "ema", "param_dtype",
               "moment_dtype", "lora_rank", "lora_targets", "lora_alpha", "weights",
-              "rslora"}  # fmt: skip
+              "rslora", "quantize_aware"}  # fmt: skip
     experts = {"experts", "dense_first", "expert_pattern", "experts_per_token", "expert_width", "shared_width",
                "shared_gate", "expert_bias", "router", "router_norm", "router_scale", "balance_rate",
                "expert_groups", "groups_per_token"}  # fmt: skip

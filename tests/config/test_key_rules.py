@@ -176,6 +176,8 @@ def or_code(name: str) -> str:
           for size in ("256", "many", "-300", 10**9)),
         ({"batch": 2**20, "seq": 2**12}, "is 4294967296 tokens a step, which must be below 2**31; try batch=524287"),
         ({"profile": "90:95", "steps": 80}, "profile=90:95 begins after the last step, steps=80"),
+        ({"quantize_aware": "int8", "lora_rank": 2}, "quantize_aware=int8 trains all weights, got weights=float lora"),
+        ({"quantize_aware": "int8", "offload": "optimizer"}, "quantize_aware=int8 has masters of its own"),
         ({"param_dtype": "bfloat16"}, "the type that they multiply in: give dtype=bfloat16; got dtype=float32"),
         ({"scale": "completep:64x2", "experts": 4, "bias": "none"}, "has no rule for experts and their router"),
         (LATENT | {"scale": "completep:64x2"}, "has no rule for latents, got kv_latent=16"),
@@ -371,7 +373,7 @@ def test_following_the_advice_leads_to_a_valid_configuration(dp, mp, **changes):
             ({name: value}, f"{name} does nothing with another objective; give objective=grpo")
             for name, value in {"group_size": 4, "answer_tokens": 5, "rollout_steps": 2}.items()
         ),
-        ({"token_mean": "answer"}, "token_mean does nothing with another objective; give objective=grpo"),
+        ({"token_mean": "answer"}, "token_mean does nothing with another objective, which fixes it;"),
         ({"sft_weight": 0.2}, "sft_weight does nothing without pairs"),
         (
             {"sft_tokens": "all"},

@@ -248,6 +248,14 @@ MODELS = {
         "Ministral3",
         HIDDEN | GROUPED | {"rope_parameters": GROWING | {"mscale": 1.0, "mscale_all_dim": 0.5}, "pad_token_id": 0},
     ),
+    "mistral4": (
+        "Mistral4",
+        HIDDEN
+        | LATENT
+        | ROUTED
+        | {"first_k_dense_replace": 1, "q_lora_rank": 12}
+        | {"rope_parameters": GROWING | {"mscale": 1.5, "mscale_all_dim": 0.8}},
+    ),
     "hunyuan_v1_dense": (
         "HunYuanDenseV1",
         HIDDEN | QWEN | ENDS | {"head_dim": 6, "rope_parameters": {"rope_theta": 100.0} | ALPHA},
@@ -274,7 +282,7 @@ ROUNDED_BY_TRANSFORMERS += ("ernie4_5", "helium", "glm", "glm4", "cwm", "granite
 ROUNDED_BY_TRANSFORMERS += ("hyperclovax", "vaultgemma", "gpt_bigcode", "codegen", "progen")
 ROUNDED_BY_TRANSFORMERS += ("glm4_moe", "dots1", "solar_open", "exaone_moe", "minimax_m2", "gpt_oss")
 ROUNDED_BY_TRANSFORMERS += ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "sarvam_mla")
-ROUNDED_BY_TRANSFORMERS += ("youtu", "ministral3", "hunyuan_v1_dense", "xglm")
+ROUNDED_BY_TRANSFORMERS += ("youtu", "ministral3", "mistral4", "hunyuan_v1_dense", "xglm")
 ADDS_ONE_TO_SCALES = ("gemma", "vaultgemma", "nemotron")
 # Further settings of a family, which are compared where transformers is installed.
 SHARED = {"num_key_value_heads": 1, "num_attention_heads": 8, "hidden_size": 48}
@@ -550,6 +558,12 @@ SETTINGS = {
         GROUPS_OF_THREE | {"rope_parameters": GROWING | {"attention_factor": 0.75}, "rms_norm_eps": 1e-2},
         {"rope_parameters": GROWING | {"llama_4_scaling_beta": 0.0, "mscale": 0.7, "mscale_all_dim": 0.7}},
     ),
+    "mistral4": (
+        {"q_lora_rank": None, "first_k_dense_replace": 0, "norm_topk_prob": False, "v_head_dim": 4}
+        | {"rope_parameters": GROWING},
+        {"n_shared_experts": 1, "tie_word_embeddings": True, "routed_scaling_factor": 1.0}
+        | {"rope_parameters": GROWING | {"llama_4_scaling_beta": 0.0, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
     "hunyuan_v1_dense": (
         SHARED | {"rope_parameters": YARN, "tie_word_embeddings": True},
         GROUPS_OF_THREE | {"rope_parameters": {"rope_theta": 50.0}, "rms_norm_eps": 1e-2, "head_dim": 8},
@@ -567,7 +581,40 @@ SETTINGS = {
 
 
 VISION = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1, "image_size": 4}
-WRAPPER = {"vision_config": VISION | {"patch_size": 2}, "mm_tokens_per_image": 1}
+VISION |= {"patch_size": 2}
+WRAPPERS = {
+    "Gemma3": {"vision_config": VISION, "mm_tokens_per_image": 1},
+    "Mistral3": {"vision_config": VISION | {"model_type": "pixtral", "head_dim": 8}, "spatial_merge_size": 1}
+    | {"tie_word_embeddings": False},
+}
+
+
+def find_class(config):
+    """Returns transformers' class; its classes of language models lack Mistral 4, and Mistral 3 with images."""
+    import transformers
+
+    if config.model_type == "mistral4":
+        return transformers.Mistral4ForCausalLM
+    return (
+        transformers.AutoModelForImageTextToText
+        if hasattr(config, "vision_config")
+        else transformers.AutoModelForCausalLM
+    )
+
+
+def build(config):
+    """Returns the model of a configuration, with new weights."""
+    found = find_class(config)
+    make = found.from_config if found.__name__.startswith("Auto") else found._from_config
+    return make(config, attn_implementation="eager").eval()
+
+
+def load(folder):
+    """Returns the model that transformers loads from a folder."""
+    import transformers
+
+    found = find_class(transformers.AutoConfig.from_pretrained(folder))
+    return found.from_pretrained(folder, attn_implementation="eager").eval()
 
 
 def make_model(name: str, seed: int = 0, wrapper: str = "", **changes):
@@ -582,9 +629,10 @@ def make_model(name: str, seed: int = 0, wrapper: str = "", **changes):
     settings = copy.deepcopy(options | changes)  # transformers writes into the dictionaries of rope_parameters
     config = getattr(transformers, f"{family}Config")(**settings)
     if wrapper:
-        config = getattr(transformers, f"{wrapper}Config")(text_config=config.to_dict(), **WRAPPER)
+        options = WRAPPERS[wrapper] | {"tie_word_embeddings": wrapper == "Gemma3" or config.tie_word_embeddings}
+        config = getattr(transformers, f"{wrapper}Config")(text_config=config.to_dict(), **options)
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = build(config)
     if name == "progen":  # Salesforce's own code is CodeGen's with 8 cores instead of 4
         for layer in model.transformer.h:
             layer.attn.mp_num = 8

@@ -193,6 +193,7 @@ WRONG_KEYS = {
     "glm4_moe_lite": {"router_norm": False, "groups_per_token": 1, "rotary_scaling": ""},
     "sarvam_mla": {"router_scale": 1.0, "rotary_scaling": "yarn:4,1,32,12,1"},
     "ministral3": {"query_growth": 0.4, "rotary_scaling": "yarn:4,1,32,6,1"},
+    "mistral4": {"query_growth": 0.4, "attention_scale": None, "router_norm": False, "router_scale": 1.0},
     "hunyuan_v1_dense": {"qk_norm": "head", "rotary_theta": 100.0},
     "xglm": {"positions": "none", "embed_scale": 1.0, "activation": "gelu"},
     "youtu": {"rotary_theta": 9000.0, "norm_eps": 1e-2},

@@ -401,6 +401,18 @@ def test_queries_of_a_ministral_3_grow_only_with_yarn(tmp_path):
     assert hf_settings.choose_family(config.replace(query_growth=0.0, rotary_scaling="")) == "llama"
 
 
+def test_share_of_a_mistral_4_that_rotates_is_that_of_its_heads(tmp_path):
+    rope = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.2}
+    read = {"model_type": "mistral4", "rope_parameters": rope | {"partial_rotary_factor": 0.5}, "head_dim": 128}
+    model = hf_settings.read_config(write(tmp_path / "src", read))[1].model
+    assert (model.rotary_size, model.head_size, model.query_growth, model.shorter_context) == (64, 128, 0.2, 64)
+    source = write(tmp_path / "share", read | {"rope_parameters": rope | {"partial_rotary_factor": 0.25}})
+    with pytest.raises(UsageError, match=r"partial_rotary_factor=0.25 is not computed here; expected 0.5"):
+        hf_settings.read_config(source)
+    default = hf_settings.read_config(write(tmp_path / "default", {"model_type": "mistral4"}))[1].model
+    assert (default.rotary_scaling.partition(",")[0], default.shorter_context) == ("yarn:128", 8192)
+
+
 OLDER = {
     "RefinedWeb": {"hidden_size": 64, "n_layer": 2, "n_head": 8, "n_head_kv": 2, "parallel_attn": True, "alibi": False},
     "RefinedWebModel": {"hidden_size": 64, "n_layer": 2, "n_head": 8, "multi_query": True, "parallel_attn": True},

@@ -35,7 +35,7 @@ QWEN = ROPE | LAYERS | {"use_sliding_window": [True], "sliding_window": [5], "ma
 LOCAL = {"sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}}
 # Values in addition to those of `list_values`, and keys that the recorded files lack.
 FURTHER = {
-    "llama": ROPE | LAYERS | {"rope_interleaved": [True]},
+    "llama": ROPE | LAYERS | {"rope_interleaved": [True], "internal_version": ["7b-alpha"]},
     "qwen2": QWEN,
     "qwen3": QWEN,
     "mixtral": ROPE | {"sliding_window": [1, 5], "router_jitter_noise": [0.1], "num_local_experts": [3]},
@@ -73,7 +73,10 @@ FURTHER = {
     "opt": {},
     "bloom": {"n_embed": [64], "n_inner": [64], "num_attention_heads": [8], "hidden_dropout": [0.1]},
     "gpt_neo": {"attention_types": [[[["local"], 2]], [[["global"], 2]], [[["local"], 3]]], "rotary": [True]},
-    "mistral": ROPE | LAYERS | {"attention_bias": [True], "mlp_bias": [True], "sliding_window": [None, 1]},
+    "mistral": ROPE
+    | LAYERS
+    | {"attention_bias": [True], "mlp_bias": [True], "sliding_window": [None, 1]}
+    | {"document_attention": [True]},
     "gemma2": GEMMA,
     "gemma3": GEMMA | {"rope_local_base_freq": [50.0], "rope_parameters": [None, LOCAL], "sliding_window": [None]},
 }
@@ -154,6 +157,32 @@ FURTHER |= {
         "layer_types": [["sliding_attention"] * 2],
         "attention_bias": [True],
     },
+    "mistral4": {
+        "rope_parameters": [
+            None,
+            GROWING | {"llama_4_scaling_beta": 0.2},
+            GROWING | {"mscale": 0.3},
+            GROWING | {"mscale_all_dim": 0.9},
+            GROWING | {"factor": 8.0},
+            GROWING | {"partial_rotary_factor": 0.4},
+            GROWING | {"partial_rotary_factor": 0.8},
+            {"rope_type": "default"},
+            GROWING | {"original_max_position_embeddings": 4},
+            GROWING | {"rope_theta": 50.0},
+        ],
+        "n_group": [2],
+        "topk_group": [2],
+        "rope_interleave": [False],
+        "q_lora_rank": [None],
+        "head_dim": [10, 8],
+        "num_key_value_heads": [None, 4],
+        "first_k_dense_replace": [0, 2],
+        "attention_bias": [True],
+        "num_nextn_predict_layers": [2],
+        "n_shared_experts": [1],
+        "n_routed_experts": [8],
+        "topk_method": ["greedy"],
+    },
     "hunyuan_v1_dense": ROPE
     | {"use_qk_norm": [False], "attention_bias": [True], "use_cla": [True], "num_key_value_heads": [None, 2]}
     | {"rope_parameters": [None, YARN, {"rope_theta": 50.0} | ALPHA, {"rope_theta": 50.0, "alpha": 3.0} | LINEAR]},
@@ -165,9 +194,24 @@ FURTHER |= {
     | {"attention_bias": [True], "mlp_bias": [True], "n_routed_experts": [4]},
     "flex_olmo": ROPE | {"clip_qkv": [0.1], "head_dim": [4, 8], "norm_topk_prob": [True]},
 }
+WRAPPER_OF = {
+    "gemma3 in a wrapper": "Gemma3",
+    "mistral in a wrapper": "Mistral3",
+    "ministral3 in a wrapper": "Mistral3",
+}
+FURTHER |= {name: FURTHER[name.split()[0]] for name in WRAPPER_OF}
 FURTHER["gemma3 in a wrapper"] = FURTHER["gemma3"] | {"final_logit_softcapping": [1.0]}
-OF_WRAPPER = {"tie_word_embeddings": [False], "final_logit_softcapping": [1.0], "image_token_index": [7],
-              "mm_tokens_per_image": [2], "audio_config": [{"a": 1}], "vocab_size": [70]}  # fmt: skip
+OF_WRAPPER = {
+    "Gemma3": {
+        "tie_word_embeddings": [False], "final_logit_softcapping": [1.0], "image_token_index": [7],
+        "mm_tokens_per_image": [2], "audio_config": [{"a": 1}], "vocab_size": [70],
+    },
+    "Mistral3": {
+        "tie_word_embeddings": [False, True], "image_token_index": [7], "spatial_merge_size": [2],
+        "audio_config": [{"a": 1}], "vocab_size": [70], "sliding_window": [3], "projector_hidden_act": ["relu"],
+        "vision_feature_layer": [0], "multimodal_projector_bias": [True],
+    },
+}  # fmt: skip
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_pytorch_tanh", "silu")
 
 
@@ -196,7 +240,7 @@ def compute_theirs(folder):
     """Writes weights for a config.json; returns transformers' logits, or None if transformers rejects the file."""
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        model = hf_models.build(config)
     except Exception:
         return None
     for name, parameter in model.named_parameters():
@@ -256,12 +300,13 @@ def list_files(name: str) -> dict[str, dict]:
             continue
         for value in [*list_values(key, base.get(key)), *FURTHER[name].get(key, [])]:
             files[f"{key}={value}"] = base | {key: value}
-    if not name.endswith("wrapper"):
+    wrapper = WRAPPER_OF.get(name)
+    if not wrapper:
         return files
-    wrapper = {"model_type": "gemma3", **hf_models.WRAPPER}
-    files = {change: wrapper | {"text_config": text} for change, text in files.items()}
-    for key, values in OF_WRAPPER.items():
-        files |= {f"wrapper's {key}={value}": wrapper | {"text_config": base, key: value} for value in values}
+    of_wrapper = {"model_type": wrapper.lower(), **hf_models.WRAPPERS[wrapper]}
+    files = {change: of_wrapper | {"text_config": text} for change, text in files.items()}
+    for key, values in OF_WRAPPER[wrapper].items():
+        files |= {f"wrapper's {key}={value}": of_wrapper | {"text_config": base, key: value} for value in values}
     return files
 
 

@@ -28,7 +28,7 @@ def test_transformers_loads_what_we_write(name, tmp_path):
     theirs.save_pretrained(tmp_path / "src")
     assert main(["convert", str(tmp_path / "src"), str(tmp_path / "run")]) == 0
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "back"), "format=hf"]) == 0
-    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager").eval()
+    back = hf_models.load(tmp_path / "back")
     tokens = np.random.RandomState(1).randint(0, hf_models.VOCAB, (2, hf_models.SEQ))
     np.testing.assert_array_equal(hf_models.compute(back, tokens), hf_models.compute(theirs, tokens))
 
@@ -43,13 +43,21 @@ def test_unusual_settings_of_a_family(name, number, tmp_path):
     assert type(back) is type(theirs)
 
 
-@pytest.mark.parametrize("changes", [{}, *hf_models.SETTINGS["gemma3"][1:]], ids=str)
-def test_text_model_of_a_wrapper(changes, tmp_path):
+WRAPPED = [("gemma3", "Gemma3", "Gemma3ForCausalLM", changes) for changes in ({}, *hf_models.SETTINGS["gemma3"][1:])]
+WRAPPED += [
+    (name, "Mistral3", f"{model}ForCausalLM", changes)
+    for name, model in (("mistral", "Mistral"), ("ministral3", "Ministral3"), ("mistral4", "Mistral4"))
+    for changes in ({}, hf_models.SETTINGS[name][1])
+]
+
+
+@pytest.mark.parametrize(("name", "wrapper", "model", "changes"), WRAPPED, ids=str)
+def test_text_model_of_a_wrapper(name, wrapper, model, changes, tmp_path):
     """The setting that is left out bounds logits, which the wrapper does not do: it is rejected by name."""
-    theirs = hf_models.make_model("gemma3", seed=5, wrapper="Gemma3", **changes)
-    assert type(theirs) is transformers.Gemma3ForConditionalGeneration
+    theirs = hf_models.make_model(name, seed=5, wrapper=wrapper, **changes)
+    assert type(theirs) is getattr(transformers, f"{wrapper}ForConditionalGeneration")
     back = convert_there_and_back(theirs, tmp_path)
-    assert type(back) is transformers.Gemma3ForCausalLM
+    assert type(back) is getattr(transformers, model)
 
 
 def convert_there_and_back(theirs, tmp_path):
@@ -65,7 +73,7 @@ def convert_there_and_back(theirs, tmp_path):
         assert np.abs(logits[:2, :, : hf_models.VOCAB] - expected).max() <= SAME, shape
     assert convert(tmp_path / "src", tmp_path / "run") == 0
     assert convert(tmp_path / "run", tmp_path / "back", "format=hf") == 0
-    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager").eval()
+    back = hf_models.load(tmp_path / "back")
     np.testing.assert_array_equal(hf_models.compute(back, tokens), expected)
     return back
 

@@ -1,4 +1,4 @@
-"""The text model inside a Gemma 3 of text and images is the Gemma 3 of text."""
+"""The text model inside a model of text and images, such as Gemma 3 and Mistral Small 3, is the model of text."""
 
 import json
 import shutil
@@ -34,6 +34,39 @@ def wrap(folder, prefix, others, **changes):
 
 OLDER = "language_model.model.", ("vision_tower.patch.weight", "multi_modal_projector.weight")
 NEWER = "model.language_model.", ("model.vision_tower.patch.weight", "model.multi_modal_projector.weight")
+
+
+MISTRAL = {"model_type": "mistral3", "image_token_index": 10, "projector_hidden_act": "gelu", "spatial_merge_size": 2}
+
+
+def wrap_mistral(folder, name, changes_of_text=None, **changes):
+    """Writes a recorded model without a head of its own into a Mistral 3 of text and images."""
+    text = json.loads((FOLDER / name / "config.json").read_text()) | (changes_of_text or {})
+    shutil.copytree(FOLDER / name, folder)
+    outer = MISTRAL | {"text_config": text, "vision_config": {"model_type": "pixtral"}, "vision_feature_layer": -1}
+    (folder / "config.json").write_text(json.dumps(outer | changes))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["mistral", "ministral3", "mistral4"])
+def test_text_model_of_a_mistral_3_is_read(name, tmp_path):
+    folder = wrap_mistral(tmp_path / "src", name)
+    assert hf_settings.read_config(folder) == hf_settings.read_config(FOLDER / name)
+    assert hf_settings.read_config(folder)[0] == name
+
+
+def test_text_model_of_a_mistral_3_is_a_mistral_without_a_type(tmp_path):
+    text = json.loads((FOLDER / "mistral" / "config.json").read_text())
+    del text["model_type"]
+    folder = wrap_mistral(tmp_path / "src", "mistral", text_config=text, tie_word_embeddings=True)
+    family, config = hf_settings.read_config(folder)
+    assert (family, config.model.tied) == ("mistral", False)  # the text model's, as the published files have a head
+
+
+def test_other_text_models_of_a_mistral_3_are_named(tmp_path):
+    folder = wrap_mistral(tmp_path / "src", "mistral", {"model_type": "llama"})
+    with pytest.raises(UsageError, match="expected an object of model_type=mistral or ministral3 or mistral4"):
+        hf_settings.read_config(folder)
 
 
 @pytest.mark.parametrize("names", [OLDER, NEWER], ids=["transformers 4", "transformers 5"])

@@ -10,11 +10,7 @@ def compute_objective(config, params, batch, teacher=None):
     """Returns the minimised loss; `teacher` is the configuration of the parameters `batch["teacher"]`."""
     if config.preferences.objective == "distill":
         return distill(config, teacher, params, batch)
-    return (
-        learn_rewards(config, params, batch)
-        if config.preferences.objective == "grpo"
-        else compare(config, params, batch)
-    )
+    return learn_rewards(config, params, batch) if config.objective.takes_reward else compare(config, params, batch)
 
 
 def mean(values, weights):
@@ -68,16 +64,23 @@ def measure_sides(config, params, batch, prefix):
 
 
 def learn_rewards(config, params, batch):
-    """Returns GRPO's loss of answers [B, T]."""
+    """Returns the loss of answers [B, T]."""
     keys, weights, advantages = config.preferences, batch["weights"], batch["advantages"]
     nats, squares = dense_reference.token_losses(config, params, batch["tokens"], batch["targets"])
-    ratio = jnp.exp(-nats - batch["sampled"])
+    gap = jnp.where(weights > 0, -nats - batch["sampled"], 0)
+    if keys.objective == "gspo":
+        gap = gap.sum(-1, keepdims=True) / jnp.maximum(batch["lengths"], 1)[:, None]
+    elif keys.objective == "rloo":
+        gap = gap.sum(-1, keepdims=True)
+    ratio = jnp.exp(gap)
     low, high = 1 - keys.clip_ratio, 1 + keys.clip_ratio
     gain = jnp.minimum(ratio * advantages, jnp.clip(ratio, low, high) * advantages)
     loss = -gain
-    if keys.beta:
+    if keys.beta and keys.objective != "rloo":
         behind = batch["references"] + nats
         loss = loss + keys.beta * ratio * (jnp.exp(behind) - behind - 1)
+    if keys.objective == "dr_grpo":
+        loss = loss * batch["lengths"].mean() / keys.answer_tokens
     return mean(loss, weights) + config.training.z_loss * mean(squares, weights)
 
 

@@ -51,6 +51,7 @@ ADAPTERS = {
     "lora_dropout": (0.3,), "rslora": (True,), "weights": ("int8", "int4", "nf4"),
 }  # fmt: skip
 OBJECTIVES = ("dpo", "ipo", "kto", "orpo", "simpo", "grpo", "distill")
+OF_ANSWERS = ("dr_grpo", "gspo", "rloo")
 PREFERENCES = {
     "beta": (0.3,), "label_smoothing": (0.1,), "length_norm": (True,), "reward_gap": (1.0,), "sft_weight": (0.4,),
     "sft_tokens": ("all",),
@@ -95,6 +96,11 @@ def draw_keys(seed: int, teacher: str) -> dict:
         keys.pop("pipeline_rounds", None)
     if sizes.cp == 1:
         keys.pop("context_parallel", None)
+    # Drawn last: the other keys of a seed stay as they were.
+    if keys.get("objective") == "grpo" and draw.random() < 0.6:
+        keys["objective"] = choose(OF_ANSWERS)
+    if "lora_rank" not in keys and draw.random() < 0.15:
+        keys["quantize_aware"] = choose(("int8", "int4", "nf4"))
     if keys.get("positions", "rotary") != "rotary":  # commands reject it
         keys.pop("rotary_scaling", None)
     return keys

@@ -19,7 +19,7 @@ from shardformer.config.key_rules import check_zero
 from shardformer.errors import UsageError
 from tests import meshes, shared
 from tests.integration import objective_reference
-from tests.integration.random_keys import OBJECTIVES, draw_keys
+from tests.integration.random_keys import OBJECTIVES, OF_ANSWERS, draw_keys
 
 ACCEPTED, DRAWN = 200, 700
 SHORT = (1, 2, 9, 11, 22, 30, 44, 53, 65, 68)  # configurations of different meshes and features
@@ -114,9 +114,10 @@ def test_random_configuration_is_right(seed, teacher):
     assert find_wrong(config) == []
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", [*OBJECTIVES, *OF_ANSWERS])
 def test_objective_equals_its_formula(objective, teacher):
-    keys = {"group_size": 2, "answer_tokens": 8, "rollout_steps": 2} if objective == "grpo" else {}
+    samples = objective in ("grpo", *OF_ANSWERS)
+    keys = {"group_size": 2, "answer_tokens": 8, "rollout_steps": 2} if samples else {}
     keys |= (
         {"teacher": str(teacher), "distill_weight": 0.6, "distill_temperature": 2.0} if objective == "distill" else {}
     )

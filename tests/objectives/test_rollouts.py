@@ -6,6 +6,7 @@ import re
 import shutil
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,6 +16,7 @@ from shardformer.data.prompt_windows import PromptRow
 from shardformer.errors import RunError, UsageError
 from shardformer.inference.generator import Continuation
 from shardformer.layout import mesh
+from shardformer.model import Model
 from shardformer.objectives import rollouts
 from tests import runs, shared
 from tests.data.chat.chats import write_lines
@@ -184,8 +186,29 @@ def test_interrupt_of_a_reward_stays_an_interrupt(tmp_path):
         rollouts.compute_reward(rollouts.open_reward(f"{tmp_path}/waits.py:score"), "a", "b", "c")
 
 
+class _Away:
+    """A reference whose log-probabilities are above those of the sampler, by 1 at each token."""
+
+    def measure(self, params, tokens, targets):
+        return jnp.where(targets > 0, -1.0, 0.0) + 1.0
+
+
+def test_rewards_of_rloo_lose_the_divergence(monkeypatch):
+    config = shared.tiny(mesh="1x1", objective="rloo", group_size=2, answer_tokens=8, batch=2, beta=0.5)
+    run = SimpleNamespace(config=config, vocabulary=[0] * 16, special_tokens=None)
+    monkeypatch.setattr(rollouts.Answers, "of", lambda run: None)
+    made = rollouts.Rollouts(run, Model.on(config, mesh.make(config)), _Away(), rollouts.match)
+    answers = [Continuation([5, 6, 7], [-1.0] * 3, True), Continuation([9], [-1.0], True)]
+    monkeypatch.setattr(made, "_sample", lambda *_: answers)
+    monkeypatch.setattr(made, "_compute_rewards", lambda *_: np.array([1.0, 0.0]))
+    monkeypatch.setattr(rollouts, "read_prompts", lambda batch: [PromptRow([1, 2], [])])
+    arrays = made.make({}, {}, 0)
+    # The divergence is minus the number of tokens: the rewards are 1 + 0.5 * 3 and 0 + 0.5 * 1.
+    np.testing.assert_allclose(np.asarray(arrays["advantages"])[:, 0], [2.0, -2.0], rtol=1e-6)
+
+
 def test_group_without_a_difference_has_no_advantage():
-    assert not rollouts.compute_advantages(np.array([1.0, 1, 1, 1]), 4).any()
+    assert not rollouts.compute_advantages(np.array([1.0, 1, 1, 1]), 4, "grpo").any()
 
 
 @pytest.mark.parametrize(("token_mean", "expected"), [("answer", [1 / 3, 1]), ("batch", [1, 1])])

@@ -8,7 +8,7 @@ import pytest
 from shardformer import exact
 from shardformer.quantized import code_products, packed_matrix
 from shardformer.quantized.packed_matrix import PackedMatrix
-from shardformer.quantized.weight_keys import group_size
+from shardformer.quantized.part_keys import group_size
 from tests import asserts
 
 ROWS, INPUTS, OUTPUTS = 3, 640, 1600  # tiles of two groups

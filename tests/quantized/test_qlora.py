@@ -14,7 +14,7 @@ from shardformer.config.names import CODES, LAYERS, LORA_OUT
 from shardformer.layout import mesh
 from shardformer.model import Model
 from shardformer.objectives.preference_model import PreferenceModel
-from shardformer.quantized import code_products, packed_matrix, weight_keys
+from shardformer.quantized import code_products, packed_matrix, part_keys
 from tests import meshes, shared
 from tests.quantized.test_quantized_weights import dequantize
 
@@ -31,7 +31,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(code_products, "TILE_ROWS", 4)
     monkeypatch.setattr(code_products, "TILE_ELEMENTS", 12 * 16)
     monkeypatch.setattr(code_products, "MOST_ROWS_OF_DIGITS", 0)
-    monkeypatch.setattr(weight_keys, "GROUP", 8)
+    monkeypatch.setattr(part_keys, "GROUP", 8)
     monkeypatch.setattr(packed_matrix, "BLOCK", 6)
 
 

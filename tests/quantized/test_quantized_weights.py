@@ -11,7 +11,7 @@ from shardformer.analysis import traced, verify_exact
 from shardformer.config.names import BLOCKS, CODES, LAYERS, SCALES
 from shardformer.layout import mesh
 from shardformer.model import Decoder, Model
-from shardformer.quantized import code_products, packed_matrix, weight_keys
+from shardformer.quantized import code_products, packed_matrix, part_keys
 from tests import meshes, shared
 
 MODELS = {
@@ -48,7 +48,7 @@ def multiply_in_tiles(monkeypatch):
 @pytest.fixture(autouse=True)
 def share_scales(monkeypatch):
     """Matrices have groups of 8 inputs: those of mp=4 are full, unless heads have other sizes."""
-    monkeypatch.setattr(weight_keys, "GROUP", 8)
+    monkeypatch.setattr(part_keys, "GROUP", 8)
     monkeypatch.setattr(packed_matrix, "BLOCK", 6)
 
 

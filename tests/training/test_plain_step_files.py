@@ -39,6 +39,7 @@ FEATURES = (
     {"ema": 0.9},
     {"lr_rules": "bias=10x,embed=frozen"},
     {"dtype": "bfloat16", "param_dtype": "bfloat16"},
+    {"quantize_aware": "int8"},
     {"moment_dtype": "bfloat16"},
     {"offload": "optimizer"},
     {"skip_steps": 6.0},

@@ -39,6 +39,7 @@ from shardformer.convert.families.hf_minimax_m2 import MINIMAX_M2
 from shardformer.convert.families.hf_ministral import MINISTRAL
 from shardformer.convert.families.hf_ministral3 import MINISTRAL_3
 from shardformer.convert.families.hf_mistral import MISTRAL
+from shardformer.convert.families.hf_mistral4 import MISTRAL_4
 from shardformer.convert.families.hf_mixtral import MIXTRAL
 from shardformer.convert.families.hf_mpt import MPT
 from shardformer.convert.families.hf_nemotron import NEMOTRON
@@ -132,6 +133,7 @@ FAMILIES = {
     "sarvam_mla": SARVAM_MLA,
     "youtu": YOUTU,
     "ministral3": MINISTRAL_3,
+    "mistral4": MISTRAL_4,
     "hunyuan_v1_dense": HUNYUAN,
     "xglm": XGLM,
 }

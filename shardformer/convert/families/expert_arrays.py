@@ -31,6 +31,19 @@ def list_experts(c: Config, at: str, names: dict[str, str]) -> list[Stored]:
     return [linear(f"{at}.gate", "router", c.experts.experts, D), *matrices]
 
 
+def list_joined(c: Config, gate_and_up: str, down: str) -> list[Stored]:
+    """Lists two arrays with the matrices of all experts of a layer; the first one has gates, then ups."""
+    D, F, E = c.model.d_model, c.mixture.expert_size, c.experts.experts
+    cuts = {"expert_gate": slice(0, F), "expert_up": slice(F, 2 * F)}
+    joined = tuple(Part(ours, _turn, (slice(None), cut)) for ours, cut in cuts.items())
+    return [Stored(gate_and_up, (E, 2 * F, D), joined), Stored(down, (E, D, F), (Part("expert_down", _turn),))]
+
+
+def _turn(ours: np.ndarray) -> np.ndarray:
+    """Returns the matrices of all experts as torch.nn.Linear stores each."""
+    return ours.swapaxes(1, 2)
+
+
 def list_shared(c: Config, at: str) -> list[Stored]:
     """Lists the matrices of the expert `at` that every token uses, and the vector of its sigmoid if it has one."""
     D, F = c.model.d_model, c.experts.shared_width

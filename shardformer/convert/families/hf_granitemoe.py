@@ -5,26 +5,17 @@ import dataclasses
 import numpy as np
 
 from shardformer.config import Config
-from shardformer.convert.families.expert_arrays import check_experts, replace_dense
+from shardformer.convert.families.expert_arrays import check_experts, list_joined, replace_dense
 from shardformer.convert.families.hf_granite import GRANITE
 from shardformer.convert.families.hf_mixtral import MIXTRAL
 from shardformer.convert.families.layout import Part, Stored, linear
 
 
-def _turn(ours: np.ndarray) -> np.ndarray:
-    """Returns the matrices of all experts as torch.nn.Linear stores each."""
-    return ours.swapaxes(1, 2)
-
-
 def _layer(c: Config) -> list[Stored]:
-    D, F, E, at = c.model.d_model, c.mixture.expert_size, c.experts.experts, "model.layers.{}.block_sparse_moe"
-    joined = tuple(Part(name, _turn, (slice(None), cut)) for name, cut in (
-        ("expert_gate", slice(0, F)), ("expert_up", slice(F, 2 * F)),
-    ))  # fmt: skip
+    at = "model.layers.{}.block_sparse_moe"
     experts = [
-        linear(f"{at}.router.layer", "router", E, D),
-        Stored(f"{at}.input_linear.weight", (E, 2 * F, D), joined),
-        Stored(f"{at}.output_linear.weight", (E, D, F), (Part("expert_down", _turn),)),
+        linear(f"{at}.router.layer", "router", c.experts.experts, c.model.d_model),
+        *list_joined(c, f"{at}.input_linear.weight", f"{at}.output_linear.weight"),
     ]
     return replace_dense(c, GRANITE.layer(c), experts)
 

@@ -98,7 +98,7 @@ LLAMA = Family(
     layer=list_layer,
     dropouts=("attention_dropout",),
     silent=("pretraining_tp",),
-    harmless=("max_sequence_length", "is_llama_config"),
+    harmless=("max_sequence_length", "is_llama_config", "internal_version"),  # the last is ALLaM's
     variants=lambda c: {
         "activation": ("swiglu",),
         "head_dim": None,

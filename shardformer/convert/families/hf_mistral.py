@@ -33,5 +33,6 @@ MISTRAL = Family(
     outside=LLAMA.outside,
     layer=LLAMA.layer,
     dropouts=LLAMA.dropouts,
+    harmless=("document_attention",),  # of DictaLM, which transformers does not read either
     variants=lambda c: LLAMA.variants(c) | {"window": None},
 )

@@ -2,7 +2,7 @@
 
 _BY_PART = {
     "attention through a compressed latent (MLA) of this form": (
-        "deepseek_v32 deepseek_v4 kimi_k25 minicpm3 glm_moe_dsa mistral4 "
+        "deepseek_v32 deepseek_v4 kimi_k25 minicpm3 glm_moe_dsa "
         "mistral_large4 longcat_flash axk1 axk2 hy_v4 dots3_note dots3_note_text bailing_hybrid"
     ),
     "state-space layers (Mamba)": (

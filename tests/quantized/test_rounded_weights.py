@@ -1,0 +1,132 @@
+"""`quantize_aware=`: parameters have the values of codes, and the float32 masters move as parameters without it do."""
+
+import jax
+import numpy as np
+import pytest
+
+from shardformer import exact
+from shardformer.__main__ import main
+from shardformer.checkpoint import read_config
+from shardformer.config.names import LAYERS
+from shardformer.convert import runs as stored_runs
+from shardformer.errors import UsageError
+from shardformer.quantized.quantized_weights import FORMS
+from shardformer.training.run_folder import Run
+from tests import runs, shared
+from tests.training.test_updates_exactly import (
+    MATRICES,
+    apply,
+    assert_close,
+    compute_adamw,
+    draw_gradients,
+    make_trainer,
+)
+
+TABLE = "transformer/embed"
+
+
+def round_to_int8(w, axis):
+    """Returns the values of int8 codes, whose scale is that of the largest value along `axis`."""
+    scale = np.abs(w).max(axis, keepdims=True) / 127
+    return np.round(w / scale) * scale
+
+
+def round_by_form(form, trainer, params):
+    weights = FORMS[form](trainer.config)
+
+    def round_leaf(path, leaf):
+        name = "/".join(key.key for key in path)
+        if not weights.is_quantized(name):
+            return leaf
+        return exact.run(lambda w: weights.dequantize(name, weights.quantize(name, w)), leaf).outputs
+
+    return jax.tree.map_with_path(round_leaf, params)
+
+
+@pytest.mark.parametrize(("mesh", "zero"), [("1x1", 0), ("2x2", 1)])
+def test_masters_move_and_parameters_are_rounded(mesh, zero):
+    trainer = make_trainer(quantize_aware="int8", mesh=mesh, zero=zero)
+    gradients = draw_gradients(trainer)
+    states = apply(trainer, gradients)
+    first, last = states[0][0], states[-1][0]
+    assert sorted(last.masters[LAYERS]) == sorted(MATRICES[1:])
+    assert list(last.masters[TABLE]) == ["tokens"]
+    start = {module: leaves | first.masters.get(module, {}) for module, leaves in first.params.items()}
+    expected = compute_adamw(start, gradients)
+    assert_close(last.masters, {m: {n: expected[m][n] for n in leaves} for m, leaves in last.masters.items()})
+    rounded = {LAYERS: {name: round_to_int8(w, -2) for name, w in last.masters[LAYERS].items()}}
+    rounded[TABLE] = {"tokens": round_to_int8(last.masters[TABLE]["tokens"], -1)}
+    for module, leaves in last.params.items():
+        assert_close(leaves, expected[module] | rounded.get(module, {}))
+
+
+@pytest.mark.parametrize("form", ["int4", "nf4"])
+def test_parameters_have_the_values_of_four_bits(form):
+    trainer = make_trainer(quantize_aware=form)
+    (first, _), (second, _) = apply(trainer, draw_gradients(trainer, 1))
+    for state in (first, second):
+        masters = {module: leaves | state.masters.get(module, {}) for module, leaves in state.params.items()}
+        assert_close(state.params, round_by_form(form, trainer, masters))
+        off = np.abs(state.params[LAYERS]["up"] - state.masters[LAYERS]["up"]).max()
+        assert off > 1e-3
+
+
+def train(tmp_path, form, *words, steps=3) -> int:
+    np.tile(np.arange(61), 100).astype("<u2").tofile(tmp_path / "ids.bin")
+    sizes = [
+        "tiny",
+        f"data={tmp_path / 'ids.bin'}",
+        f"steps={steps}",
+        "mesh=1x1",
+        "batch=4",
+        "layers=1",
+        "eval_every=3",
+    ]
+    return runs.train(*sizes, f"out={tmp_path / 'run'}", f"quantize_aware={form}", *words)
+
+
+def read_params(folder) -> dict:
+    with stored_runs.open_state(Run.open(folder), 3, with_moments=False) as state:
+        return {name: np.asarray(leaf[...]) for name, leaf in state.params.items()}
+
+
+def test_stored_codes_are_the_weights_that_were_trained(tmp_path):
+    assert train(tmp_path, "int8") == 0
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "small"), "weights=int8", "step=3"]) == 0
+    config = read_config(tmp_path / "small")
+    assert (config.stored.weights, config.stored.quantize_aware) == ("int8", "none")
+    trained, codes = read_params(tmp_path / "run"), read_params(tmp_path / "small")
+    for name, leaf in codes.items():
+        np.testing.assert_allclose(leaf, trained[name], rtol=3e-7, atol=1e-9, err_msg=name)
+
+
+def test_resume_goes_on_with_the_masters(tmp_path):
+    """In one start and in two, bitwise."""
+    assert train(tmp_path, "nf4", "ema=0.5", steps=6) == 0
+    once = runs.rows(tmp_path / "run")
+    (tmp_path / "two").mkdir()
+    assert train(tmp_path / "two", "nf4", "ema=0.5") == 0
+    assert runs.train("--resume", tmp_path / "two" / "run", "steps=6") == 0
+    assert runs.rows(tmp_path / "two" / "run") == once
+
+
+@pytest.mark.parametrize(
+    ("named", "keys"),
+    [
+        ("quantize_aware=int8 trains all weights, got weights=float lora_rank=2", {"lora_rank": 2}),
+        (
+            "quantize_aware=int8 has masters of its own",
+            {"param_dtype": "bfloat16", "dtype": "bfloat16"},
+        ),
+        ("give param_dtype=float32, offload=none and an", {"offload": "optimizer"}),
+        ("optimizer other than lbfgs", {"optimizer": "lbfgs", "clip": 0.0, "weight_decay": 0.0}),
+        (
+            "each device of mesh=1x1 has an odd number of d_model 15; give quantize_aware=int8",
+            {"quantize_aware": "int4", "d_model": 15, "head_dim": 4, "mesh": "1x1"},
+        ),
+    ],
+)
+def test_what_cannot_be_combined_is_named(named, keys):
+    with pytest.raises(UsageError) as rejection:
+        shared.tiny(**{"quantize_aware": "int8"} | keys)
+    assert named in str(rejection.value)
