@@ -88,6 +88,7 @@ class SlotPool:
         for chunk in prefixes.find(job):
             self._state = self.programs.restore(self._state, row, np.array([job.stored], np.int32), chunk)
             job.stored += count_tokens(chunk)
+            job.found_tokens += 0 if job.ids else count_tokens(chunk)  # else a row that has moved is read again
 
     def _extend(self, weights: Weights, chunk: Chunk, chosen: dict[int, Job]) -> None:
         seen = np.zeros((self._shards, self._state.logits_BV.shape[1]), bool)
@@ -106,6 +107,7 @@ class SlotPool:
         position = int(chunk.position[0])
         if position in job.chunks and job.chunks[position] not in prefixes:
             prefixes.add(job, position, self.programs.take(self._state, chunk))
+            job.added_tokens += int(chunk.count[0])
 
     def _embed(self, weights: Weights, chunk: Chunk, chosen: dict[int, Job]) -> None:
         """Reads a chunk and pools the vectors of its tokens."""
