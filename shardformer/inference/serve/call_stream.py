@@ -1,10 +1,14 @@
 """The content and the tool calls of an answer, as its text comes."""
 
+import re
 from collections.abc import Collection
 
 from shardformer.inference.serve.text_stream import measure_before
+from shardformer.inference.tool_calls.closing_search import ClosingSearch
 from shardformer.inference.tool_calls.json_calls import LONGEST, Call
 from shardformer.inference.tool_calls.tool_formats import ToolFormat
+
+OBJECT = re.compile(r"\s*(\{|\Z)")  # or what may become one
 
 
 class CallStream:
@@ -21,6 +25,7 @@ class CallStream:
         self._has_content = False
         self._is_bare = format.is_bare  # an object would be a call: no content came before
         self._follows_call = False
+        self._search: ClosingSearch | None = None  # for the end of the call at the beginning of the text
         self.count = 0  # calls so far
 
     def push(self, text: str, ended: bool = False) -> tuple[str, list[Call]]:
@@ -36,7 +41,7 @@ class CallStream:
             length = self._measure_call(ended)
             if not length:
                 break
-            piece, self._text = self._text[:length], self._text[length:]
+            piece, self._text, self._search = self._text[:length], self._text[length:], None
             found = self._parse(piece)
             if not found:
                 start = piece.find(self._format.opening, 1) if self._format.opening else -1
@@ -54,7 +59,7 @@ class CallStream:
 
     def _find_start(self, ended: bool) -> int:
         """Returns the length of the text before a call, or before what may be the beginning of one."""
-        if self._is_bare and self._text.lstrip()[:1] in ("", "{"):
+        if self._search or (self._is_bare and OBJECT.match(self._text)):
             return 0
         opening = self._format.opening
         if not opening or (ended and opening not in self._text):
@@ -64,8 +69,17 @@ class CallStream:
     def _measure_call(self, ended: bool) -> int:
         """Returns the length of the call at the beginning of the text; 0 if it may go on."""
         closing = self._format.closing
-        found = self._text.find(closing) if closing else -1
-        return found + len(closing) if found >= 0 else len(self._text) * ended
+        if not closing:
+            return len(self._text) * ended
+        opening = self._format.opening
+        if not self._search:
+            if not self._text.startswith(opening):  # may be a part of one
+                return len(self._text) * ended
+            self._search = ClosingSearch(closing, self._format.quotes)
+        end = self._search.find(self._text)
+        if end < 0 and ended:  # a string may have no end
+            end = self._text.find(closing) + len(closing) if closing in self._text else len(self._text)
+        return max(end, 0)
 
     def _parse(self, text: str) -> list[Call]:
         """Returns the calls of a text; none if any part of it is something else."""

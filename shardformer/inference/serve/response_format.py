@@ -11,7 +11,7 @@ import numpy as np
 
 from shardformer.data import Vocabulary
 from shardformer.errors import UsageError
-from shardformer.inference.grammars.grammar import Automaton, Rules
+from shardformer.inference.grammars.grammar import Automaton, Rules, State
 from shardformer.inference.grammars.json_rules import JSON_OBJECT
 from shardformer.inference.grammars.json_schema import make_rules
 from shardformer.inference.grammars.token_automaton import TokenAutomaton, TokenTexts
@@ -28,7 +28,7 @@ class Form:
     def __init__(self, automaton: TokenAutomaton, ends: frozenset[int], tokens: int):
         """ends: the tokens that end a text. tokens: as many as can be drawn."""
         self._automaton, self._ends, self._tokens = automaton, ends, tokens
-        self._state: int | None = None
+        self._state: State | None = None
         self._count = 0  # tokens that were read
 
     def allow(self, ids: list[int]) -> np.ndarray:
@@ -93,7 +93,7 @@ class Forms:
             name = hashlib.sha256(json.dumps([field, form]).encode()).hexdigest()
             with self._lock:
                 found = self._automata.get(name)
-            if found is None or found.is_large:
+            if found is None:
                 found = self._make(make(), field)  # takes time, in which other requests need not wait
         except UsageError as error:
             raise ApiError(400, str(error), field) from None

@@ -111,12 +111,14 @@ class SlotPool:
 
     def _embed(self, weights: Weights, chunk: Chunk, chosen: dict[int, Job]) -> None:
         """Reads a chunk and pools the vectors of its tokens."""
-        self._state, hidden = (weights.programs or self.programs).embed(weights.unstacked, self._state, chunk)
+        programs = weights.programs or self.programs
+        self._state, last, total = programs.embed(weights.unstacked, self._state, chunk)
         for shard, job in chosen.items():
-            count = int(chunk.count[shard])
-            vectors = hidden[shard, :count].astype(np.float64)
-            job.pooled = vectors[-1] if job.pooling == "last" else job.pooled + vectors.sum(axis=0)
-            job.stored += count
+            if job.pooling == "last":
+                job.pooled = last[shard].astype(np.float64)
+            else:
+                job.pooled = job.pooled + total[shard].astype(np.float64)
+            job.stored += int(chunk.count[shard])
 
     def _score(self, weights: Weights, chunk: Chunk, chosen: dict[int, Job]) -> None:
         """Scores a chunk's tokens. The context is then read by the program of all jobs, so that it has their bits."""

@@ -15,6 +15,7 @@ class ToolFormat:
     opening: str  # of calls
     closing: str = ""  # none: the answer ends with its calls
     parse: Callable[[str], list[Call]] = parse_json  # raises ValueError for a text that is no call
+    quotes: str = '"'  # of strings, in which a closing ends no call
     is_bare: bool = False  # an answer that begins with an object of JSON is a call, without an opening
     arguments: str = "arguments"  # their name in JSON
     forced: str = ""  # a prompt that ends with it is continued by a call as JSON
@@ -33,7 +34,12 @@ FORMATS = {
     ),
     "llama": ToolFormat(('"parameters": ', "ipython"), "<|python_tag|>", is_bare=True, arguments="parameters"),
     "lfm": ToolFormat(
-        ("<|tool_call_start|>",), "<|tool_call_start|>", "<|tool_call_end|>", parse_python, forced="<|tool_call_start|>"
+        ("<|tool_call_start|>",),
+        "<|tool_call_start|>",
+        "<|tool_call_end|>",
+        parse_python,
+        quotes="'\"",
+        forced="<|tool_call_start|>",
     ),
     "nemotron": ToolFormat(("<TOOLCALL>",), "<TOOLCALL>", "</TOOLCALL>", forced="<TOOLCALL>["),
 }

@@ -37,7 +37,13 @@ TEXTS = [  # format, text, content, names of the calls
     ("lfm", "<|tool_call_start|>[clock(), weather(city='a\\'b', b=[1, -2.5e3,], c={\"d\": null})]<|tool_call_end|>ok",
      "ok", ["clock", "weather"]),
     ("lfm", "<|tool_call_start|>[clock(a=b)]<|tool_call_end|>", "<|tool_call_start|>[clock(a=b)]<|tool_call_end|>", []),
+    ("lfm", "<|tool_call_start|>clock(a='<|tool_call_end|>', b=\"it's\")<|tool_call_end|>ok", "ok", ["clock"]),
     ("nemotron", '<TOOLCALL>[{"name": "clock", "arguments": "{}"}]</TOOLCALL>', "", ["clock"]),
+    ("nemotron", '<TOOLCALL>[{"name": "clock", "arguments": {"a": "</TOOLCALL>"}}]</TOOLCALL>ok', "ok", ["clock"]),
+    ("hermes", HERMES.replace("zone", 'a\\\\\\"</tool_call>') + "ok", "ok", ["clock"]),
+    ("hermes", f'<tool_call>{{"a": "b}}</tool_call>{HERMES}', '<tool_call>{"a": "b}</tool_call>', ["clock"]),
+    ("mistral", '[TOOL_CALLS][{"name": "clock", "arguments": {"a": "[TOOL_CALLS]weather[ARGS]{}"}}]', "", ["clock"]),
+    ("mistral", '[TOOL_CALLS]clock[ARGS]{"a": "[TOOL_CALLS]"}[TOOL_CALLS]weather{}', "", ["clock", "weather"]),
 ]  # fmt: skip
 
 
