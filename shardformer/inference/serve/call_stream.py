@@ -1,7 +1,8 @@
 """The content and the tool calls of an answer, as its text comes."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Mapping
+from typing import Any
 
 from shardformer.inference.serve.text_stream import measure_before
 from shardformer.inference.tool_calls.closing_search import ClosingSearch
@@ -14,11 +15,12 @@ OBJECT = re.compile(r"\s*(\{|\Z)")  # or what may become one
 class CallStream:
     """Splits a text into content and calls. A call is sent when it is complete; a text that is none stays content.
 
-    names: of the functions that may be called. most: calls that are returned; later ones are dropped.
+    schemas: of the arguments of the functions that may be called, by name.
+    most: calls that are returned; later ones are dropped.
     """
 
-    def __init__(self, format: ToolFormat, names: Collection[str], most: int | None = None):
-        self._format, self._names, self._most = format, names, most
+    def __init__(self, format: ToolFormat, schemas: Mapping[str, Any], most: int | None = None):
+        self._format, self._schemas, self._most = format, schemas, most
         self._text = ""  # which may be the beginning of a call
         self._spaces = ""  # at the end of the content so far: spaces next to a call are no content, unless both
         self._after_call = ""  # sides of it have some
@@ -85,10 +87,10 @@ class CallStream:
         """Returns the calls of a text; none if any part of it is something else."""
         inside = text.strip().removeprefix(self._format.opening).removesuffix(self._format.closing)
         try:
-            calls = self._format.parse(inside) if len(inside) <= LONGEST else []
+            calls = self._format.read(inside, self._schemas) if len(inside) <= LONGEST else []
         except (ValueError, RecursionError):
             return []
-        return calls if all(call.name in self._names for call in calls) else []
+        return calls if all(call.name in self._schemas for call in calls) else []
 
     def _show(self, content: str) -> str:
         """Returns the content that can be sent: without spaces that a call may follow, or that follow one."""

@@ -3,8 +3,8 @@
 from shardformer.errors import UsageError
 from shardformer.inference.serve.request_fields import ApiError
 from shardformer.inference.text_codec import TextCodec
+from shardformer.inference.tool_calls.tagged_calls import BAR
 
-BAR = "\N{FULLWIDTH VERTICAL LINE}"
 # The tokens before the prompt, before the suffix, and before what is written between them.
 FORMS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma

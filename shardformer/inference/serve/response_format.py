@@ -74,11 +74,11 @@ class Forms:
         kind = wanted.get("type")
         if kind == "text":
             return None
-        if kind == "json_object":
+        if kind == "json_object" and "schema" not in wanted:
             return self.find(kind, lambda: JSON_OBJECT)
-        if kind != "json_schema":
+        if kind not in ("json_object", "json_schema"):
             raise ApiError(400, f"{FIELD} has the type {kind!r:.60}; expected text, json_object or json_schema", FIELD)
-        described = wanted.get("json_schema")
+        described = wanted.get("json_schema") if kind == "json_schema" else wanted  # as llama.cpp's clients give it
         if not isinstance(described, dict) or not isinstance(described.get("schema"), dict):
             raise ApiError(400, f"{FIELD} has no schema; give it as json_schema: {{name, schema}}", FIELD)
         schema = described["schema"]

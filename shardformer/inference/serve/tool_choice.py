@@ -42,8 +42,8 @@ class Tools(NamedTuple):
         return make_call_rules(self.functions, self.format.arguments)
 
     def make_stream(self) -> CallStream:
-        names = {function.name for function in self.functions}
-        return CallStream(JSON_ONLY if self.is_forced else self.format, names, self.most)
+        schemas = {function.name: function.parameters for function in self.functions}
+        return CallStream(JSON_ONLY if self.is_forced else self.format, schemas, self.most)
 
 
 def read_tools(body: dict[str, Any], format: ChatFormat) -> Tools | None:
