@@ -32,8 +32,8 @@ def read_embedding_fields(body: dict[str, Any], width: int) -> EmbeddingFields:
     if body.get("input") in (None, "", []):
         raise ApiError(400, "input is missing or empty; give text, token ids, or a list of either", "input")
     dimensions = take(body, "dimensions", int, width, least=1, most=width)
-    chosen = [_choose(body, "pooling", POOLINGS), _choose(body, "encoding_format", ENCODINGS)]
-    return EmbeddingFields(take(body, "model", str, None), *chosen, dimensions)
+    pooling, encoding = _choose(body, "pooling", POOLINGS), _choose(body, "encoding_format", ENCODINGS)
+    return EmbeddingFields(take(body, "model", str, None), pooling, encoding, dimensions)
 
 
 def _choose(body: dict[str, Any], name: str, known: tuple[str, ...]) -> str:

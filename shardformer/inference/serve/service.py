@@ -6,7 +6,7 @@ import dataclasses
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from shardformer.data.chat.conversations import Conversation, make_conversation
 from shardformer.data.chat.template_process import TemplateProcess
@@ -41,7 +41,8 @@ SHORT_BODY = 100_000  # bytes: such bodies never wait for a longer one to be enc
 SHORT_ENCODERS = 2  # threads that encode short bodies, each with at most one process of a chat template
 LONGEST_TOKEN = 256  # characters: a text with more for each token of the context is rejected before it is encoded
 Result = TypeVar("Result")
-AnswerType = TypeVar("AnswerType", bound=Answer | ResponseAnswer | EmbeddingAnswer)
+StreamedAnswer = Answer | ResponseAnswer
+AnswerType = TypeVar("AnswerType", bound=StreamedAnswer | EmbeddingAnswer)
 
 
 @dataclasses.dataclass
@@ -61,21 +62,6 @@ class Asked(NamedTuple):
     prompts: list[tuple[str, list[int]]]  # the text that echo returns, and the ids
     rules: DrawRules
     tools: Tools | None
-
-
-class StreamedAnswer(Protocol):
-    """An answer that may be sent in events."""
-
-    fields: Fields
-    ending: bytes  # after the events
-
-    def first_events(self) -> list[dict[str, Any]]: ...
-
-    def next_events(self, index: int, tokens: Tokens | None) -> list[dict[str, Any]]: ...
-
-    def final_events(self) -> list[dict[str, Any]]: ...
-
-    def describe_failure(self, error: ApiError) -> dict[str, Any]: ...
 
 
 class Service:
@@ -212,21 +198,26 @@ class Service:
             raise ApiError(400, f"{len(prompts):,} prompts times n={fields.sampling.samples} are more than "
                            f"{MOST_CHOICES}; send fewer at once", "n")  # fmt: skip
         for prompt in prompts:
-            is_text = isinstance(prompt, str) and not suffix
-            encode = self._encode_bare if suffix else self._encode_text
-            ids = encode(prompt) if isinstance(prompt, str) else self._check_ids(prompt)
-            if suffix:
-                ids = join_around_gap(self.codec, ids, self._encode_bare(suffix, "suffix"))
+            ids = self._encode_prompt(prompt, suffix)
             self._count_tokens(fields, len(ids))
-            text = "" if not fields.echo else prompt if is_text else self.codec.decode(ids)
-            result.append((text, ids))
+            shown = ""
+            if fields.echo:
+                shown = prompt if isinstance(prompt, str) and not suffix else self.codec.decode(ids)
+            result.append((shown, ids))
         return result
+
+    def _encode_prompt(self, prompt: str | list[int], suffix: str) -> list[int]:
+        """Returns the ids of a prompt, with those of a suffix after a gap."""
+        if not suffix:
+            return self._encode_text(prompt) if isinstance(prompt, str) else self._check_ids(prompt)
+        before = self._encode_bare(prompt, "prompt") if isinstance(prompt, str) else self._check_ids(prompt)
+        return join_around_gap(self.codec, before, self._encode_bare(suffix, "suffix"))
 
     def _encode_text(self, prompt: str, name: str = "prompt") -> list[int]:
         self._check_characters(len(prompt), name)
         return (self.codec.encode(prompt, f"the {name}") if prompt else []) or [self.codec.prefix]
 
-    def _encode_bare(self, text: str, name: str = "prompt") -> list[int]:
+    def _encode_bare(self, text: str, name: str) -> list[int]:
         self._check_characters(len(text), name)
         return self.codec.encode_bare(text, f"the {name}")
 
