@@ -141,10 +141,16 @@ class Answer:
         """Returns the event of an error after the status was sent."""
         return error.body
 
-    def usage(self) -> dict[str, int]:
-        prompts = {id(choice.job.prompt): len(choice.job.prompt) for choice in self.choices}  # samples share theirs
-        counts = sum(prompts.values()), sum(len(choice.job.ids) for choice in self.choices)
-        return {"prompt_tokens": counts[0], "completion_tokens": counts[1], "total_tokens": sum(counts)}
+    def usage(self) -> dict[str, Any]:
+        firsts = [choice.job for choice in self.choices if choice.job.sample == 0]  # the others have the same prompts
+        counts = sum(len(job.prompt) for job in firsts), sum(len(choice.job.ids) for choice in self.choices)
+        found = sum(job.found_tokens for job in firsts)
+        return {
+            "prompt_tokens": counts[0],
+            "completion_tokens": counts[1],
+            "total_tokens": sum(counts),
+            "prompt_tokens_details": {"cached_tokens": found},
+        }
 
     def _event(self, choice: dict[str, Any]) -> dict[str, Any]:
         return self._common | {"object": self._event_kind, "choices": [choice]}

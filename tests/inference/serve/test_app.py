@@ -34,7 +34,8 @@ def test_completions_are_those_of_generate(service, port, generated):
         assert choice["logprobs"]["token_logprobs"] == job.logprobs
         assert choice["finish_reason"] == ("stop" if job.stopped else "length")
     drawn = sum(len(job.ids) for job in generated)
-    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": drawn, "total_tokens": 5 + drawn}
+    details = {"prompt_tokens_details": {"cached_tokens": 0}}
+    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": drawn, "total_tokens": 5 + drawn} | details
     assert ask(port, DRAWN | {"seed": 6})["choices"][0]["text"] != answer["choices"][0]["text"]
 
 
@@ -205,7 +206,7 @@ def test_no_tokens_are_an_empty_text(port):
     answer = ask(port, {"prompt": "to be", "max_tokens": 0})
     (choice,) = answer["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("", "length")
-    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5}
+    assert [answer["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")] == [5, 0, 5]
     (event,) = read_events(port, {"prompt": "to be", "max_tokens": 0})
     assert event["choices"][0]["text"] == ""
     (choice,) = ask(port, CHAT | {"max_tokens": 0}, "/v1/chat/completions")["choices"]
@@ -416,6 +417,7 @@ def test_page_chats_in_a_browser(port):
         window.run("document.querySelectorAll('.token')[2].dispatchEvent(new Event('mouseenter'))")
         rows = window.run("return [...document.querySelectorAll('#detail tr')].map(row => row.textContent)")
         assert len([row for row in rows if "%" in row]) >= 5
+        assert window.run("return document.querySelector('#history .current').textContent") == "hi"
         assert not window.log()
         window.run("document.getElementById('tokens').value = 999; document.getElementById('text').value = 'x';"
                    "document.getElementById('form').requestSubmit()")  # fmt: skip

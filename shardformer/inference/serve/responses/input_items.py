@@ -73,4 +73,4 @@ def _join_texts(content: Any, location: str) -> str:
         if not isinstance(text, str):
             raise ApiError(400, f"{location} has {part!r:.60}; expected parts of the type input_text", location)
         texts.append(text)
-    return "".join(texts)
+    return "\n".join(texts)  # as in a chat

@@ -18,7 +18,7 @@ def test_texts_are_messages():
     assert make_messages(read_items({})) == [{"role": "user", "content": ""}]
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
     items = [{"role": "developer", "content": "be kind"}, {"type": "message", "role": "user", "content": parts}]
-    assert make_messages(items) == [{"role": "developer", "content": "be kind"}, {"role": "user", "content": "ab"}]
+    assert make_messages(items) == [{"role": "developer", "content": "be kind"}, {"role": "user", "content": "a\nb"}]
     refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
     assert make_messages([refusal]) == [{"role": "assistant", "content": "no"}]
 
