@@ -33,9 +33,14 @@ def _list_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 def _is_known(step: dict[str, Any], before: list[str]) -> bool:
     """Returns whether `_write_entry` does what a step does after others."""
+    is_fused = "Fuse" in before  # then a step reads the whole text, and may find what no entry has alone
     if step["type"] == "Replace":
-        return "String" in step["pattern"]  # not a regular expression
-    return step["type"] != "Strip" or ("Fuse" in before and not step.get("stop"))  # of the text's first spaces only
+        text = step["pattern"].get("String", "")  # none of a regular expression
+        is_byte = len(text) == 1 and (text.isascii() or "ByteFallback" not in before)
+        return bool(text) and (is_byte or not is_fused)
+    if step["type"] == "ByteFallback":
+        return not is_fused
+    return step["type"] != "Strip" or (is_fused and not step.get("stop"))  # of the text's first spaces only
 
 
 def _write_entry(entry: str, steps: list[dict[str, Any]], letters: dict[str, int]) -> bytes:

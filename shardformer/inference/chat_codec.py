@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from shardformer.data import Vocabulary
 from shardformer.data.chat.chat_format import ChatFormat
-from shardformer.data.chat.conversations import Conversation, make_conversation
+from shardformer.data.chat.conversations import Conversation, join_parts, make_conversation
 from shardformer.data.chat.spans import MARK, render_with_spans
 from shardformer.data.chat.template_process import RenderError, TemplateProcess, render_either_form
 from shardformer.errors import UsageError
@@ -25,6 +25,7 @@ class ChatCodec:
         self.vocabulary, self.format = vocabulary, format
         with TemplateProcess(format) as process:
             token, string = _find_end_of_turn(process, vocabulary)
+            self._reads_parts = _reads_parts(process)
         self.ends = frozenset([*ends, *([] if token is None else [token])])
         self.strings = [*stops, *([string] if token is None and string else [])]
         self._retained: frozenset[int] = frozenset()
@@ -60,7 +61,7 @@ class ChatCodec:
         def render(conversation):
             return process.render(conversation, with_prompt=True).text
 
-        conversation = process.guard(conversation)
+        conversation = process.guard(conversation if self._reads_parts else _with_joined_parts(conversation))
         text = render_either_form(render, conversation)
         if conversation.tools:
             with contextlib.suppress(RenderError):  # by a template that needs tools
@@ -103,6 +104,23 @@ def parse_prompt(text: str) -> Conversation:
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         messages = [{"role": "user", "content": text}]
     return make_conversation({"messages": messages}, "prompt")
+
+
+def _reads_parts(process: TemplateProcess) -> bool:
+    """Returns whether a template reads a content of parts as the text in them; many fail, or write Python's lists."""
+    contents = MARK, [{"type": "text", "text": MARK}]
+    try:
+        texts = [process.render(Conversation([{"role": "user", "content": content}])).text for content in contents]
+    except RenderError:
+        return False
+    return texts[0] == texts[1]
+
+
+def _with_joined_parts(conversation: Conversation) -> Conversation:
+    return conversation.replace([
+        message | {"content": join_parts(message["content"])} if isinstance(message.get("content"), list) else message
+        for message in conversation.messages
+    ])  # fmt: skip
 
 
 def _find_end_of_turn(process: TemplateProcess, vocabulary: Vocabulary) -> tuple[int | None, str]:

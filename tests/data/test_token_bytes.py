@@ -53,6 +53,10 @@ def test_own_vocabularies():
         ([REPLACE, FALLBACK, FUSE, {"type": "Strip", "content": " ", "start": 0, "stop": 1}], False),
         ([REPLACE, FALLBACK, {"type": "Strip", "content": " ", "start": 1, "stop": 0}, FUSE], False),
         ([REPLACE | {"pattern": {"Regex": "▁+"}}, FALLBACK, FUSE], False),
+        ([REPLACE, FALLBACK, FUSE, {"type": "Replace", "pattern": {"String": "aa"}, "content": "b"}], False),
+        ([REPLACE, FALLBACK, FUSE, {"type": "Replace", "pattern": {"String": "b"}, "content": "c"}], True),
+        ([FALLBACK, FUSE, REPLACE], False),  # bytes of two or more entries may be the letter
+        ([REPLACE, FUSE, FALLBACK], False),
     ],
 )
 def test_decoders_that_change_entries_by_their_place(steps, known):

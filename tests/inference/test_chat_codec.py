@@ -32,6 +32,25 @@ def test_a_prompt_ends_where_the_assistant_begins(chatml):
     assert ids[0] == 256
 
 
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("{{ message.content }}", "a\nb"),  # wrote Python's list into the prompt
+        ("{{ '' + message.content }}", "a\nb"),  # failed
+        ("{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+         "{{ part.text }}{% endfor %}{% endif %}", "ab"),
+    ],
+)  # fmt: skip
+def test_parts_are_joined_unless_the_template_reads_them(chatml, written, expected):
+    template = "{% for message in messages %}<|im_start|>" + written + "<|im_end|>{% endfor %}"
+    codec = ChatCodec(chatml.vocabulary, dataclasses.replace(make_builtin("chatml"), template=template))
+    [ids] = codec.encode_all([make_conversation({"messages": [{"role": "user", "content": PARTS}]}, "x")])
+    assert codec.vocabulary.decode(ids) == f"<|im_start|>{expected}<|im_end|>"
+
+
 def test_a_reply_ends_with_its_turn(chatml):
     assert chatml.ends == {0, 257}
     ids = chatml.vocabulary.encode_with_offsets("it is 😀<|im_end|>")[0].tolist()

@@ -40,7 +40,7 @@ class Conversation:
     def words(self) -> str:
         """The text of users and assistants, which tells conversations apart: many share a system message."""
         spoken = [message for message in self.messages if message["role"] in ("user", "assistant")]
-        return "\n".join(_join_parts(message.get("content")) for message in spoken)
+        return "\n".join(join_parts(message.get("content")) for message in spoken)
 
     @property
     def replies(self) -> list[int]:
@@ -267,7 +267,8 @@ def _read_options(record: dict, location: str) -> dict:
     return options
 
 
-def _join_parts(content) -> str:
+def join_parts(content) -> str:
+    """Returns a content as one text, each part of it in lines of its own."""
     if isinstance(content, list):
         return "\n".join(part["text"] for part in content)
     return content or ""

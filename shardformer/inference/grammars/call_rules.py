@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from shardformer.errors import UsageError
-from shardformer.inference.grammars.grammar import Rules, Symbol, spell
+from shardformer.inference.grammars.grammar import Automaton, Rules, Symbol, spell
 from shardformer.inference.grammars.json_rules import JSON
 from shardformer.inference.grammars.json_schema import MOST_RULES, TooLarge, make_rules
 
@@ -49,7 +49,7 @@ def _make_arguments(function: Function, most: int) -> Rules:
     try:
         if not function.takes_objects:
             raise UsageError(f"{name} may be no object; give type=object, and without {', '.join(sorted(OTHER_ROOTS))}")
-        return make_rules(schema, name, most)
+        rules = make_rules(schema, name, most)
     except TooLarge:
         raise UsageError(
             "tools have too large schemas; make them simpler, or name one function in tool_choice"
@@ -58,6 +58,9 @@ def _make_arguments(function: Function, most: int) -> Rules:
         if function.is_strict:
             raise
         return {"root": [("space", "object")]}
+    if Automaton(rules).shortest is None:
+        raise UsageError(f"{name} have no finite text; correct the schema")
+    return rules
 
 
 def _rename(symbol: Symbol, number: int) -> Symbol:

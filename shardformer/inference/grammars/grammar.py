@@ -44,6 +44,7 @@ class Pushed:
 
 
 Stack = Pushed | None  # what may follow; None at the end of the text
+State = frozenset[Stack]
 
 
 class Automaton:
@@ -58,6 +59,11 @@ class Automaton:
         finite = {name: [symbols for symbols in alternatives if self._is_finite(symbols)]
                   for name, alternatives in rules.items()}  # fmt: skip
         self._rules = {name: finite[name] for name in _reach(finite, start)}
+        self._start = start
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all states. Their numbers then mean nothing; `number` gives new ones to their stacks."""
         self._expand = functools.cache(self._expand_stack)
         self._push = functools.cache(self._push_symbol)
         self._stacks: list[frozenset[Stack]] = [frozenset()]
@@ -65,10 +71,30 @@ class Automaton:
         self.next = np.zeros((64, 256), np.int32)  # of filled states, by byte
         self._filled = np.array([True] + [False] * 63)
         self.least = np.full(64, NEVER, np.int32)
-        self.start = self._number(self._expand(self._push(start, None)))
+        self.start = self.number(self._expand(self._push(self._start, None)))
 
     def __len__(self) -> int:
         return len(self._stacks)
+
+    def stacks(self, state: int) -> State:
+        """Returns what may follow a state, from which `number` finds it again."""
+        return self._stacks[state]
+
+    def number(self, stacks: State) -> int:
+        """Returns the number of the state after which some stacks may follow."""
+        if len(stacks) > MOST_STACKS:
+            raise UsageError(
+                f"the text can be read in more than {MOST_STACKS:,} ways by its schema; make the parts of anyOf differ"
+            )
+        number = self._numbers.setdefault(stacks, len(self._stacks))
+        if number == len(self._stacks):
+            self._stacks.append(stacks)
+            if number == len(self.least):
+                self.next, self._filled, self.least = (
+                    np.concatenate([array, np.zeros_like(array)]) for array in (self.next, self._filled, self.least)
+                )
+            self.least[number] = min([NEVER, *(stack.least if stack else 0 for stack in stacks)])
+        return number
 
     def list_choices(self) -> set[frozenset[str]]:
         """Returns the sets of characters of which one must follow somewhere in a text."""
@@ -84,10 +110,6 @@ class Automaton:
     def is_complete(self, state: int) -> bool:
         """Returns whether the text may end here."""
         return None in self._stacks[state]
-
-    def is_final(self, state: int) -> bool:
-        """Returns whether the text must end here."""
-        return self._stacks[state] == {None}
 
     def step(self, state: int, byte: int) -> int:
         """Returns the state after a byte."""
@@ -115,26 +137,11 @@ class Automaton:
             reads[list(stack.symbol), column] = True
         kinds, kind_of_byte = np.unique(reads, axis=0, return_inverse=True)
         after = [
-            self._number(frozenset().union(*(self._expand(stacks[i].rest) for i in np.flatnonzero(kind))))
+            self.number(frozenset().union(*(self._expand(stacks[i].rest) for i in np.flatnonzero(kind))))
             for kind in kinds
         ]
         self.next[state] = np.array(after, np.int32)[kind_of_byte.reshape(-1)]
         self._filled[state] = True
-
-    def _number(self, stacks: frozenset[Stack]) -> int:
-        if len(stacks) > MOST_STACKS:
-            raise UsageError(
-                f"the text can be read in more than {MOST_STACKS:,} ways by its schema; make the parts of anyOf differ"
-            )
-        number = self._numbers.setdefault(stacks, len(self._stacks))
-        if number == len(self._stacks):
-            self._stacks.append(stacks)
-            if number == len(self.least):
-                self.next, self._filled, self.least = (
-                    np.concatenate([array, np.zeros_like(array)]) for array in (self.next, self._filled, self.least)
-                )
-            self.least[number] = min([NEVER, *(stack.least if stack else 0 for stack in stacks)])
-        return number
 
     def _expand_stack(self, stack: Stack) -> frozenset[Stack]:
         """Returns the stacks that begin with bytes, or are at the end, to which the rules on top of one lead."""

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardformer.inference.grammars.grammar import DEAD, NEVER, Automaton
+from shardformer.inference.grammars.grammar import DEAD, NEVER, Automaton, State
 
-MOST_STATES = 20_000  # of one automaton, before later requests get a new one
+MOST_STATES = 20_000  # of one automaton before a step, which adds those after the tokens that may follow
 MOST_MASKS, MASK_BYTES = 2_000, 16_000_000  # of one automaton
 LONGEST_TOKEN = 64  # bytes; longer ones are never drawn
 
@@ -33,7 +33,10 @@ class TokenTexts:
 
 
 class TokenAutomaton:
-    """The automaton of a grammar over tokens. Requests share it, of more than one thread."""
+    """The automaton of a grammar over tokens. Requests share it, of more than one thread.
+
+    A text's state is what may follow it: a number of the automaton would mean nothing after its states were forgotten.
+    """
 
     def __init__(self, automaton: Automaton, tokens: TokenTexts):
         self._automaton, self._tokens = automaton, tokens
@@ -41,34 +44,37 @@ class TokenAutomaton:
         self._find_mask = functools.lru_cache(most)(self._compute_mask)
         self._lock = threading.Lock()
 
-    @property
-    def is_large(self) -> bool:
-        return len(self._automaton) > MOST_STATES
-
-    def read(self, state: int | None, token: int) -> int:
+    def read(self, state: State | None, token: int) -> State:
         """Returns the state after a token; the first one follows None."""
         with self._lock:
-            return self._automaton.run(self._tokens.texts[token], state)
+            return self._automaton.stacks(self._automaton.run(self._tokens.texts[token], self._number(state)))
 
-    def allow(self, state: int | None, left: int) -> tuple[np.ndarray, bool]:
+    def allow(self, state: State | None, left: int) -> tuple[np.ndarray, bool]:
         """Returns which tokens [V] may follow, and whether the text may end.
 
         left: tokens that can be drawn. Those after which the rest could not be written with them are not allowed; if
         that are all, the ones after which the rest is shortest are.
         """
         with self._lock:
-            state = self._automaton.start if state is None else state
-            packed, most = self._find_mask(state)
+            number = self._number(state)
+            packed, most = self._find_mask(number)
             if left > most:
                 allowed = np.unpackbits(packed, count=len(self._tokens.lengths)).astype(bool)
             else:
-                least = self._measure(state)  # a token has one byte at least
+                least = self._measure(number)  # a token has one byte at least
                 allowed = (least < NEVER) & (least <= max(left - 1, least.min()))
-            return allowed, self._automaton.is_complete(state)
+            return allowed, self._automaton.is_complete(number)
 
-    def is_final(self, state: int | None) -> bool:
+    def is_final(self, state: State | None) -> bool:
         """Returns whether the text is complete and cannot go on."""
-        return state is not None and self._automaton.is_final(state)
+        return state == {None}
+
+    def _number(self, state: State | None) -> int:
+        """Returns the automaton's number of a state, after all others were forgotten if they are too many."""
+        if len(self._automaton) > MOST_STATES:
+            self._automaton.clear()
+            self._find_mask.cache_clear()
+        return self._automaton.start if state is None else self._automaton.number(state)
 
     def _measure(self, state: int) -> np.ndarray:
         """Returns the bytes that a text needs at least after each token; NEVER after one that cannot follow."""

@@ -9,10 +9,13 @@ from typing import Any
 from shardformer.data import Vocabulary
 from shardformer.inference.serve.call_stream import CallStream
 from shardformer.inference.serve.jobs import Job, Tokens, Top
-from shardformer.inference.serve.request_fields import Fields
+from shardformer.inference.serve.moderation import read_moderation
+from shardformer.inference.serve.request_fields import ApiError, Fields
 from shardformer.inference.serve.text_offsets import TextOffsets
-from shardformer.inference.serve.text_stream import INCOMPLETE, TextStream
-from shardformer.inference.serve.tool_choice import describe_call
+from shardformer.inference.serve.text_stream import TextStream
+from shardformer.inference.serve.token_entries import TokenEntries
+from shardformer.inference.serve.tool_choice import describe_call, make_call_id
+from shardformer.inference.tool_calls.json_calls import Call
 
 
 @dataclasses.dataclass(eq=False)
@@ -27,22 +30,28 @@ class Choice:
 
     def message(self, text: str) -> dict[str, Any]:
         """Returns the message of a complete reply."""
-        content, calls = self._split(text, ended=True)
+        content, calls = self.split(text, ended=True)
         message = {"role": "assistant", "content": content}
-        return message | {"content": content or None, "tool_calls": calls} if calls else message
+        if not calls:
+            return message
+        return message | {"content": content or None, "tool_calls": [describe_call(*call) for call in calls]}
 
     def delta(self, text: str, ended: bool = False) -> dict[str, Any]:
         """Returns what new text of a reply makes certain; ended: it was the last."""
         first = self.calls.count if self.calls else 0
-        content, calls = self._split(text, ended)
+        content, calls = self.split(text, ended)
         delta: dict[str, Any] = {} if ended and not content else {"content": content}
-        return delta | {"tool_calls": [{"index": n, **call} for n, call in enumerate(calls, first)]} if calls else delta
+        if not calls:
+            return delta
+        described = [{"index": n, **describe_call(*call)} for n, call in enumerate(calls, first)]
+        return delta | {"tool_calls": described}
 
-    def _split(self, text: str, ended: bool) -> tuple[str, list[dict[str, Any]]]:
+    def split(self, text: str, ended: bool) -> tuple[str, list[tuple[Call, str]]]:
+        """Returns the content of new text, and its calls with a new id of each."""
         if not self.calls:
             return text, []
         content, calls = self.calls.push(text, ended)
-        return content, list(map(describe_call, calls))
+        return content, [(call, make_call_id()) for call in calls]
 
     @property
     def reason(self) -> str:
@@ -55,8 +64,11 @@ class Choice:
 class Answer:
     """The objects of one request. `tops` of the drawn tokens are collected as they come."""
 
+    ending = b"data: [DONE]\n\n"
+
     def __init__(self, fields: Fields, model: str, vocabulary: Vocabulary, choices: Sequence[Choice], chat: bool):
-        self.fields, self.choices, self.chat, self._vocabulary = fields, choices, chat, vocabulary
+        self.fields, self.choices, self.chat = fields, choices, chat
+        self._entries = TokenEntries(vocabulary)
         kind = "chat.completion" if chat else "text_completion"
         self._kind, self._event_kind = kind, f"{kind}.chunk" if chat else kind
         self._common = {
@@ -65,6 +77,8 @@ class Answer:
             "model": model,
             "seed": fields.sampling.seed,  # repeats the request's draws
         }
+        if moderation := read_moderation(fields.body):
+            self._common["moderation"] = moderation
         self._tops: dict[int, list[Top]] = {index: [] for index in range(len(choices))}
         self._offsets = [TextOffsets(vocabulary.decode) for _ in choices]
 
@@ -113,13 +127,30 @@ class Answer:
         delta: dict[str, Any] = {"delta": choice.delta(text, ended=True)} if self.chat else {"text": text}
         return self._event({"index": index, **delta, "logprobs": None, "finish_reason": choice.reason})
 
-    def usage_event(self) -> dict[str, Any]:
-        return self._common | {"object": self._event_kind, "choices": [], "usage": self.usage()}
+    def next_events(self, index: int, tokens: Tokens | None) -> list[dict[str, Any]]:
+        """Returns the events of new tokens of a choice, or of its end."""
+        event = self.event(index, tokens) if tokens else self.last_event(index)
+        return [event] if event else []
 
-    def usage(self) -> dict[str, int]:
-        prompts = {id(choice.job.prompt): len(choice.job.prompt) for choice in self.choices}  # samples share theirs
-        counts = sum(prompts.values()), sum(len(choice.job.ids) for choice in self.choices)
-        return {"prompt_tokens": counts[0], "completion_tokens": counts[1], "total_tokens": sum(counts)}
+    def final_events(self) -> list[dict[str, Any]]:
+        """Returns the events after the end of all choices."""
+        usage = self._common | {"object": self._event_kind, "choices": [], "usage": self.usage()}
+        return [usage] if self.fields.with_usage else []
+
+    def describe_failure(self, error: ApiError) -> dict[str, Any]:
+        """Returns the event of an error after the status was sent."""
+        return error.body
+
+    def usage(self) -> dict[str, Any]:
+        firsts = [choice.job for choice in self.choices if choice.job.sample == 0]  # the others have the same prompts
+        counts = sum(len(job.prompt) for job in firsts), sum(len(choice.job.ids) for choice in self.choices)
+        found = sum(job.found_tokens for job in firsts)
+        return {
+            "prompt_tokens": counts[0],
+            "completion_tokens": counts[1],
+            "total_tokens": sum(counts),
+            "prompt_tokens_details": {"cached_tokens": found},
+        }
 
     def _event(self, choice: dict[str, Any]) -> dict[str, Any]:
         return self._common | {"object": self._event_kind, "choices": [choice]}
@@ -129,7 +160,7 @@ class Answer:
         if not self.fields.logprobs:
             return None
         if self.chat:
-            return {"content": [self._describe_token(*parts) for parts in zip(*tokens, strict=True)], "refusal": None}
+            return {"content": self._entries.describe(tokens), "refusal": None}
         job, offsets = self.choices[index].job, self._offsets[index]
         ids, logprobs, tops = tokens
         values: list[float | None] = list(logprobs)
@@ -141,37 +172,12 @@ class Answer:
             values = [None, *(score for score, _ in job.prompt_scores), *values]
             listed = [None, *(top for _, top in job.prompt_scores), *listed]
         top_logprobs = [
-            None if top is None or value is None else self._list_top(top, token, value)
+            None if top is None or value is None else self._entries.list_top(top, token, value)
             for top, token, value in zip(listed, ids, values, strict=True)
         ]
         return {
-            "tokens": [self.spell(token) for token in ids],
+            "tokens": [self._entries.spell(token) for token in ids],
             "token_logprobs": values,
             "top_logprobs": top_logprobs if self.fields.top else None,
             "text_offset": [start + offsets.push(token) for token in ids],
         }
-
-    def _list_top(self, top: Top, token: int, logprob: float) -> dict[str, float]:
-        """Returns the most likely tokens by their text, the drawn one among them."""
-        result: dict[str, float] = {}
-        for other, value in [*top, (token, logprob)]:
-            result.setdefault(self.spell(other), value)
-        return result
-
-    def _describe_token(self, token: int, logprob: float, top: Top) -> dict[str, Any]:
-        return self._entry(token, logprob) | {"top_logprobs": [self._entry(*pair) for pair in top]}
-
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._decode_alone(token)
-        content = None if text is None else list(text.encode("utf-8", "replace"))
-        return {"token": self.spell(token), "logprob": logprob, "bytes": content}
-
-    def spell(self, token: int) -> str:
-        """Returns a token's text; token_id:N if it is not the text of complete characters."""
-        text = self._decode_alone(token)
-        return f"token_id:{token}" if text is None else text
-
-    def _decode_alone(self, token: int) -> str | None:
-        """Returns a token's text; None for a part of a character, and for entries that only the model has."""
-        text = self._vocabulary.decode([token]) if token < len(self._vocabulary) else INCOMPLETE
-        return None if INCOMPLETE in text else text

@@ -1,8 +1,9 @@
-"""The endpoints: OpenAI's completions, chats and embeddings, models, health, metrics, and a page to try the model."""
+"""The endpoints: those of OpenAI for texts and vectors, health, metrics, and a page to try the model."""
 
 import asyncio
 import functools
 import hmac
+import re
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -15,11 +16,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from shardformer.inference.serve.answers import Answer
 from shardformer.inference.serve.json_responses import JsonResponse, answer_error, encode_json
 from shardformer.inference.serve.request_fields import ApiError
 from shardformer.inference.serve.screen import Screen
-from shardformer.inference.serve.service import Exchange, Service
+from shardformer.inference.serve.service import Exchange, Service, StreamedAnswer
 
 PAGE = Path(__file__).with_name("page.html")
 # The page loads nothing and sends nothing to others, and no other page may show it.
@@ -37,6 +37,9 @@ def make_app(service: Service) -> Starlette:
     routes = [
         Route("/v1/completions", _guard(service, _complete), methods=["POST"]),
         Route("/v1/chat/completions", _guard(service, _chat), methods=["POST"]),
+        Route("/v1/responses", _guard(service, _respond), methods=["POST"]),
+        Route("/v1/responses/{name}", _guard(service, _show_response), methods=["GET"]),
+        Route("/v1/responses/{name}", _guard(service, _remove_response), methods=["DELETE"]),
         Route("/v1/embeddings", _guard(service, _embed), methods=["POST"]),
         Route("/v1/models", _guard(service, _list_models)),
         Route("/v1/models/{name:path}", _guard(service, _show_model)),
@@ -46,7 +49,7 @@ def make_app(service: Service) -> Starlette:
     ]
 
     paths = [
-        f"{' and '.join(sorted((route.methods or set()) - {'HEAD'}))} {route.path}".replace("{name:path}", "NAME")
+        f"{' and '.join(sorted((route.methods or set()) - {'HEAD'}))} {re.sub('{.*}', 'NAME', route.path)}"
         for route in routes
     ]
 
@@ -111,10 +114,28 @@ async def _chat(service: Service, request: Request) -> Response:
 
 
 async def _answer(service: Service, request: Request, chat: bool) -> Response:
-    exchange = await _start(service, request, functools.partial(service.start, chat=chat))
+    return await _send_answer(service, request, functools.partial(service.start, chat=chat))
+
+
+async def _respond(service: Service, request: Request) -> Response:
+    return await _send_answer(service, request, service.start_response)
+
+
+async def _send_answer(service: Service, request: Request, start: Callable[[bytes], Awaitable[Exchange]]) -> Response:
+    exchange = await _start(service, request, start)
     if exchange.answer.fields.stream:
         return EventResponse(service, exchange)
     return await _wait_for_answer(request, exchange)
+
+
+async def _show_response(service: Service, request: Request) -> Response:
+    return JsonResponse(service.responses.find(request.path_params["name"]).response)
+
+
+async def _remove_response(service: Service, request: Request) -> Response:
+    name = request.path_params["name"]
+    service.responses.remove(name)
+    return JsonResponse({"id": name, "object": "response", "deleted": True})
 
 
 async def _embed(service: Service, request: Request) -> Response:
@@ -150,7 +171,7 @@ async def _wait_until_gone(request: Request) -> None:
 class EventResponse(StreamingResponse):
     """Server-sent events. A client that is gone, or that reads too slowly, ends its jobs."""
 
-    def __init__(self, service: Service, exchange: Exchange[Answer]):
+    def __init__(self, service: Service, exchange: Exchange[StreamedAnswer]):
         self._seconds, self._exchange = service.limits.seconds, exchange
         super().__init__(_write_events(exchange), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
@@ -164,25 +185,26 @@ class EventResponse(StreamingResponse):
             self._exchange.cancel()
 
 
-async def _write_events(exchange: Exchange[Answer]) -> AsyncIterator[bytes]:
+async def _write_events(exchange: Exchange[StreamedAnswer]) -> AsyncIterator[bytes]:
     answer = exchange.answer
     try:
-        for first in answer.first_events():
-            yield _format_event(first)
+        for event in answer.first_events():
+            yield _format_event(event)
         async for index, tokens in exchange.events():
-            if event := answer.event(index, tokens) if tokens else answer.last_event(index):
+            for event in answer.next_events(index, tokens):
                 yield _format_event(event)
-        if answer.fields.with_usage:
-            yield _format_event(answer.usage_event())
+        for event in answer.final_events():
+            yield _format_event(event)
     except ApiError as error:  # the status has been sent
-        yield _format_event(error.body)
+        yield _format_event(answer.describe_failure(error))
     except Exception as error:
-        yield _format_event(_report(error).body)
-    yield b"data: [DONE]\n\n"
+        yield _format_event(answer.describe_failure(_report(error)))
+    yield answer.ending
 
 
 def _format_event(event: dict) -> bytes:
-    return b"data: " + encode_json(event) + b"\n\n"
+    name = f"event: {event['type']}\n".encode() if "type" in event else b""
+    return name + b"data: " + encode_json(event) + b"\n\n"
 
 
 def _describe_model(service: Service, name: str) -> dict:

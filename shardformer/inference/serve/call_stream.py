@@ -1,26 +1,33 @@
 """The content and the tool calls of an answer, as its text comes."""
 
-from collections.abc import Collection
+import re
+from collections.abc import Mapping
+from typing import Any
 
 from shardformer.inference.serve.text_stream import measure_before
+from shardformer.inference.tool_calls.closing_search import ClosingSearch
 from shardformer.inference.tool_calls.json_calls import LONGEST, Call
 from shardformer.inference.tool_calls.tool_formats import ToolFormat
+
+OBJECT = re.compile(r"\s*(\{|\Z)")  # or what may become one
 
 
 class CallStream:
     """Splits a text into content and calls. A call is sent when it is complete; a text that is none stays content.
 
-    names: of the functions that may be called. most: calls that are returned; later ones are dropped.
+    schemas: of the arguments of the functions that may be called, by name.
+    most: calls that are returned; later ones are dropped.
     """
 
-    def __init__(self, format: ToolFormat, names: Collection[str], most: int | None = None):
-        self._format, self._names, self._most = format, names, most
+    def __init__(self, format: ToolFormat, schemas: Mapping[str, Any], most: int | None = None):
+        self._format, self._schemas, self._most = format, schemas, most
         self._text = ""  # which may be the beginning of a call
         self._spaces = ""  # at the end of the content so far: spaces next to a call are no content, unless both
         self._after_call = ""  # sides of it have some
         self._has_content = False
         self._is_bare = format.is_bare  # an object would be a call: no content came before
         self._follows_call = False
+        self._search: ClosingSearch | None = None  # for the end of the call at the beginning of the text
         self.count = 0  # calls so far
 
     def push(self, text: str, ended: bool = False) -> tuple[str, list[Call]]:
@@ -36,7 +43,7 @@ class CallStream:
             length = self._measure_call(ended)
             if not length:
                 break
-            piece, self._text = self._text[:length], self._text[length:]
+            piece, self._text, self._search = self._text[:length], self._text[length:], None
             found = self._parse(piece)
             if not found:
                 start = piece.find(self._format.opening, 1) if self._format.opening else -1
@@ -54,7 +61,7 @@ class CallStream:
 
     def _find_start(self, ended: bool) -> int:
         """Returns the length of the text before a call, or before what may be the beginning of one."""
-        if self._is_bare and self._text.lstrip()[:1] in ("", "{"):
+        if self._search or (self._is_bare and OBJECT.match(self._text)):
             return 0
         opening = self._format.opening
         if not opening or (ended and opening not in self._text):
@@ -64,17 +71,26 @@ class CallStream:
     def _measure_call(self, ended: bool) -> int:
         """Returns the length of the call at the beginning of the text; 0 if it may go on."""
         closing = self._format.closing
-        found = self._text.find(closing) if closing else -1
-        return found + len(closing) if found >= 0 else len(self._text) * ended
+        if not closing:
+            return len(self._text) * ended
+        opening = self._format.opening
+        if not self._search:
+            if not self._text.startswith(opening):  # may be a part of one
+                return len(self._text) * ended
+            self._search = ClosingSearch(closing, self._format.quotes)
+        end = self._search.find(self._text)
+        if end < 0 and ended:  # a string may have no end
+            end = self._text.find(closing) + len(closing) if closing in self._text else len(self._text)
+        return max(end, 0)
 
     def _parse(self, text: str) -> list[Call]:
         """Returns the calls of a text; none if any part of it is something else."""
         inside = text.strip().removeprefix(self._format.opening).removesuffix(self._format.closing)
         try:
-            calls = self._format.parse(inside) if len(inside) <= LONGEST else []
+            calls = self._format.read(inside, self._schemas) if len(inside) <= LONGEST else []
         except (ValueError, RecursionError):
             return []
-        return calls if all(call.name in self._names for call in calls) else []
+        return calls if all(call.name in self._schemas for call in calls) else []
 
     def _show(self, content: str) -> str:
         """Returns the content that can be sent: without spaces that a call may follow, or that follow one."""

@@ -21,6 +21,7 @@ class EmbeddingFields:
     model: str | None
     pooling: str  # last: the vector of the last token, as of Qwen3-Embedding and E5-Mistral; or mean
     encoding: str
+    dimensions: int  # numbers of a vector, the first ones of the model's
 
 
 def read_embedding_fields(body: dict[str, Any], width: int) -> EmbeddingFields:
@@ -30,13 +31,9 @@ def read_embedding_fields(body: dict[str, Any], width: int) -> EmbeddingFields:
             raise ApiError(400, f"{name!r:.60} is not a field of this endpoint; leave it out", str(name)[:60])
     if body.get("input") in (None, "", []):
         raise ApiError(400, "input is missing or empty; give text, token ids, or a list of either", "input")
-    if take(body, "dimensions", int, width) != width:
-        raise ApiError(
-            400, f"dimensions is {body['dimensions']}; the model's vectors have {width} numbers, and a part of them is "
-            "another vector; leave dimensions out", "dimensions",
-        )  # fmt: skip
-    chosen = [_choose(body, "pooling", POOLINGS), _choose(body, "encoding_format", ENCODINGS)]
-    return EmbeddingFields(take(body, "model", str, None), *chosen)
+    dimensions = take(body, "dimensions", int, width, least=1, most=width)
+    pooling, encoding = _choose(body, "pooling", POOLINGS), _choose(body, "encoding_format", ENCODINGS)
+    return EmbeddingFields(take(body, "model", str, None), pooling, encoding, dimensions)
 
 
 def _choose(body: dict[str, Any], name: str, known: tuple[str, ...]) -> str:
@@ -62,6 +59,6 @@ class EmbeddingAnswer:
         return {"object": "list", "data": data, "model": self._model, "usage": usage}
 
     def _encode(self, job: Job) -> str | list[float]:
-        vector = np.asarray(job.pooled)
+        vector = np.asarray(job.pooled)[: self._fields.dimensions]
         vector = (vector / max(float(np.linalg.norm(vector)), np.finfo(np.float32).tiny)).astype("<f4")
         return vector.tolist() if self._fields.encoding == "float" else base64.b64encode(vector.tobytes()).decode()

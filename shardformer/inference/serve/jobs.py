@@ -60,6 +60,8 @@ class Job(Row):
     seen: list[int] = dataclasses.field(default_factory=list)  # the context that is read
     stored: int = 0  # tokens in the cache
     chunks: dict[int, bytes] = dataclasses.field(default_factory=dict)  # names in the prefix cache, by position
+    found_tokens: int = 0  # of the prompt in the prefix cache
+    added_tokens: int = 0  # to the prefix cache
     room: int = 0  # tokens to draw until the context must be read again
 
     @property

@@ -13,14 +13,15 @@ from shardformer.inference.serve.slot_programs import MOST_TOP
 MOST_CHOICES = 128  # continuations of one request
 MOST_STOPS = 16
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens
-# They change no token; a prediction changes only OpenAI's speed, and audio only answers that are no text.
+# They change no token; a prediction changes only OpenAI's speed, and audio only answers that are no text. Answers to
+# web_search_options name no page, so that a client knows that none was read.
 IGNORED = (
     "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_options",
     "prompt_cache_retention", "safety_identifier",
 )  # fmt: skip
-IGNORED_IN_CHAT = ("prediction", "audio")
+IGNORED_IN_CHAT = ("prediction", "audio", "web_search_options")
 # Fields of OpenAI that the engine does not compute, and the values with which they change nothing.
-NEUTRAL: dict[str, tuple] = {"suffix": ("",), "modalities": (["text"],), "verbosity": ("medium",)}
+NEUTRAL: dict[str, tuple] = {"modalities": (["text"],), "function_call": ("none",)}
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos", "seed")
 BIASES = ("logit_bias", "presence_penalty", "frequency_penalty", "response_format")
 ANSWERED = ("model", "n", "stream", "stream_options", "stop", "max_tokens", "best_of")
@@ -30,7 +31,7 @@ RENAMED = {"functions": "tools", "function_call": "tool_choice"}  # OpenAI's fir
 TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 OF_CHAT = (
     *COMMON, *TOOLS, *IGNORED_IN_CHAT, "messages", "logprobs", "top_logprobs", "max_completion_tokens", "modalities",
-    "verbosity", "reasoning_effort", "chat_template_kwargs",
+    "verbosity", "reasoning_effort", "chat_template_kwargs", "moderation", "functions", "function_call",
 )  # fmt: skip
 
 
@@ -81,18 +82,20 @@ def read_fields(body: dict[str, Any], chat: bool) -> Fields:
     known = OF_CHAT if chat else OF_COMPLETIONS
     for name, value in body.items():
         if name not in known:
-            fix = f"give {RENAMED[name]}" if name in RENAMED and chat else "leave it out"
-            raise ApiError(400, f"{name!r:.60} is not a field of this endpoint; {fix}", str(name)[:60])
+            raise ApiError(400, f"{name!r:.60} is not a field of this endpoint; leave it out", str(name)[:60])
+        fix = f"give {RENAMED[name]}" if name in RENAMED else "leave it out"
         if name in NEUTRAL and value not in NEUTRAL[name]:
-            raise ApiError(400, f"{name}={value!r:.60} is not computed here; leave it out", name)
+            raise ApiError(400, f"{name}={value!r:.60} is not computed here; {fix}", name)
+        if name == "functions" and value and body.get("function_call") != "none":
+            raise ApiError(400, f"{name} are not computed here; {fix}", name)
     echo = take(body, "echo", bool, False)
     logprobs, top = _read_logprobs(body, chat)
     count = take(body, "n", int, 1, least=1, most=MOST_CHOICES)
     if take(body, "best_of", int, count) not in (0, count):  # 0, OpenAI's least, is no choice among more
         raise ApiError(400, f"best_of={body['best_of']} differs from n={count}, which is not computed; leave it out")
-    tokens = take(body, "max_completion_tokens", int, None, least=1, most=MOST_TOKENS)
+    tokens = take(body, "max_completion_tokens", int, None, least=0, most=MOST_TOKENS)
     default = tokens if chat else COMPLETION_TOKENS
-    tokens = take(body, "max_tokens", int, default, least=1 if chat else 0, most=MOST_TOKENS)
+    tokens = take(body, "max_tokens", int, default, least=0, most=MOST_TOKENS)
     options = take(body, "stream_options", dict, {})
     return Fields(
         body,

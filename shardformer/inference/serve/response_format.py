@@ -11,7 +11,7 @@ import numpy as np
 
 from shardformer.data import Vocabulary
 from shardformer.errors import UsageError
-from shardformer.inference.grammars.grammar import Automaton, Rules
+from shardformer.inference.grammars.grammar import Automaton, Rules, State
 from shardformer.inference.grammars.json_rules import JSON_OBJECT
 from shardformer.inference.grammars.json_schema import make_rules
 from shardformer.inference.grammars.token_automaton import TokenAutomaton, TokenTexts
@@ -28,7 +28,7 @@ class Form:
     def __init__(self, automaton: TokenAutomaton, ends: frozenset[int], tokens: int):
         """ends: the tokens that end a text. tokens: as many as can be drawn."""
         self._automaton, self._ends, self._tokens = automaton, ends, tokens
-        self._state: int | None = None
+        self._state: State | None = None
         self._count = 0  # tokens that were read
 
     def allow(self, ids: list[int]) -> np.ndarray:
@@ -74,11 +74,11 @@ class Forms:
         kind = wanted.get("type")
         if kind == "text":
             return None
-        if kind == "json_object":
+        if kind == "json_object" and "schema" not in wanted:
             return self.find(kind, lambda: JSON_OBJECT)
-        if kind != "json_schema":
+        if kind not in ("json_object", "json_schema"):
             raise ApiError(400, f"{FIELD} has the type {kind!r:.60}; expected text, json_object or json_schema", FIELD)
-        described = wanted.get("json_schema")
+        described = wanted.get("json_schema") if kind == "json_schema" else wanted  # as llama.cpp's clients give it
         if not isinstance(described, dict) or not isinstance(described.get("schema"), dict):
             raise ApiError(400, f"{FIELD} has no schema; give it as json_schema: {{name, schema}}", FIELD)
         schema = described["schema"]
@@ -93,7 +93,7 @@ class Forms:
             name = hashlib.sha256(json.dumps([field, form]).encode()).hexdigest()
             with self._lock:
                 found = self._automata.get(name)
-            if found is None or found.is_large:
+            if found is None:
                 found = self._make(make(), field)  # takes time, in which other requests need not wait
         except UsageError as error:
             raise ApiError(400, str(error), field) from None

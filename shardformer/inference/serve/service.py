@@ -6,7 +6,7 @@ import dataclasses
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from shardformer.data.chat.conversations import Conversation, make_conversation
 from shardformer.data.chat.template_process import TemplateProcess
@@ -17,6 +17,7 @@ from shardformer.inference.serve.answers import Answer, Choice
 from shardformer.inference.serve.bodies import Bodies, Limits
 from shardformer.inference.serve.embeddings import MOST_INPUTS, EmbeddingAnswer, EmbeddingFields, read_embedding_fields
 from shardformer.inference.serve.engine_thread import EngineThread, Full
+from shardformer.inference.serve.infill import join_around_gap
 from shardformer.inference.serve.jobs import Job, Tokens, Weights
 from shardformer.inference.serve.request_fields import (
     MOST_CHOICES,
@@ -28,6 +29,9 @@ from shardformer.inference.serve.request_fields import (
     take,
 )
 from shardformer.inference.serve.response_format import Forms
+from shardformer.inference.serve.responses.response_answer import ResponseAnswer
+from shardformer.inference.serve.responses.response_request import read_request, rename_fields
+from shardformer.inference.serve.responses.stored_responses import StoredResponses
 from shardformer.inference.serve.text_stream import TextStream
 from shardformer.inference.serve.token_bias import DrawRules, read_bias
 from shardformer.inference.serve.tool_choice import Tools, read_tools
@@ -37,7 +41,8 @@ SHORT_BODY = 100_000  # bytes: such bodies never wait for a longer one to be enc
 SHORT_ENCODERS = 2  # threads that encode short bodies, each with at most one process of a chat template
 LONGEST_TOKEN = 256  # characters: a text with more for each token of the context is rejected before it is encoded
 Result = TypeVar("Result")
-AnswerType = TypeVar("AnswerType", bound=Answer | EmbeddingAnswer)
+StreamedAnswer = Answer | ResponseAnswer
+AnswerType = TypeVar("AnswerType", bound=StreamedAnswer | EmbeddingAnswer)
 
 
 @dataclasses.dataclass
@@ -47,6 +52,16 @@ class Served:
     name: str
     weights: Weights
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+
+class Asked(NamedTuple):
+    """A checked completion or chat."""
+
+    fields: Fields
+    model: Served
+    prompts: list[tuple[str, list[int]]]  # the text that echo returns, and the ids
+    rules: DrawRules
+    tools: Tools | None
 
 
 class Service:
@@ -67,6 +82,7 @@ class Service:
         self.models = {model.name: model for model in models}
         self.api_key, self.limits, self.hosts = api_key, limits or Limits(), hosts
         self.bodies = Bodies(self.limits)
+        self.responses = StoredResponses()
         self._forms = Forms(codec.vocabulary)
         self._short, self._long = asyncio.Semaphore(SHORT_ENCODERS), asyncio.Semaphore(1)
         self._processes: list[TemplateProcess] = []  # idle ones: a start takes as long as the prefill of a small model
@@ -95,36 +111,43 @@ class Service:
         raise ApiError(404, f"model {name!r:.80} is not served; there is {known}", "model", "model_not_found")
 
     async def start(self, content: bytes, chat: bool) -> "Exchange[Answer]":
-        """Checks the body of a request and queues its jobs."""
-        fields, model, prompts, rules, tools = await self._read_apart(self._read, content, chat)
-        codec = self._make_codec(fields, rules, tools) if chat else None
-        jobs = self._make_jobs(fields, [ids for _, ids in prompts], model.weights, codec)
-        choices = [self._make_choice(fields, job, prompts[job.number // fields.sampling.samples][0], codec, tools)
-                   for job in jobs]  # fmt: skip
-        for job in jobs:
-            rules.apply(job, self._choose_ends(fields))
-        answer = Answer(fields, model.name, self.codec.vocabulary, choices, chat)
-        exchange = Exchange(self, answer, jobs)
-        exchange.submit()
-        self.metrics.prompt_tokens += sum(len(ids) for _, ids in prompts)
-        return exchange
+        """Checks the body of a completion or of a chat and queues its jobs."""
+        asked = await self._read_apart(lambda: self._read(parse_body(content), chat), content)
+        choices = self._make_choices(asked, chat)
+        answer = Answer(asked.fields, asked.model.name, self.codec.vocabulary, choices, chat)
+        return self._submit(answer, [choice.job for choice in choices])
+
+    async def start_response(self, content: bytes) -> "Exchange[ResponseAnswer]":
+        """Checks the body of a request for a response and queues its job."""
+        request = await self._read_apart(lambda: read_request(parse_body(content), self.responses), content)
+        try:
+            asked = await self._read_apart(lambda: self._read(request.chat, chat=True), content)
+            (choice,) = self._make_choices(asked, chat=True)
+        except ApiError as error:
+            raise rename_fields(error) from None
+        model, vocabulary = asked.model.name, self.codec.vocabulary
+        answer = ResponseAnswer(request, asked.fields, model, choice, vocabulary, self.responses)
+        return self._submit(answer, [choice.job])
 
     async def start_embeddings(self, content: bytes) -> "Exchange[EmbeddingAnswer]":
         """Checks the body of a request for vectors and queues its jobs."""
-        fields, prompts = await self._read_apart(self._read_embeddings, content)
+        fields, prompts = await self._read_apart(lambda: self._read_embeddings(content), content)
         model = self.find_model(fields.model)
         jobs = [Job(n, ids, 0, weights=model.weights, draws=False, pooling=fields.pooling)
                 for n, ids in enumerate(prompts)]  # fmt: skip
-        exchange = Exchange(self, EmbeddingAnswer(fields, model.name, jobs), jobs)
+        return self._submit(EmbeddingAnswer(fields, model.name, jobs), jobs)
+
+    def _submit(self, answer: AnswerType, jobs: list[Job]) -> "Exchange[AnswerType]":
+        exchange = Exchange(self, answer, jobs)
         exchange.submit()
-        self.metrics.prompt_tokens += sum(map(len, prompts))
+        self.metrics.prompt_tokens += sum(len(job.prompt) for job in jobs if job.sample == 0)
         return exchange
 
-    async def _read_apart(self, read: Callable[..., Result], content: bytes, *arguments) -> Result:
+    async def _read_apart(self, read: Callable[[], Result], content: bytes) -> Result:
         """Returns what a function reads from a body in a thread; short bodies do not wait for long ones."""
         async with self._short if len(content) <= SHORT_BODY else self._long:
             try:
-                return await asyncio.to_thread(read, content, *arguments)
+                return await asyncio.to_thread(read)
             except RecursionError:
                 raise ApiError(400, "the body is nested too deeply; make it simpler") from None
 
@@ -150,11 +173,9 @@ class Service:
             result.append(ids)
         return fields, result
 
-    def _read(
-        self, content: bytes, chat: bool
-    ) -> tuple[Fields, Served, list[tuple[str, list[int]]], DrawRules, Tools | None]:
-        """Returns the fields of a body, its model, the text and ids of each prompt, the rules of draws, and tools."""
-        fields = read_fields(parse_body(content), chat)
+    def _read(self, body: dict, chat: bool) -> Asked:
+        """Checks the body of a chat or of a completion, and encodes its prompts."""
+        fields = read_fields(body, chat)
         model = self.find_model(fields.model)
         if chat and self.chat is None:
             raise ApiError(400, f"{model.name} has no chat template; use /v1/completions")
@@ -164,27 +185,41 @@ class Service:
         except UsageError as error:
             raise ApiError(400, str(error), "messages" if chat else "prompt") from None
         bias = read_bias(fields.body, self.thread.engine.vocab_size, self.codec.encode_bare)
-        form = None if tools else self._forms.read(fields.body)
+        form = self._forms.read(fields.body)
         if tools and tools.is_forced:
             form = self._forms.find(tools.identity, tools.make_rules, "tools")
-        return fields, model, prompts, DrawRules(bias, form), tools
+        return Asked(fields, model, prompts, DrawRules(bias, form), tools)
 
     def _encode_prompts(self, fields: Fields) -> list[tuple[str, list[int]]]:
         """Returns the text and the ids of each prompt; the first one that does not fit ends the encoding."""
         result, prompts = [], read_prompts(fields.body)
+        suffix = take(fields.body, "suffix", str, "")
         if len(prompts) * fields.sampling.samples > MOST_CHOICES:
             raise ApiError(400, f"{len(prompts):,} prompts times n={fields.sampling.samples} are more than "
                            f"{MOST_CHOICES}; send fewer at once", "n")  # fmt: skip
         for prompt in prompts:
-            ids = self._encode_text(prompt) if isinstance(prompt, str) else self._check_ids(prompt)
+            ids = self._encode_prompt(prompt, suffix)
             self._count_tokens(fields, len(ids))
-            text = "" if not fields.echo else prompt if isinstance(prompt, str) else self.codec.decode(ids)
-            result.append((text, ids))
+            shown = ""
+            if fields.echo:
+                shown = prompt if isinstance(prompt, str) and not suffix else self.codec.decode(ids)
+            result.append((shown, ids))
         return result
+
+    def _encode_prompt(self, prompt: str | list[int], suffix: str) -> list[int]:
+        """Returns the ids of a prompt, with those of a suffix after a gap."""
+        if not suffix:
+            return self._encode_text(prompt) if isinstance(prompt, str) else self._check_ids(prompt)
+        before = self._encode_bare(prompt, "prompt") if isinstance(prompt, str) else self._check_ids(prompt)
+        return join_around_gap(self.codec, before, self._encode_bare(suffix, "suffix"))
 
     def _encode_text(self, prompt: str, name: str = "prompt") -> list[int]:
         self._check_characters(len(prompt), name)
         return (self.codec.encode(prompt, f"the {name}") if prompt else []) or [self.codec.prefix]
+
+    def _encode_bare(self, text: str, name: str) -> list[int]:
+        self._check_characters(len(text), name)
+        return self.codec.encode_bare(text, f"the {name}")
 
     def _check_characters(self, count: int, name: str) -> None:
         """Rejects a text that cannot fit; to encode megabytes would let other requests wait."""
@@ -205,8 +240,9 @@ class Service:
         record = {"messages": messages, "tools": tools and tools.listed}
         self._check_characters(len(json.dumps(record)), "messages")
         options = take(fields.body, "chat_template_kwargs", dict, {})
-        if effort := take(fields.body, "reasoning_effort", str, ""):  # some templates write it into the prompt
-            options = {"reasoning_effort": effort, **options}
+        for name in ("reasoning_effort", "verbosity"):  # some templates write them into the prompt
+            if value := take(fields.body, name, str, ""):
+                options = {name: value, **options}
         conversation: Conversation = make_conversation(record | {"chat_template_kwargs": options}, "messages")
         assert self.chat
         process = self._processes.pop() if self._processes else self.chat.start_process()
@@ -228,6 +264,16 @@ class Service:
                 "max_tokens" if length < self.seq else "prompt", "context_length_exceeded",
             )  # fmt: skip
         return tokens
+
+    def _make_choices(self, asked: Asked, chat: bool) -> list[Choice]:
+        fields, tools = asked.fields, asked.tools
+        codec = self._make_codec(fields, asked.rules, tools) if chat else None
+        jobs = self._make_jobs(fields, [ids for _, ids in asked.prompts], asked.model.weights, codec)
+        choices = [self._make_choice(fields, job, asked.prompts[job.number // fields.sampling.samples][0], codec, tools)
+                   for job in jobs]  # fmt: skip
+        for job in jobs:
+            asked.rules.apply(job, self._choose_ends(fields))
+        return choices
 
     def _make_jobs(
         self, fields: Fields, prompts: list[list[int]], weights: Weights, codec: ChatCodec | None

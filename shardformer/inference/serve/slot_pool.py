@@ -88,6 +88,7 @@ class SlotPool:
         for chunk in prefixes.find(job):
             self._state = self.programs.restore(self._state, row, np.array([job.stored], np.int32), chunk)
             job.stored += count_tokens(chunk)
+            job.found_tokens += 0 if job.ids else count_tokens(chunk)  # else a row that has moved is read again
 
     def _extend(self, weights: Weights, chunk: Chunk, chosen: dict[int, Job]) -> None:
         seen = np.zeros((self._shards, self._state.logits_BV.shape[1]), bool)
@@ -106,15 +107,18 @@ class SlotPool:
         position = int(chunk.position[0])
         if position in job.chunks and job.chunks[position] not in prefixes:
             prefixes.add(job, position, self.programs.take(self._state, chunk))
+            job.added_tokens += int(chunk.count[0])
 
     def _embed(self, weights: Weights, chunk: Chunk, chosen: dict[int, Job]) -> None:
         """Reads a chunk and pools the vectors of its tokens."""
-        self._state, hidden = (weights.programs or self.programs).embed(weights.unstacked, self._state, chunk)
+        programs = weights.programs or self.programs
+        self._state, last, total = programs.embed(weights.unstacked, self._state, chunk)
         for shard, job in chosen.items():
-            count = int(chunk.count[shard])
-            vectors = hidden[shard, :count].astype(np.float64)
-            job.pooled = vectors[-1] if job.pooling == "last" else job.pooled + vectors.sum(axis=0)
-            job.stored += count
+            if job.pooling == "last":
+                job.pooled = last[shard].astype(np.float64)
+            else:
+                job.pooled = job.pooled + total[shard].astype(np.float64)
+            job.stored += int(chunk.count[shard])
 
     def _score(self, weights: Weights, chunk: Chunk, chosen: dict[int, Job]) -> None:
         """Scores a chunk's tokens. The context is then read by the program of all jobs, so that it has their bits."""

@@ -77,6 +77,7 @@ class SlotPrograms:
         self._read = programs.jit(self.decoder.extend, out_shardings=layout[:2])
         self._score = programs.jit(self._score_chunk, out_shardings=(layout[:2], *[everywhere] * 3))
         self._embed = programs.jit(self.decoder.extend_with_hidden, out_shardings=(everywhere, layout[:2]))
+        self._pool = programs.jit(_pool_vectors, out_shardings=everywhere)
         self._put = programs.jit(self._put_rows, donate_argnums=0, out_shardings=layout)
         self._take = programs.jit(self.decoder.take_slots, static_argnames="count", out_shardings=cache)
         self._restore = programs.jit(self.decoder.put_slots, donate_argnames="caches", out_shardings=cache)
@@ -120,11 +121,15 @@ class SlotPrograms:
         new, *results = self._score(unstacked, placed, self._to_rows(targets), *state[:2])
         return self._put_caches(state, placed, new), tuple(map(np.asarray, results))
 
-    def embed(self, unstacked, state: State, chunk: Chunk) -> tuple[State, np.ndarray]:
-        """Reads a chunk; returns the state, and the vectors [dp, C, d_model] of its tokens after the last norm."""
+    def embed(self, unstacked, state: State, chunk: Chunk) -> tuple[State, np.ndarray, np.ndarray]:
+        """Reads a chunk; returns the state, and of the vectors of its tokens the last and the sum, [dp, d_model] each.
+
+        The vectors are those after the last norm. To copy them all to the host would take megabytes for each chunk.
+        """
         placed = Chunk(*map(self._to_rows, chunk))
-        hidden_DCD, new = self._embed(unstacked, placed, *state[:2])
-        return self._put_caches(state, placed, new), np.asarray(hidden_DCD)
+        hidden_DCM, new = self._embed(unstacked, placed, *state[:2])
+        last_DM, sum_DM = map(np.asarray, self._pool(hidden_DCM, self._to_all(np.asarray(chunk.count))))
+        return self._put_caches(state, placed, new), last_DM, sum_DM
 
     def _put_caches(self, state: State, placed: Chunk, new) -> State:
         """Returns the state with new rows, whose tokens are not counted as seen."""
@@ -242,3 +247,11 @@ class SlotPrograms:
         carry = jnp.int32(0), token_B, state, results
         _, _, state, results = lax.while_loop(lambda carry: carry[0] < count, draw_one, carry)
         return state._replace(caches=jax.tree.map(jnp.reshape, state.caches, cache_shapes)), *results
+
+
+def _pool_vectors(hidden_DCM, count_D):
+    """Returns the last and the sum of the first vectors of each chunk."""
+    C = hidden_DCM.shape[1]
+    last_DM = jnp.take_along_axis(hidden_DCM, count_D[:, None, None] - 1, axis=1)[:, 0]
+    is_token_DC = jnp.arange(C)[None] < count_D[:, None]
+    return last_DM, jnp.where(is_token_DC[..., None], hidden_DCM.astype(jnp.float32), 0).sum(axis=1)

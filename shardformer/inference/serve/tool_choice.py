@@ -42,8 +42,8 @@ class Tools(NamedTuple):
         return make_call_rules(self.functions, self.format.arguments)
 
     def make_stream(self) -> CallStream:
-        names = {function.name for function in self.functions}
-        return CallStream(JSON_ONLY if self.is_forced else self.format, names, self.most)
+        schemas = {function.name: function.parameters for function in self.functions}
+        return CallStream(JSON_ONLY if self.is_forced else self.format, schemas, self.most)
 
 
 def read_tools(body: dict[str, Any], format: ChatFormat) -> Tools | None:
@@ -73,9 +73,12 @@ def read_tools(body: dict[str, Any], format: ChatFormat) -> Tools | None:
     return Tools(listed, chosen, known_format, is_forced, None if parallel else 1)
 
 
-def describe_call(call: Call) -> dict[str, Any]:
-    """Returns OpenAI's object of a call, with a new id."""
-    number = "".join(secrets.choice(LETTERS) for _ in range(ID_LENGTH))
+def make_call_id() -> str:
+    return "".join(secrets.choice(LETTERS) for _ in range(ID_LENGTH))
+
+
+def describe_call(call: Call, number: str) -> dict[str, Any]:
+    """Returns OpenAI's object of a call. number: its id."""
     return {"id": number, "type": "function", "function": call._asdict()}
 
 

@@ -5,8 +5,10 @@ import re
 from typing import Any, NamedTuple
 
 LONGEST = 1_000_000  # characters of a call: JSON takes up to 60 times as much memory as its text
+DECODER = json.JSONDecoder()
 BETWEEN = re.compile(r"[\s;,]*")  # two calls that are in no list
-NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(\{.*)", re.DOTALL)
+MISTRAL = "[TOOL_CALLS]"
+NAMED = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
 
 
 class Call(NamedTuple):
@@ -30,23 +32,36 @@ def make_call(name: Any, arguments: Any) -> Call:
 def parse_json(text: str) -> list[Call]:
     """Returns the calls of {"name": ..., "arguments": {...}} or "parameters", in lists or not; raises ValueError."""
     calls: list[Call] = []
-    decoder, place = json.JSONDecoder(), 0
+    place = 0
     while (place := _skip(text, place)) < len(text):
-        value, place = decoder.raw_decode(text, place)
-        for each in value if isinstance(value, list) else [value]:
-            if not isinstance(each, dict):
-                raise ValueError("expected an object")
-            calls.append(make_call(each.get("name"), each.get("arguments", each.get("parameters"))))
+        found, place = _read_values(text, place)
+        calls += found
     return calls
 
 
 def parse_mistral(text: str) -> list[Call]:
     """Returns the calls after [TOOL_CALLS]: a list of JSON, or for newer models NAME[ARGS]{...}; raises ValueError."""
     calls: list[Call] = []
-    for part in text.split("[TOOL_CALLS]"):
-        named = NAMED.fullmatch(part)
-        calls += [make_call(named[1], json.loads(named[2]))] if named else parse_json(part)
+    place = 0
+    while (place := _skip(text, place)) < len(text):
+        if text.startswith(MISTRAL, place):
+            place += len(MISTRAL)
+        elif named := NAMED.match(text, place):
+            arguments, place = DECODER.raw_decode(text, named.end())
+            calls.append(make_call(named[1], arguments))
+        else:
+            found, place = _read_values(text, place)
+            calls += found
     return calls
+
+
+def _read_values(text: str, place: int) -> tuple[list[Call], int]:
+    """Returns the calls of a value of JSON, and the position after it."""
+    value, place = DECODER.raw_decode(text, place)
+    listed = value if isinstance(value, list) else [value]
+    if not all(isinstance(each, dict) for each in listed):
+        raise ValueError("expected an object")
+    return [make_call(each.get("name"), each.get("arguments", each.get("parameters"))) for each in listed], place
 
 
 def _skip(text: str, place: int) -> int:

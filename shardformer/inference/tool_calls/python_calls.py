@@ -8,17 +8,17 @@ from shardformer.inference.tool_calls.json_calls import Call, make_call
 DEEPEST = 100  # lists and objects in each other
 SPACES, NAME = re.compile(r"\s*"), re.compile(r"[A-Za-z_][\w.-]*")
 STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
-NUMBER = re.compile(r"-?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?")
-ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|[nrt'\"\\/])")
-ESCAPED = {"n": "\n", "r": "\r", "t": "\t"}
+DIGITS = r"\d+(?:_\d+)*"
+NUMBER = re.compile(rf"[+-]?(?:{DIGITS}(?:\.(?:{DIGITS})?)?|\.{DIGITS})(?:[eE][+-]?{DIGITS})?")
+ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[abfnrtv'\"\\/\n])")
+ESCAPED = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "\n": ""}
 WORDS = {"True": True, "true": True, "False": False, "false": False, "None": None, "null": None}
 
 
 def parse_python(text: str) -> list[Call]:
-    """Returns the calls of a list; raises ValueError for any other text."""
+    """Returns the calls of a list, or one call; raises ValueError for any other text."""
     reader = _Reader(text)
-    reader.expect("[")
-    calls = reader.read_until("]", reader.read_call)
+    calls = reader.read_until("]", reader.read_call) if reader.accept("[") else [reader.read_call()]
     if reader.rest:
         raise ValueError("expected the end")
     return calls
@@ -45,17 +45,23 @@ class _Reader:
         if self._depth > DEEPEST:
             raise ValueError("nested too deeply")
         parts: list = []
-        while not self._accept(end):
+        while not self.accept(end):
             if parts:
                 self.expect(",")
-                if self._accept(end):
+                if self.accept(end):
                     break
             parts.append(read())
         self._depth -= 1
         return parts
 
+    def accept(self, text: str) -> bool:
+        self._skip()
+        found = self._text.startswith(text, self._place)
+        self._place += len(text) * found
+        return found
+
     def expect(self, text: str) -> None:
-        if not self._accept(text):
+        if not self.accept(text):
             raise ValueError(f"expected {text}")
 
     def _read_pair(self, read_key, between: str) -> tuple[str, Any]:
@@ -67,15 +73,15 @@ class _Reader:
         return self._take(NAME)
 
     def _read_value(self) -> Any:
-        if self._accept("["):
+        if self.accept("["):
             return self.read_until("]", self._read_value)
-        if self._accept("{"):
+        if self.accept("{"):
             return dict(self.read_until("}", lambda: self._read_pair(self._read_string, ":")))
         if self._text.startswith(("'", '"'), self._place):
             return self._read_string()
         if NUMBER.match(self._text, self._place):
             number = self._take(NUMBER)
-            return int(number) if number.lstrip("-").isdecimal() else float(number)
+            return float(number) if set(number) & set(".eE") else int(number)
         word = self._take(NAME)
         if word not in WORDS:
             raise ValueError(f"expected a value, got {word:.60}")
@@ -92,12 +98,6 @@ class _Reader:
         self._place = match.end()
         return match[0]
 
-    def _accept(self, text: str) -> bool:
-        self._skip()
-        found = self._text.startswith(text, self._place)
-        self._place += len(text) * found
-        return found
-
     def _skip(self) -> None:
         match = SPACES.match(self._text, self._place)
         assert match
@@ -106,4 +106,4 @@ class _Reader:
 
 def _unescape(match: re.Match[str]) -> str:
     code = match[1]
-    return chr(int(code[1:], 16)) if code[0] == "u" else ESCAPED.get(code, code)
+    return chr(int(code[1:], 16)) if len(code) > 1 else ESCAPED.get(code, code)

@@ -26,7 +26,7 @@ def test_least_bytes_until_the_end():
 def test_rules_without_an_end_are_left_out():
     """`endless` would accept ab as a beginning of which no text comes."""
     automaton = Automaton(RECURSIVE)
-    assert automaton.is_final(automaton.run(b"ab"))
+    assert automaton.stacks(automaton.run(b"ab")) == {None}
     assert automaton.run(b"b") == DEAD
     endless = Automaton(RECURSIVE, "endless")
     assert endless.least[endless.start] == NEVER
@@ -37,7 +37,7 @@ def test_deep_texts_end_soon():
     state = automaton.run(b"(" * MOST_STACKED)
     assert automaton.step(state, ord("(")) != DEAD
     assert automaton.run(b"((", state) == DEAD
-    assert automaton.is_final(automaton.run(b"(" + b")" * (MOST_STACKED + 1), state))
+    assert automaton.stacks(automaton.run(b"(" + b")" * (MOST_STACKED + 1), state)) == {None}
 
 
 def test_long_fixed_text():
@@ -52,7 +52,7 @@ def test_ambiguous_text_is_rejected():
     arrays = {f"array{n}": [(*spell("["), "root", f"end{n}")] for n in range(2)}
     ends = {f"end{n}": [spell("]")] for n in range(2)}
     automaton = Automaton({"root": [("array0",), ("array1",), spell("0")], **arrays, **ends})
-    assert automaton.is_final(automaton.run(b"[[0]]"))
+    assert automaton.stacks(automaton.run(b"[[0]]")) == {None}
     with pytest.raises(UsageError, match="more than 2,000 ways"):
         automaton.run(b"[" * 13)
 

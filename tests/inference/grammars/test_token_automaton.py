@@ -5,6 +5,7 @@ import random
 
 import numpy as np
 
+from shardformer.inference.grammars import token_automaton
 from shardformer.inference.grammars.grammar import DEAD, Automaton
 from shardformer.inference.grammars.json_rules import JSON_OBJECT
 from shardformer.inference.grammars.token_automaton import (
@@ -43,6 +44,21 @@ def test_text_ends_in_time():
             if tokens.is_final(state):
                 break
         assert count == 1 or isinstance(json.loads(text), dict)  # {} has two
+
+
+def test_states_are_forgotten_and_found_again(monkeypatch):
+    """One text made the automaton grow without a bound; forgetting changes no mask."""
+    small, large = (Automaton(JSON_OBJECT) for _ in range(2))
+    bounded, free = TokenAutomaton(small, TokenTexts(TEXTS)), TokenAutomaton(large, TokenTexts(TEXTS))
+    states, most = [None, None], 0
+    for byte in b'{"a":' * 40:
+        for n, (tokens, bound) in enumerate([(bounded, 50), (free, 10**6)]):
+            monkeypatch.setattr(token_automaton, "MOST_STATES", bound)
+            states[n] = tokens.read(states[n], byte)
+        np.testing.assert_array_equal(free.allow(states[1], 10**6)[0], bounded.allow(states[0], 10**6)[0])
+        most = max(most, len(small))
+    assert most < 150 < len(large)
+    assert not free.is_final(states[1])
 
 
 def test_characters_of_tokens():

@@ -18,7 +18,7 @@ def draw_texts(rules: Rules, count: int, longest: int = 100, seed: int = 0) -> l
 
 def _draw_text(automaton: Automaton, draw: random.Random, longest: int) -> str:
     state, text = automaton.start, b""
-    while not automaton.is_final(state):
+    while automaton.stacks(state) != {None}:
         automaton.fill([state])
         left = max(longest - len(text), 1)
         after = automaton.next[state]

@@ -56,13 +56,13 @@ def running_app(app, limits: Limits):
         thread.join(10)
 
 
-def send(port: int, path: str, body=None, headers=None) -> tuple[int, bytes]:
+def send(port: int, path: str, body=None, headers=None, method="") -> tuple[int, bytes]:
     """Sends a request; a body of a dict is JSON. Returns the status and the content."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     content = json.dumps(body).encode() if isinstance(body, dict) else body
     headers = {"Content-Type": "application/json"} | (headers or {})
     with contextlib.closing(connection):
-        connection.request("GET" if body is None else "POST", path, content, headers)
+        connection.request(method or ("GET" if body is None else "POST"), path, content, headers)
         response = connection.getresponse()
         return response.status, response.read()
 

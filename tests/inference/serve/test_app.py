@@ -34,7 +34,8 @@ def test_completions_are_those_of_generate(service, port, generated):
         assert choice["logprobs"]["token_logprobs"] == job.logprobs
         assert choice["finish_reason"] == ("stop" if job.stopped else "length")
     drawn = sum(len(job.ids) for job in generated)
-    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": drawn, "total_tokens": 5 + drawn}
+    details = {"prompt_tokens_details": {"cached_tokens": 0}}
+    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": drawn, "total_tokens": 5 + drawn} | details
     assert ask(port, DRAWN | {"seed": 6})["choices"][0]["text"] != answer["choices"][0]["text"]
 
 
@@ -129,7 +130,7 @@ BAD = [
     ({"prompt": [260]}, 400, "outside 0..257"),
     ({"prompt": "a", "n": 129}, 400, "1 to 128"),
     ({"prompt": "a", "best_of": 2}, 400, "best_of=2 differs"),
-    ({"prompt": "a", "suffix": "x"}, 400, "not computed here"),
+    ({"prompt": "a", "suffix": "x"}, 400, "no marks of a gap"),
     ({"prompt": "a", "logit_bias": {"1": 101}}, 400, "expected a number from -100 to 100"),
     ({"prompt": "a", "logit_bias": {"258": 1}}, 400, "token id 258, outside 0..257"),
     ({"prompt": "a", "logit_bias": {"\ud800": 1}}, 400, "half of a character"),
@@ -185,16 +186,17 @@ def test_bad_field_of_a_chat_is_named(port, fields, message):
 
 def test_fields_that_change_no_token_are_accepted(port):
     """Those of openai-python's own tests, with seeds of 64 bits."""
-    same = {"best_of": 0, "prompt_cache_key": "a", "safety_identifier": "b"}
+    same = {"best_of": 0, "suffix": "", "prompt_cache_key": "a", "safety_identifier": "b"}
     assert ask(port, DRAWN | same)["choices"] == ask(port, DRAWN)["choices"]
     same = {"prediction": {"type": "content", "content": "a"}, "audio": {"format": "wav", "voice": "alloy"},
-            "modalities": ["text"], "verbosity": "medium", "reasoning_effort": "low"}  # fmt: skip
+            "modalities": ["text"], "verbosity": "medium", "reasoning_effort": "low", "web_search_options": {},
+            "functions": [{"name": "f"}], "function_call": "none"}  # fmt: skip
     path = "/v1/chat/completions"
     assert ask(port, CHAT | same, path)["choices"] == ask(port, CHAT, path)["choices"]
     answer = ask(port, DRAWN | {"seed": -(2**53) + 1})
     assert answer["choices"] == ask(port, DRAWN | {"seed": answer["seed"]})["choices"]
     assert answer["choices"] != ask(port, DRAWN)["choices"]
-    for name, value in (("modalities", ["audio"]), ("verbosity", "low"), ("functions", [{}]), ("suffix", "a")):
+    for name, value in (("modalities", ["audio"]), ("functions", [{}]), ("function_call", "auto"), ("suffix", "a")):
         status, content = send(port, path, CHAT | {name: value})
         assert (status, json.loads(content)["error"]["param"]) == (400, name)
     assert "give tools" in send(port, path, CHAT | {"functions": [{}]})[1].decode()
@@ -204,19 +206,21 @@ def test_no_tokens_are_an_empty_text(port):
     answer = ask(port, {"prompt": "to be", "max_tokens": 0})
     (choice,) = answer["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("", "length")
-    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5}
+    assert [answer["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")] == [5, 0, 5]
     (event,) = read_events(port, {"prompt": "to be", "max_tokens": 0})
     assert event["choices"][0]["text"] == ""
-    assert send(port, "/v1/chat/completions", CHAT | {"max_tokens": 0})[0] == 400
+    (choice,) = ask(port, CHAT | {"max_tokens": 0}, "/v1/chat/completions")["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("", "length")
 
 
-def test_effort_is_a_variable_of_the_template(service, port, monkeypatch):
-    template = "{{ reasoning_effort }}" + service.chat.format.template
+@pytest.mark.parametrize("name", ["reasoning_effort", "verbosity"])
+def test_effort_is_a_variable_of_the_template(service, port, monkeypatch, name):
+    template = f"{{{{ {name} }}}}" + service.chat.format.template
     monkeypatch.setattr(service, "chat", ChatCodec(make_vocabulary(), dataclasses.replace(
         service.chat.format, template=template)))  # fmt: skip
     monkeypatch.setattr(service, "_processes", [])
     counts = [ask(port, CHAT | more, "/v1/chat/completions")["usage"]["prompt_tokens"]
-              for more in ({}, {"reasoning_effort": "low"})]  # fmt: skip
+              for more in ({}, {name: "low"})]  # fmt: skip
     assert counts[1] == counts[0] + len("low")
 
 
@@ -413,6 +417,7 @@ def test_page_chats_in_a_browser(port):
         window.run("document.querySelectorAll('.token')[2].dispatchEvent(new Event('mouseenter'))")
         rows = window.run("return [...document.querySelectorAll('#detail tr')].map(row => row.textContent)")
         assert len([row for row in rows if "%" in row]) >= 5
+        assert window.run("return document.querySelector('#history .current').textContent") == "hi"
         assert not window.log()
         window.run("document.getElementById('tokens').value = 999; document.getElementById('text').value = 'x';"
                    "document.getElementById('form').requestSubmit()")  # fmt: skip

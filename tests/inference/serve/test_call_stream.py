@@ -37,7 +37,18 @@ TEXTS = [  # format, text, content, names of the calls
     ("lfm", "<|tool_call_start|>[clock(), weather(city='a\\'b', b=[1, -2.5e3,], c={\"d\": null})]<|tool_call_end|>ok",
      "ok", ["clock", "weather"]),
     ("lfm", "<|tool_call_start|>[clock(a=b)]<|tool_call_end|>", "<|tool_call_start|>[clock(a=b)]<|tool_call_end|>", []),
+    ("lfm", "<|tool_call_start|>clock(a='<|tool_call_end|>', b=\"it's\")<|tool_call_end|>ok", "ok", ["clock"]),
     ("nemotron", '<TOOLCALL>[{"name": "clock", "arguments": "{}"}]</TOOLCALL>', "", ["clock"]),
+    ("qwen_coder", "so\n<tool_call>\n<function=clock>\n</function>\n</tool_call>", "so", ["clock"]),
+    ("qwen_coder", "<tool_call><function=clock><parameter=a></function></tool_call>",
+     "<tool_call><function=clock><parameter=a></function></tool_call>", []),
+    ("glm", "<tool_call>clock</tool_call>\n<tool_call>weather\n</tool_call>", "", ["clock", "weather"]),
+    ("glm", "<tool_call>see it</tool_call>", "<tool_call>see it</tool_call>", []),
+    ("nemotron", '<TOOLCALL>[{"name": "clock", "arguments": {"a": "</TOOLCALL>"}}]</TOOLCALL>ok', "ok", ["clock"]),
+    ("hermes", HERMES.replace("zone", 'a\\\\\\"</tool_call>') + "ok", "ok", ["clock"]),
+    ("hermes", f'<tool_call>{{"a": "b}}</tool_call>{HERMES}', '<tool_call>{"a": "b}</tool_call>', ["clock"]),
+    ("mistral", '[TOOL_CALLS][{"name": "clock", "arguments": {"a": "[TOOL_CALLS]weather[ARGS]{}"}}]', "", ["clock"]),
+    ("mistral", '[TOOL_CALLS]clock[ARGS]{"a": "[TOOL_CALLS]"}[TOOL_CALLS]weather{}', "", ["clock", "weather"]),
 ]  # fmt: skip
 
 
@@ -49,7 +60,7 @@ def test_content_and_calls_are_split(format, text, content, names, step):
 
 
 def test_content_is_sent_before_a_call_is_complete():
-    stream = CallStream(FORMATS["hermes"], {"clock"})
+    stream = CallStream(FORMATS["hermes"], {"clock": None})
     assert stream.push("let me <tool") == ("let me", [])
     assert stream.push(" now") == (" <tool now", [])
     assert stream.push(" " + HERMES[:-1]) == ("", [])

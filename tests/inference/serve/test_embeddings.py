@@ -59,6 +59,12 @@ def test_base64_is_the_same(port):
     np.testing.assert_array_equal(vector, embed(port, input="to be")[0])
 
 
+def test_dimensions_are_the_first_numbers(port):
+    whole, short = embed(port, input="to be"), embed(port, input="to be", dimensions=5)
+    np.testing.assert_allclose(short, whole[:, :5] / np.linalg.norm(whole[:, :5]), rtol=1e-6)
+    assert short.shape == (1, 5)
+
+
 def test_last_vector_gives_the_logits_and_mean_their_mean(service, generated):
     """The engine is this thread's while the server has no request."""
     engine, weights = service.thread.engine, service.models["small"].weights
@@ -94,7 +100,8 @@ WRONG = [
     ({"input": ["a" * 97] * 4}, "input", "input 0 has 97"),
     ({"input": "a" * 1_000_000}, "input", "too many for a context"),
     ({"input": ["a"] * (QUEUE + SLOTS + 1)}, "input", "expected at most 12"),
-    ({"input": "a", "dimensions": 2}, "dimensions", "leave dimensions out"),
+    ({"input": "a", "dimensions": 0}, "dimensions", "expected 1 to 32"),
+    ({"input": "a", "dimensions": 33}, "dimensions", "expected 1 to 32"),
     ({"input": "a", "encoding_format": "int8"}, "encoding_format", "expected float or base64"),
     ({"input": "a", "pooling": "max"}, "pooling", "expected last or mean"),
     ({"input": "a", "n": 1}, "n", "not a field"),

@@ -116,6 +116,45 @@ def test_required_call_and_its_stream(client, template):
     assert streamed.finish_reason == "tool_calls"
 
 
+RESPONSE = {"model": "small", "input": "hi", "max_output_tokens": 20, "temperature": 1.5, "extra_body": {"seed": 1}}
+
+
+def test_response_and_its_stream(client):
+    whole = client.responses.create(**RESPONSE, instructions="be kind", top_logprobs=2)
+    with client.responses.stream(**RESPONSE, instructions="be kind") as stream:
+        events = list(stream)
+    texts = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(texts) == whole.output_text
+    assert len(texts) > 1
+    assert (events[0].type, events[-1].type) == ("response.created", "response.incomplete")
+    assert whole.incomplete_details.reason == "max_output_tokens"
+    assert whole.usage.output_tokens == 20
+    assert len(whole.output[0].content[0].logprobs[0].top_logprobs) == 2
+
+
+def test_response_is_continued_read_and_deleted(client):
+    first = client.responses.create(**RESPONSE | {"max_output_tokens": 8})
+    second = client.responses.create(**RESPONSE | {"input": "why?"}, previous_response_id=first.id)
+    assert second.usage.input_tokens > first.usage.total_tokens
+    assert client.responses.retrieve(first.id).output_text == first.output_text
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(**RESPONSE, previous_response_id=first.id)
+
+
+def test_function_call_of_a_response(client, template):
+    function = {"type": "function", "strict": False, **TOOL["function"]}
+    body = RESPONSE | {"tools": [function], "tool_choice": "required", "max_output_tokens": 60}
+    (call,) = client.responses.create(**body).output
+    assert json.loads(call.arguments).get("a", 1) in (1, 2)
+    with client.responses.stream(**body) as stream:
+        (streamed,) = stream.get_final_response().output
+    assert (streamed.name, streamed.arguments) == (call.name, call.arguments)
+    talk = [{"role": "user", "content": "hi"}, streamed.to_dict(),
+            {"type": "function_call_output", "call_id": streamed.call_id, "output": "4"}]  # fmt: skip
+    assert client.responses.create(**RESPONSE | {"input": talk, "tools": [function]}).output
+
+
 def test_embeddings(client):
     """The client asks for base64 by default, and decodes it."""
     made = client.embeddings.create(model="small", input=["to be", "or not"])

@@ -118,6 +118,12 @@ def test_very_long_texts_are_rejected():
         Forms(Characters(ASCII)).read(as_form(schema))
 
 
+def test_schema_of_an_object_is_followed(port):
+    """llama.cpp's clients give it without json_schema."""
+    form = {"type": "json_object", "schema": {"const": "foo"}}
+    assert ask(port, BODY | {"response_format": form})["choices"][0]["text"].strip() == '"foo"'
+
+
 def test_rules_are_made_once(monkeypatch):
     made = []
     monkeypatch.setattr(response_format, "make_rules", lambda *_: made.append(1) or JSON_OBJECT)
@@ -137,6 +143,8 @@ def as_form(schema):
         ({"type": "grammar"}, "expected text, json_object or json_schema"),
         ({"type": []}, "expected text, json_object or json_schema"),
         ({"type": "json_schema"}, "has no schema"),
+        ({"type": "json_object", "schema": 123}, "has no schema"),
+        ({"type": "json_object", "schema": {"type": "hiccup"}}, "type 'hiccup'"),
         ({"type": "json_schema", "json_schema": {"schema": {"type": "string", "pattern": "a"}}}, "keyword 'pattern'"),
         ({"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}, "no text is of this form"),
         ({"type": "json_schema", "json_schema": {"schema": {"enum": ["\ud800"]}}}, "cannot be written"),

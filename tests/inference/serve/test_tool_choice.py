@@ -205,6 +205,7 @@ WRONG = [
     ({"tool_choice": "required", "tools": [tool("f", {"pattern": "a"}, strict=True)]}, "tools", "keyword 'pattern'"),
     ({"tool_choice": "required", "tools": [tool("f", {"$ref": "#"}, strict=True)]}, "tools", "may be no object"),
     ({"tool_choice": "required", "tools": [tool("f", {"type": "string"}, strict=True)]}, "tools", "may be no object"),
+    ({"tool_choice": "required", "response_format": {"type": "x"}}, "response_format", "expected text, json_object"),
     ({"tools": [tool("f"), tool("g"), tool("f")]}, "tools", "tools has 'f' twice; give each function once"),
 ]
 
@@ -251,6 +252,14 @@ def test_arguments_are_always_an_object(schema):
     assert accepts(rules, '{"name": "f", "arguments": {}}')
     for value in ("5", '"a"', "null"):
         assert not accepts(rules, f'{{"name": "f", "arguments": {value}}}')
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_tool_without_possible_arguments_is_named(is_strict):
+    """Only the others could be called, and nobody was told."""
+    endless = {"properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+    with pytest.raises(UsageError, match="the parameters of tool f have no finite text"):
+        make_call_rules([Function("f", endless, is_strict), Function("g", None, False)], "arguments")
 
 
 def test_too_large_schema_is_rejected_before_the_next_one(monkeypatch):

@@ -17,6 +17,7 @@ from tests.data.chat import families
 
 OF_TEMPLATES = {"qwen2_5": "hermes", "qwen3": "hermes", "mistral_nemo": "mistral", "llama3_2": "llama", "lfm2_5": "lfm"}
 ARGUMENTS = {"city": "Köln 😀", "days": 2, "near": [1.5, None, True], "more": {"a": "b"}}
+SCHEMA = {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 CALL = {"id": "abcdefgh1", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
 
 
@@ -26,7 +27,7 @@ def read_template(name) -> str:
 
 def split(format, text, step=None, most=None):
     """Returns the content and the calls of a text that comes in pieces of `step` characters."""
-    stream = CallStream(format, {"weather", "clock"}, most)
+    stream = CallStream(format, {"weather": SCHEMA, "clock": None}, most)
     pieces = [text[i : i + step] for i in range(0, len(text), step)] if step else [text]
     parts = [stream.push(piece) for piece in pieces] + [stream.push("", ended=True)]
     calls = [(call.name, json.loads(call.arguments)) for _, found in parts for call in found]
