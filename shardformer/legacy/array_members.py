@@ -37,6 +37,7 @@ def put_back(stack: contextlib.ExitStack) -> None:
         _set(stack, array, "device_buffers", property(lambda x: [shard.data for shard in x.addressable_shards]))
         _set(stack, array, "local_shards", property(lambda x: x.addressable_shards))
         _set(stack, array, "local_data", lambda x, index=0: x.addressable_data(index))
+        _set(stack, array, "unsafe_raw_array", jax.random.key_data)
         _set(stack, array, "to_py", lambda x: np.asarray(x))
         _set(stack, array, "block_host_until_ready", lambda x: x.block_until_ready())
     for member in ("as_text", "compiler_ir"):

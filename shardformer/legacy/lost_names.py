@@ -102,9 +102,7 @@ _OF_ONE_MODULE = {
     ("jax.core", "MainTrace Sublevel new_base_main new_main new_sublevel"):
         "a function of jax.make_jaxpr(f)(*arguments), or jax.extend.core.set_current_trace",
     ("jax.interpreters.batching", "BatchTrace NotMapped"): "jax.custom_batching.custom_vmap",
-    ("jax.interpreters.pxla", "spec_to_indices"):
-        "jax.sharding.NamedSharding",
-    ("jax.interpreters.pxla", "device_put replicate shard_args"): "jax.device_put with a NamedSharding",
+    ("jax.interpreters.pxla", "device_put replicate"): "jax.device_put with a NamedSharding",
     ("jax.interpreters.pxla", "parallel_callable xla_pmap xla_pmap_impl xla_pmap_p"): "jax.pmap",
     ("jax.interpreters.xla", "device_put device_put_p"): "jax.device_put",
     ("jax.interpreters.xla", "call_translations initial_style_translations parallel_translations"):

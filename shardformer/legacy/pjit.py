@@ -3,10 +3,13 @@
 import functools
 import inspect
 import operator
+import types
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardformer.legacy.mesh_in_scope import current_mesh
@@ -15,6 +18,14 @@ from shardformer.legacy.relocation import relocate
 
 NOT_GIVEN = object()
 REPLICATED = object()  # what pjit's None meant in a mesh; outside of one it meant nothing, while P() is an error
+
+
+# By function and mesh: the function that jax traces.
+_bodies: weakref.WeakKeyDictionary[Callable, dict[Mesh | None, Callable]] = weakref.WeakKeyDictionary()
+
+
+class NoMeshError(RuntimeError, ValueError):
+    """A PartitionSpec outside of a mesh, which was a ValueError in the oldest releases and a RuntimeError later."""
 
 
 class _LeftToJax:
@@ -97,16 +108,17 @@ def pjit(
             "in_shardings": _shardings(inputs, mesh, "pjit's in_axis_resources"),
             "out_shardings": _shardings(outputs, mesh, "pjit's out_axis_resources"),
         }
-        # jax caches traces by function, and the body may have looked up the mesh: a new function for every mesh.
-        body = functools.wraps(fun)(lambda *args, **kwargs: fun(*args, **kwargs))
         given = {side: shardings for side, shardings in sides.items() if shardings is not None}
-        return jax.jit(body, **options, **given), sides["in_shardings"]
+        return jax.jit(_body_in_mesh(fun, mesh), **options, **given), sides["in_shardings"]
 
     def prepared(args):
-        jitted, wanted = compiled(_auto_mesh(current_mesh()))
+        mesh = _auto_mesh(current_mesh())
+        jitted, wanted = compiled(mesh)
         # A static argument left at its default has no place among args; jax counts a negative one from their end.
         statics = {position + len(args) if position < 0 else position for position in static_argnums}
-        return jitted, args if wanted is None else _move_arguments(args, wanted, statics)
+        if wanted is not None:
+            return jitted, _move_arguments(args, wanted, statics)
+        return jitted, args if mesh is None else _put_on_mesh(args, mesh, statics)
 
     @functools.wraps(fun)
     def call(*args, **kwargs):
@@ -122,10 +134,11 @@ def pjit(
 
 
 def with_sharding_constraint(x: Any, axis_resources: Any):
-    """x with the layout of PartitionSpecs of the mesh in scope; a ValueError without a mesh, as before."""
-    shardings = _shardings(
-        _replace_none(PartitionSpec(), axis_resources), _auto_mesh(current_mesh()), "with_sharding_constraint"
-    )
+    """x with the layout of PartitionSpecs of the mesh in scope; a NoMeshError without a mesh."""
+    for spec in jax.tree.leaves(axis_resources, is_leaf=_is_none):
+        _check_type(spec, "with_sharding_constraint")
+    specs = _replace_none(PartitionSpec(), axis_resources)
+    shardings = _shardings(specs, _auto_mesh(current_mesh()), "with_sharding_constraint")
     return shard_map_helpers.with_sharding_constraint(x, shardings)
 
 
@@ -134,9 +147,37 @@ def lax_with_sharding_constraint(x: Any, shardings: Any):
     mesh = _auto_mesh(current_mesh())
 
     def resolve(spec):
-        return NamedSharding(mesh, spec) if mesh is not None and isinstance(spec, PartitionSpec) else spec
+        if not isinstance(spec, PartitionSpec):
+            return spec
+        if mesh is not None:
+            return _named_sharding(mesh, spec, "with_sharding_constraint")
+        if jax.sharding.get_abstract_mesh().empty:
+            raise _outside_of_a_mesh("with_sharding_constraint", spec)
+        return spec
 
     return shard_map_helpers.with_sharding_constraint(x, jax.tree.map(resolve, shardings))
+
+
+def _body_in_mesh(fun: Callable, mesh: Mesh | None) -> Callable:
+    """Returns a function that does as `fun`, the same one for each call with this mesh.
+
+    jax caches traces by function, but `fun` may look up the mesh. Programs pjit one function again at each step.
+    """
+    if not isinstance(fun, types.FunctionType):
+        return functools.wraps(fun)(lambda *args, **kwargs: fun(*args, **kwargs))
+    bodies = _bodies.setdefault(fun, {})
+    if mesh not in bodies:
+        bodies[mesh] = _copy(fun)
+    return bodies[mesh]
+
+
+def _copy(fun: types.FunctionType) -> Callable:
+    """Returns a function of the same parts, which does not keep `fun` itself alive."""
+    made = types.FunctionType(fun.__code__, fun.__globals__, fun.__name__, fun.__defaults__, fun.__closure__)
+    made.__kwdefaults__, made.__qualname__, made.__doc__ = fun.__kwdefaults__, fun.__qualname__, fun.__doc__
+    made.__module__, made.__annotations__ = fun.__module__, fun.__annotations__
+    made.__dict__.update(fun.__dict__)
+    return made
 
 
 def _static_positions(fun: Callable, numbers: int | Sequence[int] | None, names: str | Sequence[str] | None):
@@ -165,8 +206,26 @@ def _specs(side: str, resources: Any, shardings: Any):
     specs = shardings if resources is NOT_GIVEN else resources
     if specs is NOT_GIVEN:
         return None
+    for spec in jax.tree.leaves(specs, is_leaf=_is_none):
+        _check_type(spec, f"pjit's {side}_axis_resources")
     listed = side == "in" and isinstance(specs, list)  # the arguments are a tuple, the results may be a list
     return _replace_none(REPLICATED, tuple(specs) if listed else specs)
+
+
+def _check_type(spec: Any, what: str) -> None:
+    if not (spec is None or spec is AUTO or spec is FROM_GDA or isinstance(spec, PartitionSpec | Sharding)):
+        raise TypeError(f"{what} takes PartitionSpecs, None, or pytrees of them; got {spec!r}")
+
+
+def _named_sharding(mesh: Mesh, spec: PartitionSpec, what: str) -> NamedSharding:
+    axes = [axis for entry in spec for axis in _mesh_axes(entry) or ()]
+    if len(set(axes)) < len(axes):  # jax's error is no ValueError any more, which programs expect
+        raise ValueError(f"{what} got {spec}, which has a mesh axis twice; an axis can split one position")
+    return NamedSharding(mesh, spec)
+
+
+def _outside_of_a_mesh(what: str, spec: PartitionSpec) -> NoMeshError:
+    return NoMeshError(f"{what} got {spec} outside of a mesh; call it inside `with Mesh(devices, axis_names):`")
 
 
 def _replace_none(replicated: Any, resources: Any):
@@ -181,11 +240,9 @@ def _shardings(specs: Any, mesh: Mesh | None, what: str):
             return None
         if spec is REPLICATED:
             return None if mesh is None else NamedSharding(mesh, PartitionSpec())
-        if not isinstance(spec, PartitionSpec):
-            raise TypeError(f"{what} takes PartitionSpecs, None, or pytrees of them; got {spec!r}")
         if mesh is None:
-            raise ValueError(f"{what} got {spec} outside of a mesh; call it inside `with Mesh(devices, axis_names):`")
-        return NamedSharding(mesh, spec)
+            raise _outside_of_a_mesh(what, spec)
+        return _named_sharding(mesh, spec, what)
 
     return jax.tree.map(sharding, specs)
 
@@ -208,6 +265,22 @@ def _move_arguments(args: tuple, wanted: Any, statics: Sequence[int]) -> tuple:
         raise ValueError(f"{fit}; give a spec for each, or for a whole subtree: {error}") from None
     moved = dict(zip(moving, jax.tree.map(_move, arrays, layout), strict=True))
     return tuple(moved.get(position, arg) for position, arg in enumerate(args))
+
+
+def _put_on_mesh(args: tuple, mesh: Mesh, statics: Iterable[int]) -> tuple:
+    """Puts the arguments on the devices of the mesh, as pjit did where nothing asks for a layout.
+
+    If an array is committed to devices, the others follow it there.
+    """
+    arrays = [arg for position, arg in enumerate(args) if position not in statics]
+    if any(isinstance(leaf, jax.core.Tracer) or getattr(leaf, "committed", False) for leaf in jax.tree.leaves(arrays)):
+        return args
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def put(leaf):
+        return jax.device_put(leaf, everywhere) if isinstance(leaf, jax.Array | np.ndarray) else leaf
+
+    return tuple(arg if position in statics else jax.tree.map(put, arg) for position, arg in enumerate(args))
 
 
 def _move(array, sharding: Sharding | None):

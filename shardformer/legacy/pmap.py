@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, get_abstract_mesh
 
 _pmap = jax.pmap
@@ -53,7 +54,12 @@ def pmap(
     @functools.wraps(outer)
     def call(*args, **kwargs):
         if AxisType.Manual not in get_abstract_mesh().axis_types:
-            return outer(*args, **kwargs)
+            try:
+                return outer(*args, **kwargs)
+            except ValueError:  # jax's error about sizes is about the parts of a layout
+                axes_of_arguments = _axes_of_arguments(in_axes, statics, len(args))
+                _check_sizes(_sizes(args, kwargs, axes_of_arguments), devices)
+                raise
         if devices is not None:
             raise ValueError(
                 "Nested pmap with explicit devices argument. The outer pmap has chosen the devices; "
@@ -65,6 +71,36 @@ def pmap(
 
     call.lower = outer.lower  # type: ignore[attr-defined]  # functions take attributes
     return call
+
+
+def _check_sizes(sizes: list[int], devices: Sequence[jax.Device] | None) -> None:
+    """Raises a ValueError if the mapped axes have two sizes, or one above the number of devices."""
+    available = jax.local_device_count() if devices is None else len(devices)
+    if len(sizes) > 1:
+        raise ValueError(f"pmap got inconsistent sizes for array axes to be mapped: {sizes}; give them one size")
+    if sizes and sizes[0] > available:
+        raise ValueError(
+            f"pmap got an axis of size {sizes[0]}, which requires {sizes[0]} replicas, but has {available} devices; "
+            "map a shorter axis, or use jax.vmap"
+        )
+
+
+def _sizes(args: tuple, kwargs: dict, in_axes: Any) -> list[int]:
+    """Returns the different sizes of the mapped axes."""
+    try:
+        axes = jax.tree.broadcast((in_axes, 0), (args, kwargs), is_leaf=_is_none)
+        sizes = jax.tree.map(_size, axes, (args, kwargs), is_leaf=_is_none)
+    except (IndexError, TypeError, ValueError):  # wrong axes, about which jax's error is
+        return []
+    return sorted(set(jax.tree.leaves(sizes)))
+
+
+def _size(axis: int | None, x) -> int | None:
+    return None if axis is None else jnp.shape(x)[axis]
+
+
+def _is_none(axis) -> bool:
+    return axis is None
 
 
 def _axes_of_arguments(in_axes: Any, statics: tuple[int, ...], arguments: int) -> Any:

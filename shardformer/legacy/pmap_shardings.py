@@ -1,12 +1,14 @@
-"""pmap's description of an array over devices: `pxla.ShardingSpec` and `pxla.make_sharded_device_array`."""
+"""pmap's description of an array over devices: `pxla.ShardingSpec` and the functions that take it."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxlib.xla_client import HloSharding, OpSharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,40 @@ class ShardingSpec:
     sharding: Sequence[NoSharding | Chunked | Unstacked]
     mesh_mapping: Sequence[ShardedAxis | Replicated]
 
+    def __post_init__(self):
+        for name in ("sharding", "mesh_mapping"):  # any iterable was accepted
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        sizes = [size for split in self._splits() for size in split]
+        return tuple(sizes[m.axis] if isinstance(m, ShardedAxis) else m.replicas for m in self.mesh_mapping)
+
+    def indices(self, shape: Sequence[int]) -> np.ndarray:
+        """Returns an array over the mesh, of the index of each device's part of an array of `shape`."""
+        pieces = [_pieces(split, size) for split, size in zip(self.sharding, shape, strict=True)]
+        parts = np.empty(math.prod(map(len, pieces)), dtype=object)
+        for number, index in enumerate(itertools.product(*pieces)):
+            parts[number] = index
+        over_splits = parts.reshape([size for split in self._splits() for size in split])
+        over_mesh = over_splits.transpose([m.axis for m in self.mesh_mapping if isinstance(m, ShardedAxis)])
+        copied = [axis for axis, m in enumerate(self.mesh_mapping) if isinstance(m, Replicated)]
+        return np.broadcast_to(np.expand_dims(over_mesh, copied), self.mesh_shape)
+
+    def sharding_proto(self) -> HloSharding:
+        """Returns XLA's description of the same layout."""
+        axes = {m.axis: axis for axis, m in enumerate(self.mesh_mapping) if isinstance(m, ShardedAxis)}
+        copied = [axis for axis in range(len(self.mesh_mapping)) if axis not in axes.values()]
+        if not axes:
+            return HloSharding.replicate()
+        copies = [math.prod(self.mesh_shape[axis] for axis in copied)] if copied else []
+        return HloSharding.iota_tile(
+            dims=[*map(math.prod, self._splits()), *copies],
+            reshape_dims=self.mesh_shape,
+            transpose_perm=[axes[number] for number in range(len(axes))] + copied,
+            subgroup_types=[OpSharding.Type.REPLICATED] * len(copies),
+        )
+
     def _splits(self) -> list[tuple[int, ...]]:
         """The numbers of parts of each position."""
         parts = {Chunked: lambda s: s.chunks, Unstacked: lambda s: (s.size,), NoSharding: lambda s: ()}
@@ -56,14 +92,38 @@ class ShardingSpec:
 
     def named_sharding(self, devices: Sequence[jax.Device]) -> NamedSharding:
         splits = self._splits()
-        sizes = [size for split in splits for size in split]
-        shape = [sizes[m.axis] if isinstance(m, ShardedAxis) else m.replicas for m in self.mesh_mapping]
+        shape = self.mesh_shape
         names = [
             f"split {m.axis}" if isinstance(m, ShardedAxis) else f"copy {i}" for i, m in enumerate(self.mesh_mapping)
         ]
-        numbers = iter(range(len(sizes)))
+        numbers = itertools.count()
         spec = [tuple(f"split {next(numbers)}" for _ in split) or None for split in splits]
         return NamedSharding(Mesh(np.array(devices).reshape(shape), names), PartitionSpec(*spec))
+
+
+def _pieces(split: NoSharding | Chunked | Unstacked, size: int) -> Sequence[slice | int]:
+    """Returns the indices of the parts of one position."""
+    if isinstance(split, Unstacked):
+        return range(size)
+    count = math.prod(split.chunks) if isinstance(split, Chunked) else 1
+    length = size // count
+    return [slice(length * part, length * (part + 1)) for part in range(count)] if count > 1 else [slice(None)]
+
+
+def spec_to_indices(shape: Sequence[int], spec: ShardingSpec) -> tuple:
+    """Returns the index of each device's part of an array, in the order of the mesh."""
+    return tuple(spec.indices(shape).flat)
+
+
+sharding_spec_sharding_proto = ShardingSpec.sharding_proto
+
+
+def shard_args(devices: Sequence[jax.Device], indices: Sequence, shardings: Sequence, args: Sequence) -> list[list]:
+    """Returns each argument as a list of its parts, of which each is on its device. The indices tell the parts."""
+    return [
+        [jax.device_put(arg[index], device) for index, device in zip(parts, devices, strict=True)]
+        for parts, arg in zip(indices, args, strict=True)
+    ]
 
 
 class PmapSharding:

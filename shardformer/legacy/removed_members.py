@@ -5,6 +5,7 @@ REMOVED_MEMBERS = {
     "device_buffers": "[shard.data for shard in x.addressable_shards]",
     "local_shards": "x.addressable_shards",
     "local_data": "x.addressable_data(i)",
+    "unsafe_raw_array": "jax.random.key_data(x)",
     "to_py": "numpy.asarray(x)",
     "block_host_until_ready": "x.block_until_ready()",
     "map_primitive": "False: no primitive maps a function",

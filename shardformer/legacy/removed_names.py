@@ -245,11 +245,15 @@ REWRITTEN = {
     "jax.lax.pdot": ("shardformer.legacy.named_products:pdot", "jax.numpy.einsum and jax.lax.psum"),
     "jax.lax.pgather": ("shardformer.legacy.named_products:pgather", "jax.lax.all_gather and indexing"),
     "jax.lax.xeinsum": ("shardformer.legacy.named_products:xeinsum", "jax.numpy.einsum and jax.lax.psum"),
+    "jax.interpreters.pxla.shard_args": (
+        "shardformer.legacy.pmap_shardings:shard_args", "jax.device_put with a NamedSharding"),
     "jax.interpreters.pxla.make_sharded_device_array": (
         "shardformer.legacy.pmap_shardings:make_sharded_device_array", "jax.make_array_from_single_device_arrays"),
     **{
         f"jax.interpreters.pxla.{name}": (f"shardformer.legacy.pmap_shardings:{name}", "jax.sharding.NamedSharding")
-        for name in ("Chunked", "NoSharding", "Replicated", "ShardedAxis", "ShardingSpec", "Unstacked")
+        for name in (
+            "Chunked", "NoSharding", "Replicated", "ShardedAxis", "ShardingSpec", "Unstacked",
+            "sharding_spec_sharding_proto", "spec_to_indices")
     },
     "jax.api": ("shardformer.legacy.jax_api", "import the same name from jax"),
     **dict.fromkeys(

@@ -321,6 +321,7 @@ def test_members_that_arrays_had_are_back():
     with installed():
         assert isinstance(jnp.ones(2).to_py(), np.ndarray)
         assert jnp.ones(2).block_host_until_ready().tolist() == [1, 1]
+        assert jax.random.key(3).unsafe_raw_array().tolist() == [0, 3]
 
 
 def test_arrays_split_and_broadcast_also_while_traced():

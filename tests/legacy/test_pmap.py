@@ -54,3 +54,24 @@ def test_a_single_pmap_stays_on_its_devices():
     double = pmap(lambda x: 2 * x, devices=chosen)
     assert double(X).sharding.device_set == set(chosen)
     assert double.lower(X).compile()(X).shape == X.shape
+
+
+def test_sizes_are_named_in_the_error():
+    with pytest.raises(ValueError, match=r"inconsistent sizes for array axes to be mapped: \[7, 8\]"):
+        pmap(jnp.add)(np.ones(8), np.ones(7))
+    with pytest.raises(ValueError, match="size 9, which requires 9 replicas, but has 8 devices"):
+        pmap(jnp.sin)(np.ones(9))
+    with pytest.raises(ValueError, match="size 8, which requires 8 replicas, but has 2 devices"):
+        pmap(lambda n, x, y: x + y, in_axes=(None, None, 1), static_broadcasted_argnums=0, devices=jax.devices()[:2])(
+            "n", np.ones(3), np.ones((3, 8))
+        )
+
+
+def test_other_errors_stay():
+    def fails(x):
+        raise ValueError("of the body")
+
+    with pytest.raises(ValueError, match="of the body"):
+        pmap(fails)(np.ones(8))
+    with pytest.raises(ValueError, match="in_axes"):
+        pmap(jnp.add, in_axes=(0, 0, 0))(np.ones(8), np.ones(8))
