@@ -95,8 +95,8 @@ def prepare_data(arguments: list[str]) -> None:
 def _remove_documents(recipe: Recipe, options: PrepareOptions, folder: Path) -> Recipe:
     from shardformer.data.removal import remove_documents  # which most commands of data do without
 
-    with ShownProgress("compared") as progress:
-        return remove_documents(recipe, options.dedup, options.against, folder, progress.show)
+    with ShownProgress("compared") as progress, ShownProgress("paired") as of_pairs:
+        return remove_documents(recipe, options.dedup, options.against, folder, progress.show, of_pairs.show)
 
 
 def show_data(arguments: list[str]) -> None:

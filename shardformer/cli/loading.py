@@ -28,10 +28,12 @@ class ShownProgress:
         return self
 
     def __exit__(self, *_) -> None:
-        if self._on_terminal and self._printed >= 0:
+        if self._on_terminal and 0 <= self._printed < 1:
             print()
 
     def show(self, done: int, total: int) -> None:
+        if not done:
+            self._started = time.monotonic()
         now, share = time.monotonic() - self._started, done / max(total, 1)
         step = 0.0 if self._on_terminal else 0.1
         if share < 1 and (total < SMALL or (self._printed >= 0 and share < self._printed + step)):
@@ -39,4 +41,5 @@ class ShownProgress:
         self._printed = share
         left = f", {now / share - now:,.0f} s left" if 0 < share < 1 else ""
         line = f"{self._verb} {format_bytes(done)} of {format_bytes(total)} in {now:,.0f} s{left}"
-        print(f"\r\x1b[K{line}" if self._on_terminal else line, end="" if self._on_terminal else "\n", flush=True)
+        stays = share == 1 or not self._on_terminal
+        print(f"\r\x1b[K{line}" if self._on_terminal else line, end="\n" if stays else "", flush=True)

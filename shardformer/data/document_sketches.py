@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardformer.data import near_copies, text_cuts, text_files
-from shardformer.data.known_texts import KnownTexts
+from shardformer.data.known_texts import LONGEST, KnownTexts
 from shardformer.data.recipe import Recipe
 from shardformer.data.row_report import RowReport
 from shardformer.data.sketch_file import SketchFile
@@ -22,6 +22,7 @@ from shardformer.data.word_hashes import Words, hash_words
 
 BATCH = 1 << 22  # bytes whose words are hashed at a time; a longer document is divided
 MOST_DOCUMENTS = 1 << 13  # of a batch
+REPEATED = max(near_copies.SEQUENCE, LONGEST) - 1  # words of a divided document that both parts have
 EXAMPLES = 3  # that a report shows of each reason
 BEGINNING = 64  # bytes of a document that an example shows
 DIGEST, SIZE, KNOWN, TEXT, SIGNATURE = 0, 1, 2, 3, 3 + BEGINNING // 8  # columns; KNOWN: it has words of a test file
@@ -83,6 +84,7 @@ class _Cut(NamedTuple):
     digest: Any  # of hashlib
     row: np.ndarray
     minima: np.ndarray
+    last_words: bytes
 
 
 class _Sketcher:
@@ -113,11 +115,12 @@ class _Sketcher:
     def _write(self, ends: bool) -> None:
         """Writes the sketches of the batch; `ends`: its last document is complete."""
         batch, is_near = self._batch, self._sketches.columns > SIGNATURE
-        words = hash_words(batch if is_near or self._known else [])
+        texts = [self._cut.last_words + batch[0], *batch[1:]] if self._cut else batch
+        words = hash_words(texts if is_near or self._known else [])
         digests = [hashlib.blake2b(digest_size=8) for _ in batch]
         rows = np.zeros((self._sketches.columns, len(batch)), np.uint64)
         rows[SIZE] = list(map(len, batch))
-        rows[KNOWN] = self._find_known(words)
+        rows[KNOWN] = self._find_known(words, texts)
         beginnings = b"".join(content[:BEGINNING].ljust(BEGINNING, b"\0") for content in batch)
         rows[TEXT:SIGNATURE] = np.frombuffer(beginnings, np.uint64).reshape(len(batch), -1).T
         minima = near_copies.find_minima(words, len(batch)) if is_near else np.zeros((len(batch), 0), np.uint32)
@@ -128,7 +131,7 @@ class _Sketcher:
             minima[0] = np.minimum(minima[0], before.minima)
         for digest, content in zip(digests, batch, strict=True):
             digest.update(content)
-        self._cut = None if ends else _Cut(digests[-1], rows[:, -1], minima[-1])
+        self._cut = None if ends else _Cut(digests[-1], rows[:, -1], minima[-1], _take_last_words(words, texts))
         count = len(batch) - (not ends)
         rows, minima = rows[:, :count], minima[:count]
         rows[DIGEST] = np.frombuffer(b"".join(digest.digest() for digest in digests[:count]), "<u8")
@@ -138,20 +141,28 @@ class _Sketcher:
         self._written += count
         self._batch = []
 
-    def _find_known(self, words: Words) -> np.ndarray:
+    def _find_known(self, words: Words, texts: list[bytes]) -> np.ndarray:
         """Returns which documents of the batch have words of a test file."""
-        result = np.zeros(len(self._batch), bool)
+        result = np.zeros(len(texts), bool)
         if not self._known:
             return result
         positions, lengths = self._known.find(words)
         documents, first = np.unique(words.documents[positions], return_index=True)
         result[documents] = True
         if len(documents) and len(self._done.examples) < EXAMPLES:
-            joined = b"\n".join(self._batch)
+            joined = b"\n".join(texts)
             for document, position, length in zip(documents[:EXAMPLES], positions[first], lengths[first], strict=False):
                 found = joined[words.starts[position] : words.ends[position + length - 1]]
                 self._done.examples.setdefault(self._written + int(document), found.decode())
         return result
+
+
+def _take_last_words(words: Words, texts: list[bytes]) -> bytes:
+    """Returns the end of the last document from the first of its last REPEATED words on; at most BATCH bytes."""
+    starts = words.starts[words.documents == len(texts) - 1][-REPEATED:]
+    before = sum(len(text) + 1 for text in texts[:-1])
+    last_words = texts[-1][starts[0] - before :] if len(starts) else b""
+    return last_words if len(last_words) <= BATCH else b""
 
 
 def _read_documents(

@@ -11,6 +11,7 @@ import numpy as np
 
 from shardformer.data.order import scramble
 from shardformer.data.sketch_file import SketchFile
+from shardformer.data.source import Progress
 from shardformer.data.word_hashes import Words, hash_sequences
 
 SEQUENCE = 5  # words
@@ -77,11 +78,18 @@ def _pair(keys: np.ndarray, documents: np.ndarray) -> Iterator[tuple[np.ndarray,
     yield documents[later[third]], documents[later[third] - 1]
 
 
-def find_near(sketches: SketchFile, column: int, is_left_out: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields pairs (later documents, earlier ones) that are similar, by the signatures from a column on."""
+def find_near(
+    sketches: SketchFile, column: int, is_left_out: np.ndarray, progress: Progress
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields pairs (later documents, earlier ones) that are similar, by the signatures from a column on.
+
+    The progress counts the bytes of signatures.
+    """
     columns = np.arange(column, column + BANDS)
     is_found = np.zeros_like(is_left_out)
-    for band in columns.tolist():
+    size = columns.itemsize * len(is_left_out)  # of a band
+    for done, band in enumerate(columns.tolist()):
+        progress(done * size, BANDS * size)
         for pairs in find_equal(sketches, band, is_left_out):
             for start in range(0, len(pairs[0]), MOST_PAIRS):
                 later, earlier = (documents[start : start + MOST_PAIRS] for documents in pairs)
@@ -90,3 +98,4 @@ def find_near(sketches: SketchFile, column: int, is_left_out: np.ndarray) -> Ite
                 is_near = (differ.view(np.uint16) == 0).mean(axis=1) >= SIMILAR
                 is_found[later[is_near]] = True
                 yield later[is_near], earlier[is_near]
+    progress(BANDS * size, BANDS * size)

@@ -33,7 +33,7 @@ from shardformer.data.text_files import FileRange, Piece
 from shardformer.errors import RunError, UsageError
 from shardformer.files import make_folder
 
-RULES = 2  # of what resembles; another number for each change, as a killed command would mix two
+RULES = 3  # of what resembles; another number for each change, as a killed command would mix two
 TESTED, EQUAL, NEAR = "words of a test file", "equal to an earlier document", "near-copies of an earlier document"
 
 
@@ -58,8 +58,13 @@ class Removal:
                 number += 1
 
 
-def remove_documents(recipe: Recipe, dedup: str, against: str, folder: Path, progress: Progress) -> Recipe:
-    """Returns the recipe without copies and texts of tests; `folder` is on a disk with room for the sketches."""
+def remove_documents(
+    recipe: Recipe, dedup: str, against: str, folder: Path, progress: Progress, of_pairs: Progress
+) -> Recipe:
+    """Returns the recipe without copies and texts of tests; `folder` is on a disk with room for the sketches.
+
+    `progress` counts the documents' bytes that are read, `of_pairs` those of the signatures that are compared.
+    """
     if recipe.has_masks or not recipe.files:
         kind = "conversations or pairs" if recipe.has_masks else "token ids"
         raise UsageError(f"dedup and against compare texts, and {recipe.name} holds {kind}; leave both out")
@@ -78,7 +83,7 @@ def remove_documents(recipe: Recipe, dedup: str, against: str, folder: Path, pro
             if dedup != "none":
                 found.remove(EQUAL, near_copies.find_equal(sketches, DIGEST, found.is_removed.copy()))
             if dedup == "near":
-                found.remove(NEAR, near_copies.find_near(sketches, SIGNATURE, found.is_removed.copy()))
+                found.remove(NEAR, near_copies.find_near(sketches, SIGNATURE, found.is_removed.copy(), of_pairs))
             found.check_rest(recipe.name)
             removal = Removal(identity, stamps, found.number_by_file(), found.report())
         finally:

@@ -228,6 +228,16 @@ def test_progress_is_shown_in_tenths_where_there_is_no_terminal(capsys):
     assert lines[-1].startswith("tokenised 100.00 MB of 100.00 MB")
 
 
+def test_progress_of_two_passes_has_two_lines_of_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    with ShownProgress("compared") as progress, ShownProgress("paired") as of_pairs:
+        for each in (progress, of_pairs):
+            for done in range(3):
+                each.show(done * 10**6, 2 * 10**6)
+    rows = [row.rpartition("\x1b[K")[2] for row in capsys.readouterr().out.split("\n")]
+    assert rows == ["compared 2.00 MB of 2.00 MB in 0 s", "paired 2.00 MB of 2.00 MB in 0 s", ""]
+
+
 def test_copies_and_texts_of_tests_are_left_out_and_shown(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     texts = [builtin.text()[n * 500 :][:500] for n in range(12)]
@@ -237,7 +247,7 @@ def test_copies_and_texts_of_tests_are_left_out_and_shown(tmp_path, monkeypatch,
     words = ["prepare", "*.txt", "out=tokens", "tokenizer=bytes", "validation=none", "dedup=near", "against=tests.md"]
     assert main(["data", *words]) == 0
     printed = capsys.readouterr().out
-    assert re.search(r"compared ([\d.]+ kB) of \1 in", printed)
+    assert re.search(r"compared ([\d.]+ kB) of \1 in .*\npaired 3.58 kB of 3.58 kB in ", printed)  # 14 x 32 x 8
     assert re.search(r"left out of 14 documents \(7.* kB\): 1 \(.*\) words of a test file, 1 \(.*\) equal", printed)
     assert re.search(
         r"near-copies of an earlier document: .*13.txt document 1 \(.*is like .*04.txt document 1", printed

@@ -52,7 +52,7 @@ def find(folder, signatures: np.ndarray, is_left_out: np.ndarray | None = None) 
         rows = np.concatenate([np.zeros((len(block), 1), np.uint64), signatures[block]], axis=1).T
         file.append((0, int(block[0])), rows)
     none = np.zeros(file.sort(), bool)
-    pairs = find_near(file, 1, none if is_left_out is None else is_left_out)
+    pairs = find_near(file, 1, none if is_left_out is None else is_left_out, lambda *_: None)
     return {int(a): int(b) for found in pairs for a, b in zip(*found, strict=True)}
 
 
@@ -74,7 +74,7 @@ def test_signatures_without_borrowed_values_are_noticed(broken):
 
 
 def test_signature_of_parts_is_that_of_the_text():
-    """But for the sequences across the border, which these texts repeat."""
+    """Both parts have the four words before the border, so that none of its sequences is missing."""
     text = " ".join(NAMES[:300])
     parts = near_copies.find_minima(hash_words([" ".join(NAMES[:154]).encode(), " ".join(NAMES[150:300]).encode()]), 2)
     np.testing.assert_array_equal(parts.min(axis=0), near_copies.find_minima(hash_words([text.encode()]), 1)[0])
@@ -111,6 +111,15 @@ def test_related_documents_stay(tmp_path):
     related = [" ".join(text.split()[:50]) + " " + other for text, other in zip(texts, others, strict=True)]
     assert 0.3 < np.mean([jaccard(a, b) for a, b in zip(texts, related, strict=True)]) < 0.36
     assert find(tmp_path, sign_texts([*texts, *related])) == {}
+
+
+def test_progress_counts_the_bytes_of_all_bands(tmp_path):
+    file = SketchFile(tmp_path, BANDS)
+    file.append((0, 0), sign_texts(write_documents(5, 50)).T)
+    calls = []
+    none = np.zeros(file.sort(), bool)
+    assert sum(len(later) for later, _ in find_near(file, 0, none, lambda *counts: calls.append(counts))) == 0
+    assert calls == [(5 * 8 * band, 5 * 8 * BANDS) for band in range(BANDS + 1)]
 
 
 def test_documents_that_are_left_out_are_no_reason(tmp_path):

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from shardformer.data import document_sketches, file_sources, near_copies, prepare, removal
+from shardformer.data.known_texts import KnownTexts
 from shardformer.data.removal import EQUAL, NEAR, TESTED, remove_documents
+from shardformer.data.sketch_file import SketchFile
 from shardformer.data.source import SourceOptions
 from shardformer.data.text_files import FileRange, Piece
 from shardformer.data.tokens import SPLITS
@@ -54,7 +56,7 @@ def corpus(tmp_path):
 def remove(folder, dedup="near", against="test.jsonl", names=("a.jsonl", "b.jsonl"), **options):
     recipe = file_sources.find_recipe([str(folder / name) for name in names], SourceOptions(**options))
     known = str(folder / against) if against else ""
-    return remove_documents(recipe, dedup, known, folder, lambda *_: None)
+    return remove_documents(recipe, dedup, known, folder, lambda *_: None, lambda *_: None)
 
 
 def numbers(recipe) -> dict[str, list[int]]:
@@ -175,6 +177,29 @@ def test_long_document_is_compared_in_parts(tmp_path, monkeypatch):
     assert sorted(numbers(recipe)) == ["b.txt", "c.txt.gz"]
     assert recipe.removal.report["bytes"] == 3 * len("".join(lines)) + len("changed\n") + 26
     assert sorted(texts_of(recipe)) == sorted(["".join(lines), "another text, much shorter"])
+
+
+def sketch(folder, known=None) -> np.ndarray:
+    """Returns the columns of a.txt, next to a short b.txt: a single file would be one text, not documents."""
+    file = SketchFile(folder, document_sketches.count_columns(is_near=True))
+    recipe = file_sources.find_recipe([str(folder / name) for name in ("a.txt", "b.txt")], SourceOptions())
+    document_sketches.sketch_documents(recipe, file, known, lambda *_: None)
+    assert file.sort() == 2
+    return file.gather(np.arange(file.columns), np.array([0]))[0]
+
+
+def test_parts_of_a_document_share_the_words_around_borders(tmp_path, monkeypatch):
+    lines = [write_text(n, 8) + "\n" for n in range(120)]
+    (tmp_path / "a.txt").write_text("".join(lines))
+    (tmp_path / "b.txt").write_text("short")
+    expected = sketch(tmp_path)
+    change_text_limits(monkeypatch, range=1000, look_ahead=200, piece=300)
+    monkeypatch.setattr(document_sketches, "BATCH", 700)
+    np.testing.assert_array_equal(sketch(tmp_path), expected)
+    for first in range(118):  # 13 words around each end of a line
+        words = " ".join(lines[first : first + 3]).split()
+        write_records(tmp_path / "test.jsonl", [" ".join(words[2:15])])
+        assert sketch(tmp_path, KnownTexts([tmp_path / "test.jsonl"]))[document_sketches.KNOWN] == 1
 
 
 def test_long_documents_with_equal_ends_stay(tmp_path, monkeypatch):
@@ -304,4 +329,4 @@ def test_what_has_no_documents_of_text_is_rejected(tmp_path, name, content, mess
     (tmp_path / name).write_text(content)
     recipe = file_sources.find_recipe([str(tmp_path / name)], SourceOptions(), with_ids=True)
     with pytest.raises(UsageError, match=message):
-        remove_documents(recipe, "near", "", tmp_path, lambda *_: None)
+        remove_documents(recipe, "near", "", tmp_path, lambda *_: None, lambda *_: None)
