@@ -124,17 +124,19 @@ def _cut(arrays: orbax_folder.Arrays, name: str, model: PublishedModel) -> Itera
     if not place or place[2] not in names:
         yield _Slice(OUTSIDE.get(short, short), name, shape)
         return
-    theirs, is_stacked = names[place[2]], place[1] is None
-    if is_stacked and shape[1:2] != (model.config.model.layers,):
-        raise UsageError(
-            f"{arrays.folder}: {name} is {list(shape)}, and the second axis has {model.config.model.layers} layers by "
-            f"{hf_settings.NAME}; give another config="
-        )
+    theirs, is_stacked, has_experts = names[place[2]], place[1] is None, "{}" in names[place[2]]
+    layers, experts = model.config.model.layers, model.config.experts.experts
+    for axis, size, what, is_there in ((1, layers, "layers", is_stacked), (0, experts, "experts", has_experts)):
+        if is_there and shape[axis : axis + 1] != (size,):
+            raise UsageError(
+                f"{arrays.folder}: {name} is {list(shape)}, and axis {axis} has the {size} {what} of "
+                f"{hf_settings.NAME}; give another config="
+            )
     one = shape[:1] + shape[2:] if is_stacked else shape
-    for layer in range(model.config.model.layers) if is_stacked else [None]:
+    for layer in range(layers) if is_stacked else [None]:
         prefix = f"model.layers.{place[1] if layer is None else layer}."
-        if "{}" in theirs:
-            for expert in range(shape[0]):
+        if has_experts:
+            for expert in range(experts):
                 yield _Slice(prefix + theirs.format(expert), name, one[1:], expert, layer)
         else:
             yield _Slice(prefix + theirs, name, one, None, layer)

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib.util
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from shardformer.files import read_bytes
 METADATA, OCDBT = "_METADATA", "manifest.ocdbt"
 ITEMS = ("items", "default", "state")  # of a step: the names that MaxText and Orbax's managers give to the state
 MAX_METADATA = 2**26
+CACHE = 2**32  # bytes of decoded chunks; a chunk often has all layers, which are read one by one
 
 
 def find_state(folder: Path) -> Path | None:
@@ -35,8 +37,10 @@ class Arrays:
         try:
             described = json.loads(read_bytes(folder / METADATA, MAX_METADATA))
             self._driver = "zarr3" if described.get("use_zarr3") else "zarr"
-            self.names = [".".join(path) for path in map(_list_keys, described["tree_metadata"].values())]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            # Without this flag, chunks of zeros were left out; with it, one that is missing was lost.
+            self._is_complete = bool(described.get("store_array_data_equal_to_fill_value"))
+            self.names = [_join_keys(leaf) for leaf in described["tree_metadata"].values()]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise RunError(f"{folder / METADATA} does not list arrays ({error!s:.100}); copy it again") from None
         self.open = functools.cache(self._open)
 
@@ -48,8 +52,24 @@ class Arrays:
         store = {"driver": "file", "path": f"{folder}/{name}/"}
         if (folder / OCDBT).is_file():
             store = {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"{name}/"}
+        spec = {
+            "driver": self._driver,
+            "kvstore": store,
+            "recheck_cached_data": False,
+            "fill_missing_data_reads": not self._is_complete,
+        }
         with self._explain(name):
-            return tensorstore.open({"driver": self._driver, "kvstore": store}, open=True, read=True).result()
+            array = tensorstore.open(spec, open=True, read=True, context=self._context).result()
+        chunk = array.chunk_layout.read_chunk.shape
+        if math.prod(chunk) > max(math.prod(array.shape), 1):  # it would be allocated
+            raise RunError(f"{self.folder}: {name:.100} is {list(array.shape)} in chunks of {list(chunk)}: damaged")
+        return array
+
+    @functools.cached_property
+    def _context(self) -> Any:
+        import tensorstore
+
+        return tensorstore.Context({"cache_pool": {"total_bytes_limit": CACHE}})
 
     def read(self, name: str, index: tuple) -> np.ndarray:
         """Reads the values at an index of slices and numbers."""
@@ -65,5 +85,7 @@ class Arrays:
             raise RunError(f"{self.folder}: {name:.100} cannot be read: {str(error).partition(' [')[0]:.200}") from None
 
 
-def _list_keys(leaf: dict) -> list[str]:
-    return [str(key["key"]) for key in leaf["key_metadata"]]
+def _join_keys(leaf: dict) -> str:
+    name = ".".join(str(key["key"]) for key in leaf["key_metadata"])
+    name.encode()  # tensorstore takes no other text
+    return name

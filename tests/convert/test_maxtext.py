@@ -163,7 +163,10 @@ def test_mistakes_are_named(tmp_path, capsys):
     assert "of MaxText's models llama, mistral," in fail("whole", f"config={FOLDER / 'gpt2'}")
     assert "contradicts" in fail("whole", f"config={FOLDER / 'llama'}", "layers=3")
     assert "decoder.layers.mlp.wi_2.kernel" in fail("more", f"config={FOLDER / 'llama'}")
-    assert "and the second axis has 2 layers by config.json" in fail("deeper", f"config={FOLDER / 'llama'}")
+    assert "and axis 1 has the 2 layers of config.json; give another" in fail("deeper", f"config={FOLDER / 'llama'}")
+    mixtral = list_arrays("mixtral", True)
+    save(tmp_path / "wider", {name: np.concatenate([a, a]) if "wi_0" in name else a for name, a in mixtral.items()})
+    assert "and axis 0 has the 4 experts of config.json; give another" in fail("wider", f"config={FOLDER / 'mixtral'}")
     assert "lacks model.layers.0.mlp.up_proj.weight" in fail("less", f"config={FOLDER / 'llama'}", status=FAILED)
 
 
@@ -173,9 +176,29 @@ def test_damaged_checkpoints_are_named(tmp_path, capsys):
     words = tmp_path / "ckpt", tmp_path / "run", f"config={FOLDER / 'llama'}", "tokenizer=ids"
     assert convert(*words) == FAILED
     assert "params.params.decoder.decoder_norm.scale cannot be read: NOT_FOUND" in capsys.readouterr().err
-    (tmp_path / "ckpt" / "_METADATA").write_text("[]")
-    assert convert(*words) == FAILED
-    assert "_METADATA does not list arrays" in capsys.readouterr().err
+    described = json.loads((tmp_path / "ckpt" / "_METADATA").read_text())
+    leaf = described["tree_metadata"].popitem()[1]
+    leaf["key_metadata"][-1]["key"] = "\ud800"
+    for text in ("[]", "[" * 100_000, json.dumps(described | {"tree_metadata": {"": leaf}})):
+        (tmp_path / "ckpt" / "_METADATA").write_text(text)
+        assert convert(*words) == FAILED
+        assert "_METADATA does not list arrays" in capsys.readouterr().err
+
+
+def test_lost_chunk_is_no_zero(tmp_path, capsys):
+    save(tmp_path / "ckpt", list_arrays("llama", True), use_ocdbt=False)
+    (tmp_path / "ckpt" / "params.params.decoder.layers.mlp.wo.kernel" / "0.0.0").unlink()
+    assert convert(tmp_path / "ckpt", tmp_path / "run", f"config={FOLDER / 'llama'}", "tokenizer=ids") == FAILED
+    assert "mlp.wo.kernel cannot be read: NOT_FOUND" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_chunk_larger_than_its_array_is_not_allocated(tmp_path, capsys):
+    save(tmp_path / "ckpt", list_arrays("llama", True), use_ocdbt=False)
+    described = tmp_path / "ckpt" / "params.params.decoder.decoder_norm.scale" / ".zarray"
+    described.write_text(json.dumps(json.loads(described.read_text()) | {"chunks": [2**50]}))
+    assert convert(tmp_path / "ckpt", tmp_path / "run", f"config={FOLDER / 'llama'}", "tokenizer=ids") == FAILED
+    assert "is [64] in chunks of [1125899906842624]: damaged" in capsys.readouterr().err
 
 
 def test_missing_tensorstore_is_named(tmp_path, capsys, monkeypatch):
