@@ -59,7 +59,7 @@ class Arrays:
             "fill_missing_data_reads": not self._is_complete,
         }
         with self._explain(name):
-            array = tensorstore.open(spec, open=True, read=True, context=self._context).result()
+            array: Any = tensorstore.open(spec, open=True, read=True, context=self._context).result()
         chunk = array.chunk_layout.read_chunk.shape
         if math.prod(chunk) > max(math.prod(array.shape), 1):  # it would be allocated
             raise RunError(f"{self.folder}: {name:.100} is {list(array.shape)} in chunks of {list(chunk)}: damaged")
