@@ -109,21 +109,20 @@ class ResponseAnswer:
 
     def _repeat_fields(self) -> dict[str, Any]:
         body, sampling = self._request.body, self.fields.sampling
-        return (
-            {name: body.get(name, default) for name, default in DEFAULTS.items()}
-            | {
-                "background": False,
-                "moderation": read_moderation(self.fields.body),
-                "reasoning": {"effort": None, "summary": None} | body.get("reasoning", {}),
-                "seed": sampling.seed,  # repeats the request's draws
-                "service_tier": "default",
-                "temperature": sampling.temperature,
-                "text": {"format": {"type": "text"}} | body.get("text", {}),
-                "tools": [TOOL | tool for tool in body.get("tools", ())],
-                "top_p": sampling.top_p,
-            }
-            | ({"user": body["user"]} if "user" in body else {})
-        )  # of which the specification allows no null
+        repeated = {name: body.get(name, default) for name, default in DEFAULTS.items()}
+        if "user" in body:  # the specification allows no null
+            repeated["user"] = body["user"]
+        return repeated | {
+            "background": False,
+            "moderation": read_moderation(self.fields.body),
+            "reasoning": {"effort": None, "summary": None} | body.get("reasoning", {}),
+            "seed": sampling.seed,  # repeats the request's draws
+            "service_tier": "default",
+            "temperature": sampling.temperature,
+            "text": {"format": {"type": "text"}} | body.get("text", {}),
+            "tools": [TOOL | tool for tool in body.get("tools", ())],
+            "top_p": sampling.top_p,
+        }
 
     def _count_tokens(self) -> dict[str, Any]:
         job = self._choice.job
