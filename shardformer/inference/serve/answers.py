@@ -31,7 +31,7 @@ class Choice:
     def message(self, text: str) -> dict[str, Any]:
         """Returns the message of a complete reply."""
         content, calls = self.split(text, ended=True)
-        message = {"role": "assistant", "content": content}
+        message = {"role": "assistant", "content": content, "refusal": None}
         if not calls:
             return message
         return message | {"content": content or None, "tool_calls": [describe_call(*call) for call in calls]}

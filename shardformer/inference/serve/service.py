@@ -1,6 +1,7 @@
 """The models that a server offers, and requests as jobs of its engine."""
 
 import asyncio
+import bisect
 import contextlib
 import dataclasses
 import json
@@ -121,7 +122,7 @@ class Service:
         """Checks the body of a request for a response and queues its job."""
         request = await self._read_apart(lambda: read_request(parse_body(content), self.responses), content)
         try:
-            asked = await self._read_apart(lambda: self._read(request.chat, chat=True), content)
+            asked = await self._read_apart(lambda: self._read_first_that_fits(request.list_chats()), content)
             (choice,) = self._make_choices(asked, chat=True)
         except ApiError as error:
             raise rename_fields(error) from None
@@ -172,6 +173,20 @@ class Service:
                                "shorten it", "input", "context_length_exceeded")  # fmt: skip
             result.append(ids)
         return fields, result
+
+    def _read_first_that_fits(self, chats: list[dict]) -> Asked:
+        """Reads the first of chats that are ever shorter whose prompt leaves room for the answer; else the last."""
+
+        def fits(chat: dict) -> bool:
+            try:
+                asked = self._read(chat, chat=True)
+                self._count_tokens(asked.fields, len(asked.prompts[0][1]))
+            except ApiError as error:
+                return error.code != "context_length_exceeded"
+            return True
+
+        number = bisect.bisect_left(chats, True, hi=len(chats) - 1, key=fits)
+        return self._read(chats[number], chat=True)
 
     def _read(self, body: dict, chat: bool) -> Asked:
         """Checks the body of a chat or of a completion, and encodes its prompts."""

@@ -147,7 +147,10 @@ def test_streamed_calls_are_the_same():
 def test_text_that_is_no_call_stays_content():
     text = f"see {CALL[:-20]}"
     (choice,) = make_answer(text, ended=False).as_object()["choices"]
-    assert (choice["message"], choice["finish_reason"]) == ({"role": "assistant", "content": text}, "length")
+    assert (choice["message"], choice["finish_reason"]) == (
+        {"role": "assistant", "content": text, "refusal": None},
+        "length",
+    )
     answer = make_answer(text, ended=False)
     shown = [answer.event(0, Tokens([token], [0.0], [])) for token in answer.choices[0].job.ids]
     pieces = [event["choices"][0]["delta"]["content"] for event in shown if event]

@@ -19,7 +19,7 @@ from shardformer.inference.serve.token_entries import TokenEntries
 DEFAULTS: dict[str, Any] = {
     "instructions": None, "max_output_tokens": None, "max_tool_calls": None, "metadata": {},
     "parallel_tool_calls": True, "previous_response_id": None, "prompt_cache_key": None, "safety_identifier": None,
-    "store": True, "tool_choice": "auto", "top_logprobs": 0, "user": None,
+    "store": True, "tool_choice": "auto", "top_logprobs": 0, "truncation": "disabled",
 }  # fmt: skip
 TOOL = {"description": None, "parameters": None, "strict": None}
 
@@ -70,7 +70,7 @@ class ResponseAnswer:
 
     def _grow(self, tokens: Tokens) -> list[Event]:
         if self.fields.logprobs:
-            self._logprobs += [entry | {"bytes": entry["bytes"] or []} for entry in self._entries.describe(tokens)]
+            self._logprobs += [_with_bytes(entry) for entry in self._entries.describe(tokens)]
         return self._add(self._choice.stream.push(tokens.ids))
 
     def _finish(self) -> list[Event]:
@@ -109,7 +109,10 @@ class ResponseAnswer:
 
     def _repeat_fields(self) -> dict[str, Any]:
         body, sampling = self._request.body, self.fields.sampling
-        return {name: body.get(name, default) for name, default in DEFAULTS.items()} | {
+        repeated = {name: body.get(name, default) for name, default in DEFAULTS.items()}
+        if "user" in body:  # the specification allows no null
+            repeated["user"] = body["user"]
+        return repeated | {
             "background": False,
             "moderation": read_moderation(self.fields.body),
             "reasoning": {"effort": None, "summary": None} | body.get("reasoning", {}),
@@ -119,7 +122,6 @@ class ResponseAnswer:
             "text": {"format": {"type": "text"}} | body.get("text", {}),
             "tools": [TOOL | tool for tool in body.get("tools", ())],
             "top_p": sampling.top_p,
-            "truncation": "disabled",
         }
 
     def _count_tokens(self) -> dict[str, Any]:
@@ -135,3 +137,9 @@ class ResponseAnswer:
 
     def _number(self, events: list[Event]) -> list[Event]:
         return [event | {"sequence_number": next(self._numbers)} for event in events]
+
+
+def _with_bytes(entry: dict[str, Any]) -> dict[str, Any]:
+    """Returns an entry with a list of bytes, which is empty for a token that is no text alone."""
+    tops = [top | {"bytes": top["bytes"] or []} for top in entry["top_logprobs"]]
+    return entry | {"bytes": entry["bytes"] or [], "top_logprobs": tops}

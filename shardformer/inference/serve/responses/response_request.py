@@ -22,7 +22,7 @@ NEUTRAL: dict[str, tuple[tuple, str]] = {
     "conversation": ((), "give previous_response_id, or the conversation as input"),
     "prompt": ((), "give instructions and input"),
     "context_management": (([],), "leave it out"),
-    "truncation": (("disabled",), "shorten the input"),
+    "truncation": (("disabled", "auto"), "leave it out"),
 }
 LOGPROBS = "message.output_text.logprobs"
 # The first is computed, and the others would add to items that no answer of this server has.
@@ -47,6 +47,19 @@ class ResponseRequest:
     @property
     def is_stored(self) -> bool:
         return self.body.get("store", True)
+
+    def list_chats(self) -> list[dict[str, Any]]:
+        """Returns the chats of which the first that fits the context is answered: each lacks more of the oldest turns.
+
+        With truncation=auto, a chat may begin at any message of the user, after the system's at the beginning.
+        """
+        if self.body.get("truncation") != "auto":
+            return [self.chat]
+        messages = self.chat["messages"]
+        roles = [message["role"] for message in messages]
+        first = next((n for n, role in enumerate(roles) if role not in ("system", "developer")), 0)
+        starts = [first, *(n for n, role in enumerate(roles) if role == "user" and n > first)]
+        return [self.chat | {"messages": messages[:first] + messages[start:]} for start in starts]
 
 
 def read_request(body: dict[str, Any], stored: StoredResponses) -> ResponseRequest:

@@ -125,6 +125,18 @@ def test_next_response_continues_the_conversation(port):
     assert second["previous_response_id"] == first["id"]
 
 
+def test_oldest_turns_are_left_out_if_they_do_not_fit(port):
+    turns = [{"role": ("user", "assistant")[n % 2], "content": letter * 9} for n, letter in enumerate("abcde")]
+    told = {"instructions": "!", "truncation": "auto"}
+    for tokens, first in ((12, 2), (20, 4)):  # more tokens of the answer leave room for fewer turns
+        body = BODY | told | {"max_output_tokens": tokens}
+        cut, fitting = (ask(port, body | {"input": part}, PATH) for part in (turns, turns[first:]))
+        assert get_text(cut) == get_text(fitting)
+        assert cut["usage"] == fitting["usage"]
+        assert cut["truncation"] == "auto"
+    assert send(port, PATH, BODY | {"input": turns, "instructions": "!"})[0] == 400
+
+
 def test_stored_response_is_read_and_removed(port):
     streamed = read_events(port, BODY)[-1]["response"]
     path = f"{PATH}/{streamed['id']}"
@@ -149,7 +161,8 @@ WRONG = [
     ({"background": True}, "background", "not computed here; ask without it"),
     ({"conversation": "c"}, "conversation", "give previous_response_id"),
     ({"prompt": {"id": "p"}}, "prompt", "give instructions and input"),
-    ({"truncation": "auto"}, "truncation", "shorten the input"),
+    ({"truncation": "middle"}, "truncation", "leave it out"),
+    ({"input": "a" * 200, "truncation": "auto"}, "input", "context, 96"),
     ({"messages": []}, "messages", "not a field"),
     ({"input": [{"role": "robot", "content": ""}]}, "input", "has the role 'robot'"),
     ({"input": "\ud800"}, "input", "half of a character"),
