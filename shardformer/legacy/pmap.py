@@ -1,4 +1,4 @@
-"""`jax.pmap` with what it has lost: axes named by any object, and a pmap inside of another."""
+"""`jax.pmap` with what it has lost: axes named by any object, a pmap inside of another, arrays in other layouts."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -6,9 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, get_abstract_mesh
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
+
+from shardformer.legacy.relocation import relocate
 
 _pmap = jax.pmap
+# jax's words about an array in another layout; the second ones are for a traced array.
+_OF_ANOTHER_LAYOUT = ("does not match the sharding", "Received incompatible devices")
 
 
 class _AxisName(str):
@@ -56,10 +61,16 @@ def pmap(
         if AxisType.Manual not in get_abstract_mesh().axis_types:
             try:
                 return outer(*args, **kwargs)
-            except ValueError:  # jax's error about sizes is about the parts of a layout
-                axes_of_arguments = _axes_of_arguments(in_axes, statics, len(args))
-                _check_sizes(_sizes(args, kwargs, axes_of_arguments), devices)
-                raise
+            except ValueError as error:  # of sizes too, but about the parts of a layout
+                arguments = (args, kwargs), (_axes_of_arguments(in_axes, statics, len(args)), 0)
+                sizes = _sizes(*arguments)
+                _check_sizes(sizes, devices)
+                if not any(words in str(error) for words in _OF_ANOTHER_LAYOUT):
+                    raise
+            # jax.jit, which pmap is today, rejects arrays in another layout; pmap moved them.
+            chosen = jax.local_devices(backend=options.get("backend")) if devices is None else devices
+            args, kwargs = _moved(*arguments, Mesh(np.array(chosen[: sizes[0]]), ("pmapped",)))
+            return outer(*args, **kwargs)
         if devices is not None:
             raise ValueError(
                 "Nested pmap with explicit devices argument. The outer pmap has chosen the devices; "
@@ -85,11 +96,11 @@ def _check_sizes(sizes: list[int], devices: Sequence[jax.Device] | None) -> None
         )
 
 
-def _sizes(args: tuple, kwargs: dict, in_axes: Any) -> list[int]:
+def _sizes(arguments: tuple, in_axes: tuple) -> list[int]:
     """Returns the different sizes of the mapped axes."""
     try:
-        axes = jax.tree.broadcast((in_axes, 0), (args, kwargs), is_leaf=_is_none)
-        sizes = jax.tree.map(_size, axes, (args, kwargs), is_leaf=_is_none)
+        axes = jax.tree.broadcast(in_axes, arguments, is_leaf=_is_none)
+        sizes = jax.tree.map(_size, axes, arguments, is_leaf=_is_none)
     except (IndexError, TypeError, ValueError):  # wrong axes, about which jax's error is
         return []
     return sorted(set(jax.tree.leaves(sizes)))
@@ -97,6 +108,19 @@ def _sizes(args: tuple, kwargs: dict, in_axes: Any) -> list[int]:
 
 def _size(axis: int | None, x) -> int | None:
     return None if axis is None else jnp.shape(x)[axis]
+
+
+def _moved(arguments: tuple, in_axes: tuple, mesh: Mesh) -> tuple:
+    """Returns the arguments with each index of a mapped axis on its device."""
+
+    def move(axis: int | None, x):
+        if not isinstance(x, jax.Array):
+            return x
+        spec = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, *mesh.axis_names)
+        return relocate(x, NamedSharding(mesh, spec))
+
+    axes = jax.tree.broadcast(in_axes, arguments, is_leaf=_is_none)
+    return jax.tree.map(move, axes, arguments, is_leaf=_is_none)
 
 
 def _is_none(axis) -> bool:

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from shardformer.legacy.pmap import pmap
 
@@ -75,3 +77,21 @@ def test_other_errors_stay():
         pmap(fails)(np.ones(8))
     with pytest.raises(ValueError, match="in_axes"):
         pmap(jnp.add, in_axes=(0, 0, 0))(np.ones(8), np.ones(8))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "spec"), [((8,), P()), ((4, 2), P("x")), ((4, 2), P("x", "y")), ((2, 1), P("x")), ((1, 1), P())]
+)
+def test_arrays_in_other_layouts_are_moved(sizes, spec):
+    x = np.arange(64, dtype=np.float32).reshape(8, 8)
+    mesh = Mesh(np.array(jax.devices()[-np.prod(sizes) :]).reshape(sizes), ("x", "y")[: len(sizes)])
+    placed = jax.device_put(x, NamedSharding(mesh, spec))
+    with pytest.raises(ValueError, match="does not match the sharding"):
+        jax.pmap(jnp.sin)(placed)
+    out = pmap(lambda a, t, *, b: a + t[0] - lax.psum(b, "i"), "i", in_axes=(0, (1, None)), devices=jax.devices()[:8])(
+        placed, (placed, placed), b=placed
+    )
+    np.testing.assert_array_equal(out, x + x.T - x.sum(0))
+    assert [shard.device for shard in out.addressable_shards] == jax.devices()
+    gradient = jax.grad(lambda a: pmap(jnp.sin)(a).sum())(placed)
+    np.testing.assert_allclose(gradient, np.cos(x), rtol=1e-5, atol=1e-6)
