@@ -74,7 +74,7 @@ LEGACY_IN_SHORT_TIER = tuple(
     for name in (
         "after_import", "check", "constraint", "custom_transforms", "flax_names",
         "gradient_programs", "missing_packages", "operation_programs", "package_stand_ins", "pjit", "pmap",
-        "pmap_uses", "removed_parts", "xmap", "xmap_messages")
+        "pmap_shardings", "pmap_uses", "removed_parts", "xmap", "xmap_messages")
 )  # fmt: skip
 
 
