@@ -69,7 +69,7 @@ class ShardingSpec:
         over_splits = parts.reshape([size for split in self._splits() for size in split])
         over_mesh = over_splits.transpose([m.axis for m in self.mesh_mapping if isinstance(m, ShardedAxis)])
         copied = [axis for axis, m in enumerate(self.mesh_mapping) if isinstance(m, Replicated)]
-        return np.broadcast_to(np.expand_dims(over_mesh, copied), self.mesh_shape)
+        return np.broadcast_to(np.expand_dims(over_mesh, tuple(copied)), self.mesh_shape)
 
     def sharding_proto(self) -> HloSharding:
         """Returns XLA's description of the same layout."""
