@@ -241,9 +241,10 @@ def peft_to_run(source: Path, target: Path, arguments: list[str]) -> str:
     base = Run.open(options.base)
     if base.config.lora.lora_rank:
         raise UsageError(f"base={options.base} has adapters; merge them first: merge_lora=true")
-    family = hf_settings.choose_family(base.config.with_factors())
+    frozen = base.config.replace(quantize_aware="none")
+    family = hf_settings.choose_family(frozen.with_factors())
     settings = read_settings(source / CONFIG)
-    config, factors = split_factors(source, family, base.config, settings)
+    config, factors = split_factors(source, family, frozen, settings)
     config = config.replace(
         base=str(options.base), out=str(target), ema=0.0, lr_rules="", optimizer="adamw", param_dtype="float32",
         moment_dtype="float32",

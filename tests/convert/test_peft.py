@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -143,6 +144,17 @@ def test_patterns_go_in_and_out_again_bitwise(change, bases, tmp_path):
     assert {key: array.tobytes() for key, array in back.items()} == {k: a.tobytes() for k, a in found.items()}
     theirs = json.loads((tmp_path / "back" / "adapter_config.json").read_text())
     assert theirs == settings | {"base_model_name_or_path": None}
+
+
+def test_weights_that_were_trained_for_codes_take_adapters(bases, tmp_path, monkeypatch):
+    make_adapters(tmp_path / "peft", "gpt2")
+    base = shutil.copytree(bases("gpt2"), tmp_path / "base")
+    settings = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(settings | {"quantize_aware": "int4"}))
+    monkeypatch.setattr(Run, "check_config", lambda *_: None)  # its checkpoint was not trained
+    assert convert(tmp_path / "peft", tmp_path / "run", f"base={base}") == 0
+    config = Run.open(tmp_path / "run").config
+    assert (config.lora.lora_rank, config.stored.quantize_aware) == (RANK, "none")
 
 
 @pytest.mark.slow
