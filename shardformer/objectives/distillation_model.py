@@ -137,7 +137,7 @@ def read_teacher(config: Config) -> Config:
     architecture = {key: teacher.get(key) for key in ARCHITECTURE}
     plain = {"objective": "lm", "teacher": "", "lora_rank": 0, "dropout": 0.0, "divergence": "forward",
              "distill_weight": 1.0, "distill_temperature": 1.0, "param_dtype": "float32",
-             "weights": teacher.stored.weights}  # fmt: skip
+             "quantize_aware": "none", "weights": teacher.stored.weights}  # fmt: skip
     return config.replace(**plain).replace(**architecture | {"seq": config.model.seq})
 
 

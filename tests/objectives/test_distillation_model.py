@@ -137,6 +137,12 @@ def test_teacher_and_student_store_their_own_weights(tmp_path, forms):
     assert read_teacher(make_config(tmp_path, {}, weights=forms[1], lora_rank=2)).stored.weights == forms[0]
 
 
+def test_teacher_with_codes_of_a_student_that_is_rounded(tmp_path):
+    (tmp_path / "config.json").write_text(shared.tiny(weights="nf4", mesh="1x1").to_json())
+    stored = read_teacher(make_config(tmp_path, {}, quantize_aware="int4")).stored
+    assert (stored.weights, stored.quantize_aware) == ("nf4", "none")
+
+
 def test_teacher_with_adapters_is_rejected(tmp_path):
     (tmp_path / "config.json").write_text(shared.tiny(lora_rank=2, mesh="1x1").to_json())
     with pytest.raises(UsageError, match="has adapters, expected full weights; merge them first: convert"):
