@@ -78,7 +78,7 @@ def choose_by_depth(depth: int, given: dict) -> list[Choice]:
         ),
     ]
     if layers <= LARGEST_ON_A_CPU:
-        choices.append(Choice("scan", False, "few layers compile quickly, and a CPU runs them faster unrolled"))
+        choices.append(Choice("scan", False, "for a CPU, which runs layers faster unrolled; a few compile quickly"))
     return [choice for choice in choices if choice.key not in given]
 
 

@@ -91,8 +91,8 @@ class ObjectiveKeys(KeyGroup):
         1, "steps that learn from the same sampled answers", least=1, fixed=True, used_if=WITH_REWARDS
     )
     clip_ratio: float = key(
-        0.2, "distance from 1 at which the ratio of a token's probability to the sampler's has no more effect; gspo "
-        "and rloo: that of an answer",
+        0.2, "distance from 1 at which the ratio of a token's probability to the sampler's has no more effect; rloo: "
+        "that of an answer; gspo: so too, as a mean of tokens, which is nearer to 1: its paper has 3e-4 to 4e-4",
         used_if=WITH_REUSED_ANSWERS,
     )  # fmt: skip
     token_mean: Literal["batch", "answer"] = key(

@@ -30,7 +30,9 @@ class PolicyLoss(NamedTuple):
     accuracy: jax.Array  # share of the answers with a reward above 0
     reward: jax.Array
     kl: jax.Array  # the estimated divergence from the start of the run, in nats per token; 0 with beta=0
-    clip_share: jax.Array  # of the tokens whose ratio is clipped, and which have no gradient but that of the divergence
+    # The share of the tokens (gspo, rloo: of the answers, as they are weighed) whose ratio is clipped; of the gradient
+    # they have only the divergence's.
+    clip_share: jax.Array
     answer_length: jax.Array  # tokens
     logp_gap: jax.Array  # mean distance of a token's log-probability from the sampler's
 
@@ -89,7 +91,8 @@ class PolicyModel(Model):
         kl_BT = jnp.zeros_like(gap_BT)
         if keys.beta:
             behind_BT = subtract(local["references"], -token.nats_BT)
-            # The ratio makes its gradient that of the divergence; as in TRL since DeepSeek-V3.2.
+            # As in TRL since DeepSeek-V3.2: a token's ratio (grpo, dr_grpo) makes the gradient that of the divergence.
+            # An answer's ratio (gspo) does not. With rloo this is only a metric.
             kl_BT = ratio_BT * (jnp.exp(behind_BT) - behind_BT - 1)
         z_loss = mean(jnp.square(token.log_z_BT))
         loss_BT = -jnp.minimum(gain_BT, limit_BT)

@@ -30,7 +30,7 @@ def _check_rounding(c: "Config") -> None:
     require(
         not c.stored.quantized and not c.lora.lora_rank,
         f"{form} trains all weights, got weights={c.stored.weights} lora_rank={c.lora.lora_rank}, with which they are "
-        "frozen; give weights=float and lora_rank=0",
+        "frozen; give weights=float and lora_rank=0, or quantize_aware=none",
     )
     require(
         c.optimizer.param_dtype == "float32" and c.optimizer.offload == "none" and not c.optimizer.searches_rate,
