@@ -168,8 +168,9 @@ def run_to_stored_run(source: Path, target: Path, arguments: list[str]) -> str:
         raise UsageError(f"{source} stores weights={options.weights} already; give another form")
     run = stored_weights.change_form(before, options.weights)
     run = dataclasses.replace(run, config=run.config.replace(out=str(target)))
+    trained = options.weights == before.config.stored.quantize_aware  # whose rounded values have codes a little off
     with (
-        runs.open_state(before, options.step, with_moments=False, averaged=options.ema) as state,
+        runs.open_state(before, options.step, False, options.ema, before_rounding=trained) as state,
         new_folder(target) as temporary,
     ):
         runs.write_run(temporary, run, state)

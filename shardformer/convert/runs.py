@@ -30,12 +30,18 @@ from shardformer.training.trainer import Trainer
 
 @contextlib.contextmanager
 def open_state(
-    run: Run, step: int, with_moments: bool, averaged: bool = False, with_codes: bool = False
+    run: Run,
+    step: int,
+    with_moments: bool,
+    averaged: bool = False,
+    with_codes: bool = False,
+    before_rounding: bool = False,
 ) -> Iterator[State]:
     """Opens a checkpoint of a run: the best by validation unless `step` names one. averaged: see Run.restore_params.
 
     Its arrays are read when they are indexed, until the end of the block. Codes are dequantised then, unless
-    `with_codes` asks for them.
+    `with_codes` asks for them. Parameters of `quantize_aware` are rounded, unless `before_rounding` asks for their
+    masters.
     """
     trainer = _trainer(run.config)
     step = run.choose_step(step, averaged)
@@ -57,14 +63,16 @@ def open_state(
             return {name: readable(path) for name, path in names.items()}
 
         params = {name: f"params/{name}" for name in flatten(trainer.model.shapes)}
-        if averaged and step:
-            params = {name: mean if (mean := f"average/{name}") in stored.leaves else of for name, of in params.items()}
+        part = "average" if averaged and step else "masters" if before_rounding else "params"
+        params = {name: other if (other := f"{part}/{name}") in stored.leaves else of for name, of in params.items()}
         moments = None
         if with_moments:
             count, mu, nu = _moment_places(trainer, run.config)
             if count in stored.leaves:  # a converted run has no optimizer yet
                 moments = Moments(int(readable(count)[...]), readables("mu", mu), readables("nu", nu))
         leaves = readables("params", params)
+        if part == "average" and run.config.stored.quantize_aware != "none" and not before_rounding:
+            leaves = stored_weights.round_to_codes(leaves, run.config)
         if run.config.stored.quantized and not with_codes:
             leaves = stored_weights.dequantize(leaves, run.config)
         yield State(step, leaves, moments)
@@ -76,10 +84,11 @@ def write_run(folder: Path | BucketPath, run: Run, state: State) -> None:
     A run with codes takes parameters that are codes as they are, and quantises others. Without moments the checkpoint
     has no optimizer, whose zeros would triple its size: a resume starts them anew.
     """
-    for name in ("param_dtype", "moment_dtype"):
-        if run.config.get(name) != "float32":
+    for name, plain in (("param_dtype", "float32"), ("moment_dtype", "float32"), ("quantize_aware", "none")):
+        if (given := run.config.get(name)) != plain:
             raise UsageError(
-                f"a converted run is in float32: give {name}=float32, and {name}=bfloat16 to `train base={run.out}`"
+                f"a converted run has plain float32 weights: give {name}={plain}, and {name}={given} to `train "
+                f"base={run.out}`"
             )
     trainer, params = _trainer(run.config), state.params
     if run.config.stored.quantized and not any(map(is_part, params)):

@@ -79,14 +79,37 @@ def dequantize(params: Leaves, config: Config) -> Leaves:
             compute = jax.jit(functools.partial(weights.dequantize, base))
             of_layer = [part[0] if is_stacked(base) else np.empty(part.shape, part.dtype) for part in parts]
             shape = jax.eval_shape(compute, of_layer).shape
-            if is_stacked(base):
-                fill, fill_row = (functools.partial(fill, compute, parts) for fill in (_fill_layers, _fill_layer))
-                exact[base] = Filled((leaf.shape[0], *shape), np.dtype(np.float32), fill, fill_row)
-            else:
-                exact[base] = Filled(shape, np.dtype(np.float32), functools.partial(_fill_layer, compute, parts))
+            shape = (leaf.shape[0], *shape) if is_stacked(base) else shape
+            exact[base] = _compute_by_layer(base, shape, compute, parts)
         elif not is_part(name):
             exact[name] = _as_float(leaf)
     return exact
+
+
+def round_to_codes(params: Leaves, config: Config) -> Leaves:
+    """Returns float parameters with the values of the codes that `quantize_aware` names, computed when they are read.
+
+    A layer at a time, as `quantized/rounded_weights.py` rounds all layers of a training state.
+    """
+    weights: Any = resolve(config.with_weights(config.stored.quantize_aware).replace(mesh="1x1")).weights
+    rounded = dict(params)
+    for name, leaf in params.items():
+        if weights.is_quantized(name):
+            compute = jax.jit(functools.partial(_round, weights, name))
+            rounded[name] = _compute_by_layer(name, tuple(leaf.shape), compute, [leaf])
+    return rounded
+
+
+def _round(weights: Any, name: str, parts: list[jax.Array]) -> jax.Array:
+    return weights.dequantize(name, weights.quantize(name, *parts))
+
+
+def _compute_by_layer(name: str, shape: tuple[int, ...], compute, parts: list) -> Filled:
+    """Returns the float32 array that `compute` makes of its parts; of those of a layer, if it has layers."""
+    if not is_stacked(name):
+        return Filled(shape, np.dtype(np.float32), functools.partial(_fill_layer, compute, parts))
+    fill, fill_row = (functools.partial(fill, compute, parts) for fill in (_fill_layers, _fill_layer))
+    return Filled(shape, np.dtype(np.float32), fill, fill_row)
 
 
 def _as_float(leaf: Array) -> Filled:

@@ -279,6 +279,12 @@ def test_codes_of_a_folder_are_made_layer_by_layer(tmp_path, capsys, monkeypatch
     assert found == expected != floats
 
 
+def test_published_weights_are_no_run_that_was_trained_for_codes(tmp_path, capsys):
+    assert convert(FOLDER / "gpt2", tmp_path / "run", "quantize_aware=int4") == USAGE
+    assert "give quantize_aware=none, and quantize_aware=int4 to `train base=" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_layers_that_predict_further_are_not_read(tmp_path):
     folder = shutil.copytree(FOLDER / "glm4_moe", tmp_path / "src")
     whole = params_of(folder)

@@ -9,6 +9,7 @@ from shardformer.__main__ import main
 from shardformer.checkpoint import read_config
 from shardformer.config.names import LAYERS
 from shardformer.convert import runs as stored_runs
+from shardformer.convert.leaves import flatten
 from shardformer.errors import UsageError
 from shardformer.quantized.quantized_weights import FORMS
 from shardformer.training.run_folder import Run
@@ -85,19 +86,51 @@ def train(tmp_path, form, *words, steps=3) -> int:
     return runs.train(*sizes, f"out={tmp_path / 'run'}", f"quantize_aware={form}", *words)
 
 
-def read_params(folder) -> dict:
-    with stored_runs.open_state(Run.open(folder), 3, with_moments=False) as state:
+@pytest.fixture(scope="module")
+def trained(request, tmp_path_factory):
+    """Returns (the form, the folder of a run that was trained for it, with an average of its weights)."""
+    folder = tmp_path_factory.mktemp(request.param)
+    assert train(folder, request.param, "ema=0.5") == 0
+    return request.param, folder / "run"
+
+
+def read_params(folder, averaged=False) -> dict:
+    with stored_runs.open_state(Run.open(folder), 3, with_moments=False, averaged=averaged) as state:
         return {name: np.asarray(leaf[...]) for name, leaf in state.params.items()}
 
 
-def test_stored_codes_are_the_weights_that_were_trained(tmp_path):
-    assert train(tmp_path, "int8") == 0
-    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "small"), "weights=int8", "step=3"]) == 0
+def assert_near(found, expected):
+    assert found.keys() == expected.keys()
+    for name, leaf in found.items():
+        np.testing.assert_allclose(leaf, expected[name], rtol=3e-7, atol=1e-9, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("trained", "averaged"),
+    [
+        ("int8", False),
+        pytest.param("int4", False, marks=pytest.mark.slow),
+        ("nf4", False),
+        pytest.param("nf4", True, marks=pytest.mark.slow),
+    ],
+    indirect=["trained"],
+)
+def test_stored_codes_are_the_weights_that_were_trained(trained, averaged, tmp_path):
+    form, run = trained
+    words = [f"weights={form}", "step=3", f"ema={str(averaged).lower()}"]
+    assert main(["convert", str(run), str(tmp_path / "small"), *words]) == 0
     config = read_config(tmp_path / "small")
-    assert (config.stored.weights, config.stored.quantize_aware) == ("int8", "none")
-    trained, codes = read_params(tmp_path / "run"), read_params(tmp_path / "small")
-    for name, leaf in codes.items():
-        np.testing.assert_allclose(leaf, trained[name], rtol=3e-7, atol=1e-9, err_msg=name)
+    assert (config.stored.weights, config.stored.quantize_aware) == (form, "none")
+    assert_near(read_params(tmp_path / "small"), read_params(run, averaged))
+
+
+@pytest.mark.parametrize("trained", ["int8"], indirect=True)
+def test_converted_average_is_the_one_that_is_evaluated(trained):
+    _, folder = trained
+    run = Run.open(folder)
+    step, evaluated = run.restore_params(runs.trainer(run.config).model, 3, averaged=True)
+    assert step == 3
+    assert_near(read_params(folder, averaged=True), flatten(jax.tree.map(np.asarray, evaluated)))
 
 
 def test_resume_goes_on_with_the_masters(tmp_path):
