@@ -50,8 +50,9 @@ class Choice:
         """Returns the content of new text, and its calls with a new id of each."""
         if not self.calls:
             return text, []
-        content, calls = self.calls.push(text, ended)
-        return content, [(call, make_call_id()) for call in calls]
+        parts = self.calls.push(text, ended)
+        calls = [(part, make_call_id()) for part in parts if isinstance(part, Call)]
+        return "".join(part for part in parts if isinstance(part, str)), calls
 
     @property
     def reason(self) -> str:

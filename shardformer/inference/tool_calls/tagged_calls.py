@@ -4,7 +4,7 @@ import json
 import re
 from typing import Any
 
-from shardformer.inference.tool_calls.json_calls import DECODER, Call, make_call
+from shardformer.inference.tool_calls.json_calls import Call, make_call, read_value
 
 BAR = "\N{FULLWIDTH VERTICAL LINE}"
 DEEPSEEK_BEGIN, DEEPSEEK_SEP, DEEPSEEK_END = (f"<{BAR}tool▁{name}{BAR}>" for name in ("call▁begin", "sep", "call▁end"))
@@ -13,7 +13,7 @@ DEEPSEEK_HEAD = re.compile(
     rf"\s*{DEEPSEEK_BEGIN}(?:function{DEEPSEEK_SEP}([\w.-]+)\s*```json\s*|([\w.-]+){DEEPSEEK_SEP}\s*)"
 )
 DEEPSEEK_TAIL = re.compile(rf"\s*(?:```\s*)?{DEEPSEEK_END}\s*")
-QWEN_CALL = re.compile(r"\s*<function=([\w.-]+)>\s*(.*?)\s*</function>\s*", re.DOTALL)
+QWEN_NAME, QWEN_END = re.compile(r"<function=([\w.-]+)>"), "</function>"
 # A value ends before another parameter or the end, so that it may have the tag.
 QWEN_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|\Z)", re.DOTALL)
 GLM_NAME = re.compile(r"\s*([\w.-]+)\s*(?=<arg_key>|\Z)")
@@ -31,7 +31,7 @@ def parse_deepseek(text: str) -> list[Call]:
         head = DEEPSEEK_HEAD.match(text, place)
         if not head:
             raise ValueError("expected the name of a function")
-        arguments, place = DECODER.raw_decode(text, head.end())
+        arguments, place = read_value(text, head.end())
         tail = DEEPSEEK_TAIL.match(text, place)
         if not tail:
             raise ValueError("expected the end of a call")
@@ -42,10 +42,12 @@ def parse_deepseek(text: str) -> list[Call]:
 
 def parse_qwen_coder(text: str) -> list[Call]:
     """Returns the call of <function=NAME> and <parameter=NAME>, whose arguments are texts; raises ValueError."""
-    match = QWEN_CALL.fullmatch(text)
-    if not match:
-        raise ValueError("expected <function=NAME>")
-    return [make_call(match[1], _read_pairs(QWEN_PARAMETER, match[2], 0))]
+    text = text.strip()
+    match = QWEN_NAME.match(text)
+    if not match or not text.endswith(QWEN_END):
+        raise ValueError("expected <function=NAME> ... </function>")
+    inside = text[match.end() : -len(QWEN_END)].strip()
+    return [make_call(match[1], _read_pairs(QWEN_PARAMETER, inside, 0))]
 
 
 def parse_glm(text: str) -> list[Call]:

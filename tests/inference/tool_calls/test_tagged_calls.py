@@ -1,6 +1,7 @@
 """Calls between tags, as the published templates of Qwen3-Coder, GLM-4.5 and DeepSeek V3 write them."""
 
 import json
+import time
 
 import pytest
 
@@ -64,6 +65,15 @@ def test_arguments_are_read_back(name, text, tag, step):
     assert calls[0] == ("weather", {"city": city, "days": 2, "near": [1.5, None, True], "soon": True})
     assert [name for name, _ in calls[1:]] == ["clock"] * (name == "deepseek")
     assert content == "well"
+
+
+@pytest.mark.parametrize("ending", ["", "</function>", "</function>x"])
+def test_spaces_of_a_call_take_linear_time(ending):
+    text = "<tool_call>\n<function=clock>" + "\n" * 100_000 + f"{ending}</tool_call>"
+    start = time.process_time()
+    content, calls = split(FORMATS["qwen_coder"], text)
+    assert time.process_time() - start < 3  # about 0.01; quadratic time is minutes
+    assert (content, calls) == (("", [("clock", {})]) if ending == "</function>" else (text, []))
 
 
 @pytest.mark.parametrize(
