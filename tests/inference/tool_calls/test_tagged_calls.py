@@ -69,10 +69,10 @@ def test_arguments_are_read_back(name, text, tag, step):
 
 @pytest.mark.parametrize("ending", ["", "</function>", "</function>x"])
 def test_spaces_of_a_call_take_linear_time(ending):
-    text = "<tool_call>\n<function=clock>" + "\n" * 100_000 + f"{ending}</tool_call>"
+    text = "<tool_call>\n<function=clock>" + "\n" * 40_000 + f"{ending}</tool_call>"
     start = time.process_time()
     content, calls = split(FORMATS["qwen_coder"], text)
-    assert time.process_time() - start < 3  # about 0.01; quadratic time is minutes
+    assert time.process_time() - start < 2  # about 0.01; 10 or more in quadratic time
     assert (content, calls) == (("", [("clock", {})]) if ending == "</function>" else (text, []))
 
 
