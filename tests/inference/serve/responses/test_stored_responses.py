@@ -9,7 +9,6 @@ pytest.importorskip("starlette")
 from shardformer.inference.serve.request_fields import ApiError
 from shardformer.inference.serve.responses.stored_responses import StoredResponses
 
-
 ANSWER = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "A"}]}
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 
