@@ -3,7 +3,9 @@
 import json
 import re
 from typing import Any
+from urllib.parse import unquote
 
+from shardformer.inference.grammars.json_schema import OF_TYPES
 from shardformer.inference.tool_calls.json_calls import Call, make_call, read_value
 
 BAR = "\N{FULLWIDTH VERTICAL LINE}"
@@ -19,6 +21,7 @@ QWEN_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*(?=
 GLM_NAME = re.compile(r"\s*([\w.-]+)\s*(?=<arg_key>|\Z)")
 GLM_PARAMETER = re.compile(r"<arg_key>([^<]+)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*(?=<arg_key>|\Z)", re.DOTALL)
 WORDS = {"True": True, "False": False, "None": None}  # templates write them as Python does
+PARTS = ("anyOf", "oneOf", "allOf")
 TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object",
          type(None): "null"}  # fmt: skip
 
@@ -71,15 +74,19 @@ def _read_pairs(pattern: re.Pattern[str], text: str, place: int) -> dict[str, st
 
 def read_values(call: Call, schema: dict[str, Any] | None) -> Call:
     """Returns a call whose arguments are texts with the values that they stand for. schema: of the arguments."""
-    properties = (schema or {}).get("properties")
+    whole = schema or {}
+    properties, others = whole.get("properties"), whole.get("additionalProperties")
     properties = properties if isinstance(properties, dict) else {}
     texts = json.loads(call.arguments)
-    return make_call(call.name, {name: _read_value(text, properties.get(name)) for name, text in texts.items()})
+    values = {name: _read_value(text, properties.get(name, others), whole) for name, text in texts.items()}
+    return make_call(call.name, values)
 
 
-def _read_value(text: str, schema: Any) -> Any:
-    """Returns a value of JSON that the schema may allow, else the text."""
-    types = _list_types(schema)
+def _read_value(text: str, schema: Any, whole: dict[str, Any]) -> Any:
+    """Returns a value of JSON that the schema, a part of the whole one, may allow; else the text."""
+    types = _list_types(schema, whole, set())
+    if isinstance(schema, dict) and not types:
+        return text  # a pattern or a format is one of texts
     try:
         value = WORDS[text] if text in WORDS else json.loads(text)
     except (ValueError, RecursionError):
@@ -89,13 +96,27 @@ def _read_value(text: str, schema: Any) -> Any:
     return value if is_allowed or "string" not in types else text
 
 
-def _list_types(schema: Any) -> set[str]:
-    """Returns the types that a schema names."""
+def _list_types(schema: Any, whole: dict[str, Any], followed: set[str]) -> set[str]:
+    """Returns the types that a schema and its parts name. followed: references whose types are known, also added to."""
     if not isinstance(schema, dict):
         return set()
     named = schema.get("type")
     types = {kind for kind in (named if isinstance(named, list) else [named]) if isinstance(kind, str)}
-    if not types and isinstance(schema.get("enum"), list):
-        types = {TYPES[type(value)] for value in schema["enum"]}
-    parts = schema.get("anyOf")
-    return types.union(*map(_list_types, parts if isinstance(parts, list) else []))
+    if not types and ("enum" in schema or "const" in schema):
+        values = schema.get("enum", [schema.get("const")])
+        types = {TYPES[type(value)] for value in (values if isinstance(values, list) else [])}
+    types = types or {kind for kind, keywords in OF_TYPES.items() if keywords & schema.keys()}
+    parts = [part for keyword in PARTS if isinstance(schema.get(keyword), list) for part in schema[keyword]]
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference not in followed:
+        followed.add(reference)
+        parts.append(_follow(reference, whole))
+    return types.union(*(_list_types(part, whole, followed) for part in parts))
+
+
+def _follow(reference: str, whole: dict[str, Any]) -> Any:
+    """Returns the part of a schema that a reference such as #/$defs/city names; None if there is none."""
+    part: Any = whole
+    for word in reference.removeprefix("#").split("/")[1:]:
+        part = part.get(unquote(word).replace("~1", "/").replace("~0", "~")) if isinstance(part, dict) else None
+    return part

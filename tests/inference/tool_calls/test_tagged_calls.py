@@ -91,14 +91,32 @@ def test_spaces_of_a_call_take_linear_time(ending):
         ({"enum": ["5", 6]}, "6", 6),
         ({"type": "boolean"}, "False", False),
         ({"type": "string"}, "True", "True"),
+        ({"const": "5"}, "5", "5"),
+        ({"const": 5}, "5", 5),
+        ({"oneOf": [{"type": "string"}, {"type": "null"}]}, "5", "5"),
+        ({"allOf": [{"type": "string"}, {"minLength": 1}]}, "5", "5"),
+        ({"$ref": "#/$defs/a~1b"}, "5", "5"),
+        ({"$ref": "#/$defs/loop"}, "5", 5),
+        ({"$ref": "https://example.org/string"}, "5", "5"),
+        ({"pattern": "[0-9]+"}, "5", "5"),
+        ({"description": "an id"}, "5", "5"),
+        ({"items": {}}, "[5]", [5]),
         (None, '{"a": 1}', {"a": 1}),
         (True, "a b", "a b"),
     ],
 )
 def test_text_is_read_by_its_schema(schema, text, value):
     call = Call("f", json.dumps({"a": text}))
-    made = read_values(call, None if schema is None else {"properties": {"a": schema}})
-    assert json.loads(made.arguments) == {"a": value}
+    parts = {"a/b": {"type": "string"}, "loop": {"anyOf": [{"$ref": "#/$defs/loop"}, {"type": "integer"}]}}
+    whole = {"$defs": parts, "properties": {"a": schema}}
+    assert json.loads(read_values(call, None if schema is None else whole).arguments) == {"a": value}
+    assert json.loads(read_values(call, {"$defs": parts, "additionalProperties": schema}).arguments) == {"a": value}
+
+
+def test_references_are_followed_once():
+    parts = {str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}] * 2} for n in range(60)} | {"60": {"type": "string"}}
+    schema = {"$defs": parts, "properties": {"a": {"$ref": "#/$defs/0"}}}
+    assert json.loads(read_values(Call("f", '{"a": "5"}'), schema).arguments) == {"a": "5"}
 
 
 @pytest.mark.parametrize("text", ["NaN", "1e999", "[" * 100_000, "-Infinity"])
