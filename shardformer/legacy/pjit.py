@@ -4,9 +4,8 @@ import functools
 import inspect
 import operator
 import types
-import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,10 +17,7 @@ from shardformer.legacy.relocation import relocate
 
 NOT_GIVEN = object()
 REPLICATED = object()  # what pjit's None meant in a mesh; outside of one it meant nothing, while P() is an error
-
-
-# By function and mesh: the function that jax traces.
-_bodies: weakref.WeakKeyDictionary[Callable, dict[Mesh | None, Callable]] = weakref.WeakKeyDictionary()
+BODIES = "__shardformer_bodies__"  # the attribute of a function that has its `_Bodies`
 
 
 class NoMeshError(RuntimeError, ValueError):
@@ -165,18 +161,30 @@ def _body_in_mesh(fun: Callable, mesh: Mesh | None) -> Callable:
     """
     if not isinstance(fun, types.FunctionType):
         return functools.wraps(fun)(lambda *args, **kwargs: fun(*args, **kwargs))
-    bodies = _bodies.setdefault(fun, {})
-    if mesh not in bodies:
-        bodies[mesh] = _copy(fun)
-    return bodies[mesh]
+    bodies = fun.__dict__.get(BODIES)
+    if bodies is None or bodies.owner is not fun:  # functools.wraps gives a function the attributes of another
+        bodies = fun.__dict__[BODIES] = _Bodies(fun, {})
+    if mesh not in bodies.by_mesh:
+        bodies.by_mesh[mesh] = _copy(fun)
+    return bodies.by_mesh[mesh]
+
+
+class _Bodies(NamedTuple):
+    """The functions that jax traces for one of the program.
+
+    The function itself has them: a table of all functions would keep those that refer to themselves.
+    """
+
+    owner: Callable
+    by_mesh: dict[Mesh | None, Callable]
 
 
 def _copy(fun: types.FunctionType) -> Callable:
-    """Returns a function of the same parts, which does not keep `fun` itself alive."""
+    """Returns a function of the same parts: jax's caches, which have it, do not keep `fun` itself alive."""
     made = types.FunctionType(fun.__code__, fun.__globals__, fun.__name__, fun.__defaults__, fun.__closure__)
     made.__kwdefaults__, made.__qualname__, made.__doc__ = fun.__kwdefaults__, fun.__qualname__, fun.__doc__
     made.__module__, made.__annotations__ = fun.__module__, fun.__annotations__
-    made.__dict__.update(fun.__dict__)
+    made.__dict__.update({name: value for name, value in fun.__dict__.items() if name != BODIES})
     return made
 
 

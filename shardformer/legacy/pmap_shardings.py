@@ -104,9 +104,13 @@ class ShardingSpec:
 def _pieces(split: NoSharding | Chunked | Unstacked, size: int) -> Sequence[slice | int]:
     """Returns the indices of the parts of one position."""
     if isinstance(split, Unstacked):
+        if split.size != size:
+            raise ValueError(f"a ShardingSpec has {split} for a position of size {size}; give Unstacked({size})")
         return range(size)
     count = math.prod(split.chunks) if isinstance(split, Chunked) else 1
-    length = size // count
+    length, rest = divmod(size, count)
+    if rest:
+        raise ValueError(f"a ShardingSpec has {split} for a position of size {size}; give chunks that divide it")
     return [slice(length * part, length * (part + 1)) for part in range(count)] if count > 1 else [slice(None)]
 
 

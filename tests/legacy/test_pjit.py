@@ -1,5 +1,6 @@
 """pjit and with_sharding_constraint under their old names: values, layouts, donation, and the mesh around the call."""
 
+import functools
 import gc
 import weakref
 
@@ -119,6 +120,32 @@ def test_a_function_is_traced_once_for_all_its_pjits(mesh_4x2):
     del body
     gc.collect()
     assert gone() is None
+
+
+def test_a_recursive_function_is_freed(mesh_4x2):
+    def run():
+        def power(x, n=3):
+            return x if n == 1 else x * power(x, n - 1)
+
+        np.testing.assert_array_equal(pjit(power, P("dp"), P("dp"))(X), X**3)
+        return weakref.ref(power)
+
+    gone = run()
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_wrapper_is_not_taken_for_its_function(mesh_4x2):
+    def double(x):
+        return 2 * x
+
+    np.testing.assert_array_equal(pjit(double, P("dp"), P("dp"))(X), 2 * X)
+
+    @functools.wraps(double)  # which copies its attributes
+    def twice(x):
+        return double(double(x))
+
+    np.testing.assert_array_equal(pjit(twice, P("dp"), P("dp"))(X), 4 * X)
 
 
 def test_arguments_go_to_the_mesh_where_nothing_asks_for_a_layout(mesh_4x2):

@@ -50,6 +50,13 @@ def test_indices_of_unstacked_and_whole_positions():
     assert starts == [0, 2, 1, 3]
 
 
+@pytest.mark.parametrize("split", [Chunked([3]), Chunked([2, 2]), Unstacked(6)])
+def test_a_split_that_loses_elements_is_an_error(split):
+    spec = ShardingSpec([split], map(ShardedAxis, range(2 if split == Chunked([2, 2]) else 1)))
+    with pytest.raises(ValueError, match="position of size 7; give"):
+        spec_to_indices((7,), spec)
+
+
 @pytest.mark.parametrize("axes", [(0, 1), (1, 0), (2, 0, 1), (1, 2, 0)])
 def test_description_of_xla_gives_the_same_parts(axes):
     spec = halves(*axes)

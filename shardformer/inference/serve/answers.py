@@ -48,10 +48,15 @@ class Choice:
 
     def split(self, text: str, ended: bool) -> tuple[str, list[tuple[Call, str]]]:
         """Returns the content of new text, and its calls with a new id of each."""
+        parts = self.list_parts(text, ended)
+        return "".join(part for part in parts if isinstance(part, str)), [p for p in parts if not isinstance(p, str)]
+
+    def list_parts(self, text: str, ended: bool) -> list[str | tuple[Call, str]]:
+        """Returns the content and the calls of new text in their order, each call with a new id."""
         if not self.calls:
-            return text, []
-        content, calls = self.calls.push(text, ended)
-        return content, [(call, make_call_id()) for call in calls]
+            return [text] if text else []
+        parts = self.calls.push(text, ended)
+        return [part if isinstance(part, str) else (part, make_call_id()) for part in parts]
 
     @property
     def reason(self) -> str:

@@ -129,7 +129,8 @@ async def _send_answer(service: Service, request: Request, start: Callable[[byte
 
 
 async def _show_response(service: Service, request: Request) -> Response:
-    return JsonResponse(service.responses.find(request.path_params["name"]).response)
+    stored = service.responses.find(request.path_params["name"])
+    return Response(stored.response, media_type="application/json")
 
 
 async def _remove_response(service: Service, request: Request) -> Response:

@@ -6,10 +6,11 @@ from typing import Any
 
 from shardformer.inference.serve.text_stream import measure_before
 from shardformer.inference.tool_calls.closing_search import ClosingSearch
-from shardformer.inference.tool_calls.json_calls import LONGEST, Call
+from shardformer.inference.tool_calls.json_calls import LONGEST, Call, OpenString
 from shardformer.inference.tool_calls.tool_formats import ToolFormat
 
 OBJECT = re.compile(r"\s*(\{|\Z)")  # or what may become one
+MOST_TRIES = 16  # openings before one closing at which its call may begin: each takes time for all of the text
 
 
 class CallStream:
@@ -28,36 +29,43 @@ class CallStream:
         self._is_bare = format.is_bare  # an object would be a call: no content came before
         self._follows_call = False
         self._search: ClosingSearch | None = None  # for the end of the call at the beginning of the text
+        self._quotes = format.quotes  # of strings that may have closings; none after a string that had no end
         self.count = 0  # calls so far
 
-    def push(self, text: str, ended: bool = False) -> tuple[str, list[Call]]:
-        """Returns the content and the calls that are certain with more of the text; ended: with all of it."""
+    def push(self, text: str, ended: bool = False) -> list[str | Call]:
+        """Returns the content and the calls, in their order, that are certain with more of the text.
+
+        ended: with all of it.
+        """
         self._text += text
-        content, calls = "", []
+        parts: list[str | Call] = []
         while self._text:
             start = self._find_start(ended)
             if start:
-                content += self._show(self._text[:start])
+                _add_content(parts, self._show(self._text[:start]))
                 self._text = self._text[start:]
                 continue
             length = self._measure_call(ended)
             if not length:
                 break
-            piece, self._text, self._search = self._text[:length], self._text[length:], None
-            found = self._parse(piece)
-            if not found:
-                start = piece.find(self._format.opening, 1) if self._format.opening else -1
-                if start > 0:  # this opening was only text, or its call was broken off
-                    piece, self._text = piece[:start], piece[start:] + self._text
-                content += self._show(piece)
-                continue
-            retained = found if self._most is None else found[: max(self._most - self.count, 0)]
-            calls += retained
-            self.count += len(retained)
-            self._follows_call = True
-        if ended:
-            content += "" if self._follows_call else self._spaces
-        return content, calls
+            piece = self._text[:length]
+            calls, is_open = self._parse(piece)
+            if is_open and self._quotes and self._search and not self._search.quotes:
+                self._search, self._quotes = ClosingSearch(self._format.closing, self._quotes), ""
+                continue  # this closing may be a part of a string
+            self._text = self._text[length:]
+            if calls:
+                parts += self._count(calls)
+                if self._search and self._search.quotes:
+                    self._quotes = self._search.quotes
+            else:
+                start = self._find_next_opening(piece)
+                piece, self._text = piece[:start], piece[start:] + self._text
+                _add_content(parts, self._show(piece))
+            self._search = None
+        if ended and not self._follows_call:
+            _add_content(parts, self._spaces)
+        return parts
 
     def _find_start(self, ended: bool) -> int:
         """Returns the length of the text before a call, or before what may be the beginning of one."""
@@ -73,24 +81,39 @@ class CallStream:
         closing = self._format.closing
         if not closing:
             return len(self._text) * ended
-        opening = self._format.opening
         if not self._search:
-            if not self._text.startswith(opening):  # may be a part of one
+            if not self._text.startswith(self._format.opening):  # may be a part of one
                 return len(self._text) * ended
-            self._search = ClosingSearch(closing, self._format.quotes)
+            self._search = ClosingSearch(closing)
         end = self._search.find(self._text)
         if end < 0 and ended:  # a string may have no end
             end = self._text.find(closing) + len(closing) if closing in self._text else len(self._text)
         return max(end, 0)
 
-    def _parse(self, text: str) -> list[Call]:
-        """Returns the calls of a text; none if any part of it is something else."""
+    def _parse(self, text: str) -> tuple[list[Call], bool]:
+        """Returns the calls of a text, and whether it ends in a string. No calls if any part of it is no call."""
         inside = text.strip().removeprefix(self._format.opening).removesuffix(self._format.closing)
         try:
             calls = self._format.read(inside, self._schemas) if len(inside) <= LONGEST else []
+        except OpenString:
+            return [], True
         except (ValueError, RecursionError):
-            return []
-        return calls if all(call.name in self._schemas for call in calls) else []
+            return [], False
+        return calls if all(call.name in self._schemas for call in calls) else [], False
+
+    def _count(self, calls: list[Call]) -> list[Call]:
+        """Returns the calls that are not too many."""
+        self._follows_call = True
+        retained = calls if self._most is None else calls[: max(self._most - self.count, 0)]
+        self.count += len(retained)
+        return retained
+
+    def _find_next_opening(self, piece: str) -> int:
+        """Returns where a call may begin in a piece whose opening was only text, or of a call that was broken off."""
+        opening = self._format.opening
+        found = re.finditer(re.escape(opening), piece) if opening else ()
+        starts = [match.start() for match in found if match.start()]
+        return starts[-MOST_TRIES:][0] if starts else len(piece)
 
     def _show(self, content: str) -> str:
         """Returns the content that can be sent: without spaces that a call may follow, or that follow one."""
@@ -108,3 +131,11 @@ class CallStream:
         self._spaces = content[len(shown) :]
         self._has_content |= bool(shown)
         return shown
+
+
+def _add_content(parts: list[str | Call], content: str) -> None:
+    """Adds a content that may be empty to the one at the end."""
+    if content and parts and isinstance(parts[-1], str):
+        parts[-1] += content
+    elif content:
+        parts.append(content)

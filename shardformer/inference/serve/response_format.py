@@ -74,7 +74,7 @@ class Forms:
         kind = wanted.get("type")
         if kind == "text":
             return None
-        if kind == "json_object" and "schema" not in wanted:
+        if kind == "json_object" and wanted.get("schema") is None:
             return self.find(kind, lambda: JSON_OBJECT)
         if kind not in ("json_object", "json_schema"):
             raise ApiError(400, f"{FIELD} has the type {kind!r:.60}; expected text, json_object or json_schema", FIELD)

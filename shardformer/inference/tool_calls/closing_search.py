@@ -6,8 +6,9 @@ import re
 class ClosingSearch:
     """Searches a text for its first closing outside of strings. Each character is read once."""
 
-    def __init__(self, closing: str, quotes: str):
+    def __init__(self, closing: str, quotes: str = ""):
         """quotes: the characters that begin and end strings, in which a backslash comes before any other character."""
+        self.quotes = quotes
         self._closing, self._place = closing, 0
         self._outside = re.compile("|".join(map(re.escape, (closing, *quotes))))
         self._quote = ""  # of the string at the place

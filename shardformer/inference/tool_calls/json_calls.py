@@ -11,6 +11,10 @@ MISTRAL = "[TOOL_CALLS]"
 NAMED = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
 
 
+class OpenString(ValueError):
+    """A text that ends inside a string."""
+
+
 class Call(NamedTuple):
     """A function and its arguments, the JSON text of an object."""
 
@@ -27,6 +31,16 @@ def make_call(name: Any, arguments: Any) -> Call:
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError("expected a name, and arguments that are an object")
     return Call(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+
+
+def read_value(text: str, place: int) -> tuple[Any, int]:
+    """Returns the value of JSON at a position, and the position after it; raises ValueError."""
+    try:
+        return DECODER.raw_decode(text, place)
+    except json.JSONDecodeError as error:
+        if error.msg.startswith("Unterminated string"):
+            raise OpenString(str(error)) from None
+        raise
 
 
 def parse_json(text: str) -> list[Call]:
@@ -47,7 +61,7 @@ def parse_mistral(text: str) -> list[Call]:
         if text.startswith(MISTRAL, place):
             place += len(MISTRAL)
         elif named := NAMED.match(text, place):
-            arguments, place = DECODER.raw_decode(text, named.end())
+            arguments, place = read_value(text, named.end())
             calls.append(make_call(named[1], arguments))
         else:
             found, place = _read_values(text, place)
@@ -57,7 +71,7 @@ def parse_mistral(text: str) -> list[Call]:
 
 def _read_values(text: str, place: int) -> tuple[list[Call], int]:
     """Returns the calls of a value of JSON, and the position after it."""
-    value, place = DECODER.raw_decode(text, place)
+    value, place = read_value(text, place)
     listed = value if isinstance(value, list) else [value]
     if not all(isinstance(each, dict) for each in listed):
         raise ValueError("expected an object")

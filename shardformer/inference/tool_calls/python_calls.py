@@ -1,9 +1,10 @@
 """Tool calls that are written as Python: [weather(city='Rome', days=2), clock()]."""
 
 import re
+import sys
 from typing import Any
 
-from shardformer.inference.tool_calls.json_calls import Call, make_call
+from shardformer.inference.tool_calls.json_calls import Call, OpenString, make_call
 
 DEEPEST = 100  # lists and objects in each other
 SPACES, NAME = re.compile(r"\s*"), re.compile(r"[A-Za-z_][\w.-]*")
@@ -88,6 +89,9 @@ class _Reader:
         return WORDS[word]
 
     def _read_string(self) -> str:
+        self._skip()
+        if self._text.startswith(("'", '"'), self._place) and not STRING.match(self._text, self._place):
+            raise OpenString("expected the end of a string")
         return ESCAPE.sub(_unescape, self._take(STRING)[1:-1])
 
     def _take(self, pattern: re.Pattern[str]) -> str:
@@ -106,4 +110,9 @@ class _Reader:
 
 def _unescape(match: re.Match[str]) -> str:
     code = match[1]
-    return chr(int(code[1:], 16)) if len(code) > 1 else ESCAPED.get(code, code)
+    if len(code) == 1:
+        return ESCAPED.get(code, code)
+    number = int(code[1:], 16)
+    if number > sys.maxunicode:
+        raise ValueError(f"expected a character, got {match[0]}")
+    return chr(number)

@@ -3,8 +3,10 @@
 import json
 import re
 from typing import Any
+from urllib.parse import unquote
 
-from shardformer.inference.tool_calls.json_calls import DECODER, Call, make_call
+from shardformer.inference.grammars.json_schema import OF_TYPES
+from shardformer.inference.tool_calls.json_calls import Call, make_call, read_value
 
 BAR = "\N{FULLWIDTH VERTICAL LINE}"
 DEEPSEEK_BEGIN, DEEPSEEK_SEP, DEEPSEEK_END = (f"<{BAR}tool▁{name}{BAR}>" for name in ("call▁begin", "sep", "call▁end"))
@@ -13,12 +15,13 @@ DEEPSEEK_HEAD = re.compile(
     rf"\s*{DEEPSEEK_BEGIN}(?:function{DEEPSEEK_SEP}([\w.-]+)\s*```json\s*|([\w.-]+){DEEPSEEK_SEP}\s*)"
 )
 DEEPSEEK_TAIL = re.compile(rf"\s*(?:```\s*)?{DEEPSEEK_END}\s*")
-QWEN_CALL = re.compile(r"\s*<function=([\w.-]+)>\s*(.*?)\s*</function>\s*", re.DOTALL)
+QWEN_NAME, QWEN_END = re.compile(r"<function=([\w.-]+)>"), "</function>"
 # A value ends before another parameter or the end, so that it may have the tag.
 QWEN_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|\Z)", re.DOTALL)
 GLM_NAME = re.compile(r"\s*([\w.-]+)\s*(?=<arg_key>|\Z)")
 GLM_PARAMETER = re.compile(r"<arg_key>([^<]+)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*(?=<arg_key>|\Z)", re.DOTALL)
 WORDS = {"True": True, "False": False, "None": None}  # templates write them as Python does
+PARTS = ("anyOf", "oneOf", "allOf")
 TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object",
          type(None): "null"}  # fmt: skip
 
@@ -31,7 +34,7 @@ def parse_deepseek(text: str) -> list[Call]:
         head = DEEPSEEK_HEAD.match(text, place)
         if not head:
             raise ValueError("expected the name of a function")
-        arguments, place = DECODER.raw_decode(text, head.end())
+        arguments, place = read_value(text, head.end())
         tail = DEEPSEEK_TAIL.match(text, place)
         if not tail:
             raise ValueError("expected the end of a call")
@@ -42,10 +45,12 @@ def parse_deepseek(text: str) -> list[Call]:
 
 def parse_qwen_coder(text: str) -> list[Call]:
     """Returns the call of <function=NAME> and <parameter=NAME>, whose arguments are texts; raises ValueError."""
-    match = QWEN_CALL.fullmatch(text)
-    if not match:
-        raise ValueError("expected <function=NAME>")
-    return [make_call(match[1], _read_pairs(QWEN_PARAMETER, match[2], 0))]
+    text = text.strip()
+    match = QWEN_NAME.match(text)
+    if not match or not text.endswith(QWEN_END):
+        raise ValueError("expected <function=NAME> ... </function>")
+    inside = text[match.end() : -len(QWEN_END)].strip()
+    return [make_call(match[1], _read_pairs(QWEN_PARAMETER, inside, 0))]
 
 
 def parse_glm(text: str) -> list[Call]:
@@ -69,15 +74,19 @@ def _read_pairs(pattern: re.Pattern[str], text: str, place: int) -> dict[str, st
 
 def read_values(call: Call, schema: dict[str, Any] | None) -> Call:
     """Returns a call whose arguments are texts with the values that they stand for. schema: of the arguments."""
-    properties = (schema or {}).get("properties")
+    whole = schema or {}
+    properties, others = whole.get("properties"), whole.get("additionalProperties")
     properties = properties if isinstance(properties, dict) else {}
     texts = json.loads(call.arguments)
-    return make_call(call.name, {name: _read_value(text, properties.get(name)) for name, text in texts.items()})
+    values = {name: _read_value(text, properties.get(name, others), whole) for name, text in texts.items()}
+    return make_call(call.name, values)
 
 
-def _read_value(text: str, schema: Any) -> Any:
-    """Returns a value of JSON that the schema may allow, else the text."""
-    types = _list_types(schema)
+def _read_value(text: str, schema: Any, whole: dict[str, Any]) -> Any:
+    """Returns a value of JSON that the schema, a part of the whole one, may allow; else the text."""
+    types = _list_types(schema, whole, set())
+    if isinstance(schema, dict) and not types:
+        return text  # a pattern or a format is one of texts
     try:
         value = WORDS[text] if text in WORDS else json.loads(text)
     except (ValueError, RecursionError):
@@ -87,13 +96,27 @@ def _read_value(text: str, schema: Any) -> Any:
     return value if is_allowed or "string" not in types else text
 
 
-def _list_types(schema: Any) -> set[str]:
-    """Returns the types that a schema names."""
+def _list_types(schema: Any, whole: dict[str, Any], followed: set[str]) -> set[str]:
+    """Returns the types that a schema and its parts name. followed: references whose types are known, also added to."""
     if not isinstance(schema, dict):
         return set()
     named = schema.get("type")
     types = {kind for kind in (named if isinstance(named, list) else [named]) if isinstance(kind, str)}
-    if not types and isinstance(schema.get("enum"), list):
-        types = {TYPES[type(value)] for value in schema["enum"]}
-    parts = schema.get("anyOf")
-    return types.union(*map(_list_types, parts if isinstance(parts, list) else []))
+    if not types and ("enum" in schema or "const" in schema):
+        values = schema.get("enum", [schema.get("const")])
+        types = {TYPES[type(value)] for value in (values if isinstance(values, list) else [])}
+    types = types or {kind for kind, keywords in OF_TYPES.items() if keywords & schema.keys()}
+    parts = [part for keyword in PARTS if isinstance(schema.get(keyword), list) for part in schema[keyword]]
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference not in followed:
+        followed.add(reference)
+        parts.append(_follow(reference, whole))
+    return types.union(*(_list_types(part, whole, followed) for part in parts))
+
+
+def _follow(reference: str, whole: dict[str, Any]) -> Any:
+    """Returns the part of a schema that a reference such as #/$defs/city names; None if there is none."""
+    part: Any = whole
+    for word in reference.removeprefix("#").split("/")[1:]:
+        part = part.get(unquote(word).replace("~1", "/").replace("~0", "~")) if isinstance(part, dict) else None
+    return part

@@ -1,5 +1,7 @@
 """The text of an answer becomes content and calls, in whatever pieces it comes; nothing is lost."""
 
+import time
+
 import pytest
 
 from shardformer.inference.serve.call_stream import CallStream
@@ -61,10 +63,45 @@ def test_content_and_calls_are_split(format, text, content, names, step):
 
 def test_content_is_sent_before_a_call_is_complete():
     stream = CallStream(FORMATS["hermes"], {"clock": None})
-    assert stream.push("let me <tool") == ("let me", [])
-    assert stream.push(" now") == (" <tool now", [])
-    assert stream.push(" " + HERMES[:-1]) == ("", [])
-    assert len(stream.push(HERMES[-1])[1]) == 1
+    assert stream.push("let me <tool") == ["let me"]
+    assert stream.push(" now") == [" <tool now"]
+    assert stream.push(" " + HERMES[:-1]) == []
+    assert len(stream.push(HERMES[-1])) == 1
+
+
+def test_content_after_a_text_that_is_no_call_is_sent():
+    stream = CallStream(FORMATS["hermes"], {"clock": None})
+    assert stream.push('<tool_call>it is 5" </tool_call> Hello') == ['<tool_call>it is 5" </tool_call> Hello']
+    assert stream.push('<tool_call>{"a": "</tool_call>') == []  # which may be in a string
+    shown, call = stream.push(f'<tool_call>" b {HERMES}')
+    assert (shown, call.name) == ('<tool_call>{"a": "</tool_call><tool_call>" b', "clock")
+
+
+@pytest.mark.parametrize("step", [1, 7, 1000])
+def test_parts_are_in_their_order(step):
+    stream, text = CallStream(FORMATS["hermes"], {"clock": None}), f"A {HERMES} B {HERMES} C"
+    parts = [part for i in range(0, len(text), step) for part in stream.push(text[i : i + step])]
+    parts += stream.push("", ended=True)
+    assert [part if isinstance(part, str) else part.name for part in parts] == ["A", "clock", " B", "clock", " C"]
+
+
+PIECES = [  # of texts that are no calls
+    ("hermes", '<tool_call>\\"</tool_call>'),
+    ("hermes", '<tool_call>{"\\"</tool_call>'),
+    ("hermes", '<tool_call>{"a": "'),
+    ("qwen_coder", "<tool_call><function=f><parameter=a>"),
+    ("glm", "<tool_call>f<arg_key>k</arg_key><arg_value></arg_value>"),
+    ("mistral", "[TOOL_CALLS]clock{}"),
+    ("lfm", "<|tool_call_start|>[clock(a='\\'<|tool_call_end|>"),
+]
+
+
+@pytest.mark.parametrize(("format", "piece"), PIECES)
+def test_texts_that_are_no_calls_take_linear_time(format, piece):
+    text = piece * (100_000 // len(piece)) + "</function></tool_call> x"
+    start = time.process_time()
+    assert split(FORMATS[format], text) == (text, [])
+    assert time.process_time() - start < 5  # about 0.3; in quadratic time much more
 
 
 def test_only_so_many_calls_are_returned():

@@ -60,7 +60,7 @@ def test_objects_follow_their_schema(port, tokens):
 
 def test_forms_do_not_depend_on_other_requests(port):
     """Requests of other forms, and without one, share the steps of the engine."""
-    formats = [BY_SCHEMA, {"type": "json_object"}, {"type": "text"}]
+    formats = [BY_SCHEMA, {"type": "json_object", "schema": None}, {"type": "text"}]
     bodies = [BODY | {"seed": i, "logprobs": 1, "response_format": formats[i % 3]} for i in range(9)]
     with concurrent.futures.ThreadPoolExecutor(9) as pool:
         together = list(pool.map(lambda body: ask(port, body)["choices"], bodies))

@@ -21,6 +21,7 @@ from shardformer.inference.tool_calls.python_calls import DEEPEST, parse_python
                                                                      "e": 1.0, "f": 0.05}),
         ("[f(a='\\x41\\U0001F600\\a\\v', b='a\\\nb', c='\\xg')]", {"a": "A😀\a\v", "b": "ab", "c": "\\xg"}),
         ("[f(a=1__0)]", None), ("[f(a=_1)]", None), ("[f(a=.)]", None), ("[f(a='\\U00110000')]", None),
+        ("[f(a='\\UFFFFFFFF')]", None), ("[f(a='\\U0010FFFF')]", {"a": "\U0010ffff"}),
         ("[f(1)]", None), ("[f(a=1 b=2)]", None), ("[f(a=x)]", None), ("[f()] and", None), ("f() g()", None),
         ("f", None),
         ("[f(]", None),
@@ -29,7 +30,7 @@ from shardformer.inference.tool_calls.python_calls import DEEPEST, parse_python
 )  # fmt: skip
 def test_arguments_are_values_of_json(text, arguments):
     if arguments is None:
-        with pytest.raises(ValueError, match=r"expected|not in range"):
+        with pytest.raises(ValueError, match="expected"):
             parse_python(text)
     else:
         [call] = parse_python(text)

@@ -1,6 +1,7 @@
 """Calls between tags, as the published templates of Qwen3-Coder, GLM-4.5 and DeepSeek V3 write them."""
 
 import json
+import time
 
 import pytest
 
@@ -66,6 +67,15 @@ def test_arguments_are_read_back(name, text, tag, step):
     assert content == "well"
 
 
+@pytest.mark.parametrize("ending", ["", "</function>", "</function>x"])
+def test_spaces_of_a_call_take_linear_time(ending):
+    text = "<tool_call>\n<function=clock>" + "\n" * 40_000 + f"{ending}</tool_call>"
+    start = time.process_time()
+    content, calls = split(FORMATS["qwen_coder"], text)
+    assert time.process_time() - start < 2  # about 0.01; 10 or more in quadratic time
+    assert (content, calls) == (("", [("clock", {})]) if ending == "</function>" else (text, []))
+
+
 @pytest.mark.parametrize(
     ("schema", "text", "value"),
     [
@@ -81,14 +91,32 @@ def test_arguments_are_read_back(name, text, tag, step):
         ({"enum": ["5", 6]}, "6", 6),
         ({"type": "boolean"}, "False", False),
         ({"type": "string"}, "True", "True"),
+        ({"const": "5"}, "5", "5"),
+        ({"const": 5}, "5", 5),
+        ({"oneOf": [{"type": "string"}, {"type": "null"}]}, "5", "5"),
+        ({"allOf": [{"type": "string"}, {"minLength": 1}]}, "5", "5"),
+        ({"$ref": "#/$defs/a~1b"}, "5", "5"),
+        ({"$ref": "#/$defs/loop"}, "5", 5),
+        ({"$ref": "https://example.org/string"}, "5", "5"),
+        ({"pattern": "[0-9]+"}, "5", "5"),
+        ({"description": "an id"}, "5", "5"),
+        ({"items": {}}, "[5]", [5]),
         (None, '{"a": 1}', {"a": 1}),
         (True, "a b", "a b"),
     ],
 )
 def test_text_is_read_by_its_schema(schema, text, value):
     call = Call("f", json.dumps({"a": text}))
-    made = read_values(call, None if schema is None else {"properties": {"a": schema}})
-    assert json.loads(made.arguments) == {"a": value}
+    parts = {"a/b": {"type": "string"}, "loop": {"anyOf": [{"$ref": "#/$defs/loop"}, {"type": "integer"}]}}
+    whole = {"$defs": parts, "properties": {"a": schema}}
+    assert json.loads(read_values(call, None if schema is None else whole).arguments) == {"a": value}
+    assert json.loads(read_values(call, {"$defs": parts, "additionalProperties": schema}).arguments) == {"a": value}
+
+
+def test_references_are_followed_once():
+    parts = {str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}] * 2} for n in range(60)} | {"60": {"type": "string"}}
+    schema = {"$defs": parts, "properties": {"a": {"$ref": "#/$defs/0"}}}
+    assert json.loads(read_values(Call("f", '{"a": "5"}'), schema).arguments) == {"a": "5"}
 
 
 @pytest.mark.parametrize("text", ["NaN", "1e999", "[" * 100_000, "-Infinity"])

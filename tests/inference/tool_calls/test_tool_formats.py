@@ -10,7 +10,7 @@ from shardformer.data.chat.chat_format import ChatFormat, make_builtin
 from shardformer.data.chat.conversations import Conversation
 from shardformer.data.chat.template_process import TemplateProcess, render_either_form
 from shardformer.inference.serve.call_stream import CallStream
-from shardformer.inference.tool_calls.json_calls import parse_json, parse_mistral
+from shardformer.inference.tool_calls.json_calls import Call, parse_json, parse_mistral
 from shardformer.inference.tool_calls.python_calls import parse_python
 from shardformer.inference.tool_calls.tool_formats import FORMATS, JSON_ONLY, find_format
 from tests.data.chat import families
@@ -29,9 +29,9 @@ def split(format, text, step=None, most=None):
     """Returns the content and the calls of a text that comes in pieces of `step` characters."""
     stream = CallStream(format, {"weather": SCHEMA, "clock": None}, most)
     pieces = [text[i : i + step] for i in range(0, len(text), step)] if step else [text]
-    parts = [stream.push(piece) for piece in pieces] + [stream.push("", ended=True)]
-    calls = [(call.name, json.loads(call.arguments)) for _, found in parts for call in found]
-    return "".join(content for content, _ in parts), calls
+    parts = [part for piece in pieces for part in stream.push(piece)] + stream.push("", ended=True)
+    calls = [(part.name, json.loads(part.arguments)) for part in parts if isinstance(part, Call)]
+    return "".join(part for part in parts if isinstance(part, str)), calls
 
 
 @pytest.mark.parametrize("name", OF_TEMPLATES)

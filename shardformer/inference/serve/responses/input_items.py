@@ -19,9 +19,9 @@ def read_items(body: dict[str, Any]) -> list[dict[str, Any]]:
     return given
 
 
-def make_messages(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages of items; calls become a part of the assistant's message before them."""
-    messages: list[dict[str, Any]] = []
+def make_messages(items: Sequence[dict[str, Any]], earlier: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+    """Returns earlier messages and those of items; calls become a part of the assistant's message before them."""
+    messages = list(earlier)
     for n, item in enumerate(items):
         kind = item.get("type", "message" if "role" in item else None)
         if kind == "message":

@@ -69,9 +69,13 @@ class ResponseAnswer:
         return self._number([{"type": "response.failed", "response": failed}])[0]
 
     def _grow(self, tokens: Tokens) -> list[Event]:
-        if self.fields.logprobs:
-            self._logprobs += [_with_bytes(entry) for entry in self._entries.describe(tokens)]
-        return self._add(self._choice.stream.push(tokens.ids))
+        if not self.fields.logprobs:
+            return self._add(self._choice.stream.push(tokens.ids))
+        events: list[Event] = []
+        for token, entry in zip(tokens.ids, self._entries.describe(tokens), strict=True):
+            self._logprobs.append(_with_bytes(entry))
+            events += self._add(self._choice.stream.push([token]))  # only one, as its entry belongs to its text
+        return events
 
     def _finish(self) -> list[Event]:
         events = self._add(self._choice.stream.finish(), ended=True)
@@ -80,13 +84,13 @@ class ResponseAnswer:
         return events + self._output.close("incomplete" if self._is_cut else "completed")
 
     def _add(self, text: str, ended: bool = False) -> list[Event]:
-        content, calls = self._choice.split(text, ended)
         events: list[Event] = []
-        if content:
-            events += self._output.add_text(content, self._logprobs)
-            self._logprobs = []
-        for call in calls:
-            events += self._output.add_call(*call)
+        for part in self._choice.list_parts(text, ended):
+            if isinstance(part, str):
+                events += self._output.add_text(part, self._logprobs)
+            else:
+                events += self._output.add_call(*part)
+            self._logprobs = []  # those of a call are in no item
         return events
 
     @property
@@ -100,7 +104,7 @@ class ResponseAnswer:
             response = self._describe("completed", completed_at=int(time.time()))
         response["usage"] = self._count_tokens()
         if self._request.is_stored:
-            self._stored.add(response, self._request.items)
+            self._stored.add(response, self._request.conversation)
         return response
 
     def _describe(self, status: str, **more) -> dict[str, Any]:

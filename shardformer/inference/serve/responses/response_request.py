@@ -1,8 +1,11 @@
 """The body of /v1/responses: the chat that it asks for, and what its answer repeats."""
 
 import dataclasses
+import json
+import re
 from typing import Any
 
+from shardformer.config.sampling_keys import MOST_TOKENS
 from shardformer.inference.serve.request_fields import IGNORED, SAMPLING, ApiError, take
 from shardformer.inference.serve.responses.input_items import make_messages, read_items
 from shardformer.inference.serve.responses.stored_responses import StoredResponses
@@ -24,6 +27,7 @@ NEUTRAL: dict[str, tuple[tuple, str]] = {
     "context_management": (([],), "leave it out"),
     "truncation": (("disabled", "auto"), "leave it out"),
 }
+MOST_CALLS = 300  # of functions in each other where an answer is encoded: the depth of JSON is what they leave
 LOGPROBS = "message.output_text.logprobs"
 # The first is computed, and the others would add to items that no answer of this server has.
 INCLUDED = (
@@ -34,6 +38,7 @@ INCLUDED = (
 MOST_METADATA, LONGEST_KEY, LONGEST_VALUE = 16, 64, 512  # OpenAI's
 RENAMED = {"messages": "input", "prompt": "input", "max_completion_tokens": "max_output_tokens",
            "max_tokens": "max_output_tokens", "response_format": "text.format"}  # fmt: skip
+NAMES = re.compile(r"\A\w+|\b[a-z]+_\w+")  # of fields in an error: other words, such as messages, are words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +46,8 @@ class ResponseRequest:
     """A checked request."""
 
     body: dict[str, Any]
-    items: list[dict[str, Any]]  # of the conversation, those of earlier responses first
     chat: dict[str, Any]  # the body of the chat that answers it
+    conversation: bytes  # the messages of the chat as JSON, without instructions: a later one may have others
 
     @property
     def is_stored(self) -> bool:
@@ -75,16 +80,38 @@ def read_request(body: dict[str, Any], stored: StoredResponses) -> ResponseReque
     take(body, "stream_options", dict, {})
     _check_metadata(take(body, "metadata", dict, {}))
     earlier = take(body, "previous_response_id", str, None)
-    items = [*(stored.find(earlier, "previous_response_id").conversation if earlier else ()), *read_items(body)]
+    before = stored.find(earlier, "previous_response_id").read_messages() if earlier else ()
+    messages = make_messages(read_items(body), before)
+    conversation = _encode(messages, "input")
     instructions = take(body, "instructions", str, None)
-    messages = make_messages(items)
-    if instructions is not None:  # those of an earlier response are not a part of its conversation
+    if instructions is not None:
+        _encode(instructions, "instructions")
         messages.insert(0, {"role": "system", "content": instructions})
+    if not messages:
+        raise ApiError(400, "input has no message; give text or a list of items", "input")
     chat = {name: body[name] for name in SHARED if name in body} | _read_text(body) | _read_tools(body)
     chat |= {"messages": messages, "logprobs": _read_included(body) or take(body, "top_logprobs", int, 0) > 0}
-    chat["max_completion_tokens"] = take(body, "max_output_tokens", int, None, least=1)
+    chat["max_completion_tokens"] = take(body, "max_output_tokens", int, None, least=1, most=MOST_TOKENS)
     chat["reasoning_effort"] = take(take(body, "reasoning", dict, {}), "effort", str, None)
-    return ResponseRequest(body, items, chat)
+    _check_depth(body)
+    return ResponseRequest(body, chat, conversation)
+
+
+def _encode(value: Any, name: str) -> bytes:
+    """Returns JSON of a field; raises ApiError for half of a character, which no tokenizer takes."""
+    try:
+        return json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        lone = error.object[error.start]
+        raise ApiError(400, f"{name} has {lone!r}, half of a character (a lone surrogate); remove it", name) from None
+
+
+def _check_depth(body: dict[str, Any]) -> None:
+    """Raises RecursionError if JSON of an answer, which repeats parts of the body, would."""
+    repeated: Any = body
+    for _ in range(MOST_CALLS):
+        repeated = [repeated]
+    json.dumps(repeated)
 
 
 def rename_fields(error: ApiError) -> ApiError:
@@ -92,7 +119,8 @@ def rename_fields(error: ApiError) -> ApiError:
     name = RENAMED.get(error.param or "")
     if name is None:
         return error
-    return ApiError(error.status, str(error).replace(str(error.param), name), name, error.code)
+    message = NAMES.sub(lambda match: RENAMED.get(match[0], match[0]), str(error))
+    return ApiError(error.status, message, name, error.code)
 
 
 def _check_metadata(metadata: dict[str, Any]) -> None:

@@ -35,6 +35,13 @@ def test_calls_join_the_message_before_them():
     ]
 
 
+def test_items_follow_earlier_messages():
+    earlier = [{"role": "assistant", "content": "well"}]
+    assert make_messages([CALL], earlier) == [{"role": "assistant", "content": "well", "tool_calls": [MADE]}]
+    with pytest.raises(ApiError, match=r"input\[0\]"):  # a number counts only the items that this request gave
+        make_messages([{"role": "robot", "content": "a"}], earlier)
+
+
 @pytest.mark.parametrize(
     ("item", "message"),
     [

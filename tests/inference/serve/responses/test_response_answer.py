@@ -10,9 +10,15 @@ pytest.importorskip("uvicorn")
 
 from shardformer.data.chat.chat_format import make_builtin
 from shardformer.inference.chat_codec import ChatCodec
+from shardformer.inference.serve.jobs import Tokens
+from shardformer.inference.serve.request_fields import read_fields
+from shardformer.inference.serve.responses.response_answer import ResponseAnswer
+from shardformer.inference.serve.responses.response_request import ResponseRequest
+from shardformer.inference.serve.responses.stored_responses import StoredResponses
 from tests.data.chat.chatml_bytes import make_vocabulary
 from tests.inference.serve.http_server import ask, send, slow_down
 from tests.inference.serve.test_app import CHAT as CHAT_BODY
+from tests.inference.serve.test_tool_choice import make_answer
 
 CHAT, PATH = "/v1/chat/completions", "/v1/responses"
 BODY = {"input": "hi", "max_output_tokens": 12, "seed": 3, "temperature": 3.0}
@@ -165,10 +171,10 @@ WRONG = [
     ({"input": "a" * 200, "truncation": "auto"}, "input", "context, 96"),
     ({"messages": []}, "messages", "not a field"),
     ({"input": [{"role": "robot", "content": ""}]}, "input", "has the role 'robot'"),
-    ({"input": "\ud800"}, "input", "half of a character"),
-    ({"input": "a" * 200}, "input", "context, 96"),
-    ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
-    ({"max_output_tokens": 10**8}, "max_output_tokens", "max_output_tokens is 100000000"),
+    ({"input": "\ud800"}, "input", "input has '\\ud800', half of a character"),
+    ({"input": "a" * 200}, "input", "shorten the prompt or max_output_tokens"),
+    ({"max_output_tokens": 0}, "max_output_tokens", "1 to 10000000"),
+    ({"max_output_tokens": 10**8}, "max_output_tokens", "max_output_tokens is 100000000; expected 1 to 10000000"),
     ({"tools": [{"type": "web_search"}]}, "tools", "expected the type function"),
     ({"tools": [{"type": "function"}]}, "tools", "with a name of at most 64"),
     ({"tool_choice": {"type": "function", "name": "h"}}, "tool_choice", "is none of the tools"),
@@ -177,9 +183,51 @@ WRONG = [
     ({"metadata": {"a": 1}}, "metadata", "expected at most 16 texts"),
     ({"metadata": {str(n): "" for n in range(17)}}, "metadata", "expected at most 16 texts"),
     ({"reasoning": {"effort": 3}}, "effort", "expected text"),
+    ({"input": [], "instructions": None}, "input", "input has no message; give text"),
+    ({"instructions": "\ud800"}, "instructions", "instructions has '\\ud800', half"),
     ({"top_logprobs": 21}, "top_logprobs", "0 to 20"),
     ({"store": 1}, "store", "true or false"),
 ]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"input": [{"type": "reasoning", "a": "DEEP"}], "instructions": "a"},
+        {"reasoning": {"a": "DEEP"}},
+        {"text": {"a": "DEEP"}},
+    ],
+)
+def test_deep_values_are_no_failure_of_the_server(port, fields):
+    text = json.dumps(BODY | fields | {"max_output_tokens": 1})
+    for depth in (100, 600, 800, 900, 940, 960, 980, 5000):
+        status, content = send(port, PATH, text.replace('"DEEP"', "[" * depth + "]" * depth).encode())
+        assert status in (200, 400), content
+        assert depth > 100 or status == 200
+
+
+def test_reasoning_is_not_stored(port, service):
+    body = BODY | {"input": [{"type": "reasoning", "summary": ["secret"]}, {"role": "user", "content": "hi"}]}
+    stored = service.responses.find(ask(port, body, PATH)["id"])
+    assert json.loads(stored.messages) == [{"role": "user", "content": "hi"}]
+
+
+def test_items_are_those_of_the_text_with_its_logprobs():
+    outputs = []
+    for step in (1, 7, 1000):
+        choice = make_answer('A<tool_call>{"name": "f", "arguments": {}}</tool_call>B').choices[0]
+        fields, request = read_fields(CHAT_BODY | {"logprobs": True}, True), ResponseRequest({}, {}, b"[]")
+        answer = ResponseAnswer(request, fields, "m", choice, make_vocabulary(), StoredResponses())
+        ids = choice.job.ids
+        for start in range(0, len(ids), step):
+            part = ids[start : start + step]
+            answer.add(0, Tokens(part, [0.0] * len(part), [[]] * len(part)))
+        outputs.append(without_names(answer.as_object()["output"]))
+    first, call, last = outputs[0]
+    assert outputs == [outputs[0]] * 3
+    assert call["name"] == "f"
+    spelled = [[entry["token"] for entry in item["content"][0]["logprobs"]] for item in (first, last)]
+    assert spelled == [["A"], ["B"]]
 
 
 @pytest.mark.parametrize(("fields", "param", "message"), WRONG)

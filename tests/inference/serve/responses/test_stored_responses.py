@@ -1,5 +1,7 @@
 """Responses are stored up to a number of bytes; the oldest go first."""
 
+import json
+
 import pytest
 
 pytest.importorskip("starlette")
@@ -7,20 +9,25 @@ pytest.importorskip("starlette")
 from shardformer.inference.serve.request_fields import ApiError
 from shardformer.inference.serve.responses.stored_responses import StoredResponses
 
+ANSWER = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "A"}]}
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+
 
 def add(stored, name, size=100):
-    stored.add({"id": name, "output": [name]}, ["x" * size])
+    stored.add({"id": name, "output": []}, b"x" * size)
 
 
 def test_conversation_ends_with_the_output():
-    stored = StoredResponses()
-    add(stored, "a", 1)
-    assert stored.find("a").conversation == ["x", "a"]
-    assert stored.find("a").response["id"] == "a"
+    stored, asked = StoredResponses(), {"role": "user", "content": "\ud800"}
+    response = {"id": "a", "output": [ANSWER, CALL]}
+    stored.add(response, json.dumps([asked]).encode())
+    *before, answer = stored.find("a").read_messages()
+    assert (before, answer["content"], answer["tool_calls"][0]["id"]) == ([asked], "A", "c")
+    assert json.loads(stored.find("a").response) == response
 
 
 def test_oldest_responses_make_room():
-    stored = StoredResponses(400)
+    stored = StoredResponses(300)
     for name in "abcde":
         add(stored, name)
     assert stored.find("e")
@@ -28,9 +35,16 @@ def test_oldest_responses_make_room():
     for name in "abc":
         with pytest.raises(ApiError, match="is not stored"):
             stored.find(name)
-    add(stored, "f", 10_000)  # fits in no case
-    add(stored, "g")
-    assert stored.find("g")
+
+
+def test_too_large_response_leaves_the_others():
+    stored = StoredResponses(1000, 200)
+    for name, size in (("a", 100), ("b", 200), ("c", 100)):
+        add(stored, name, size)
+    assert stored.find("a")
+    assert stored.find("c")
+    with pytest.raises(ApiError, match="too large"):
+        stored.find("b")
 
 
 def test_removed_response_gives_its_room_back():
