@@ -160,12 +160,12 @@ def _body_in_mesh(fun: Callable, mesh: Mesh | None) -> Callable:
     jax caches traces by function, but `fun` may look up the mesh. Programs pjit one function again at each step.
     """
     if not isinstance(fun, types.FunctionType):
-        return functools.wraps(fun)(lambda *args, **kwargs: fun(*args, **kwargs))
+        return _wrap(fun)
     bodies = fun.__dict__.get(BODIES)
     if bodies is None or bodies.owner is not fun:  # functools.wraps gives a function the attributes of another
         bodies = fun.__dict__[BODIES] = _Bodies(fun, {})
     if mesh not in bodies.by_mesh:
-        bodies.by_mesh[mesh] = _copy(fun)
+        bodies.by_mesh[mesh] = _wrap(fun)
     return bodies.by_mesh[mesh]
 
 
@@ -179,13 +179,8 @@ class _Bodies(NamedTuple):
     by_mesh: dict[Mesh | None, Callable]
 
 
-def _copy(fun: types.FunctionType) -> Callable:
-    """Returns a function of the same parts: jax's caches, which have it, do not keep `fun` itself alive."""
-    made = types.FunctionType(fun.__code__, fun.__globals__, fun.__name__, fun.__defaults__, fun.__closure__)
-    made.__kwdefaults__, made.__qualname__, made.__doc__ = fun.__kwdefaults__, fun.__qualname__, fun.__doc__
-    made.__module__, made.__annotations__ = fun.__module__, fun.__annotations__
-    made.__dict__.update({name: value for name, value in fun.__dict__.items() if name != BODIES})
-    return made
+def _wrap(fun: Callable) -> Callable:
+    return functools.wraps(fun)(lambda *args, **kwargs: fun(*args, **kwargs))
 
 
 def _static_positions(fun: Callable, numbers: int | Sequence[int] | None, names: str | Sequence[str] | None):
