@@ -14,7 +14,8 @@ from shardformer.objectives.objective import OBJECTIVES
 from tests import shared
 
 PACKAGE = Path(__file__).parents[2] / "shardformer"
-COMPLETE = {"distill": {"teacher": "a run"}, "task": {"vocab": 1}, "grpo": {"batch": 16}}
+COMPLETE: dict[str, dict] = {"distill": {"teacher": "a run"}, "task": {"vocab": 1}}
+COMPLETE |= {name: {"batch": 16} for name in ("grpo", "dr_grpo", "gspo", "rloo")}  # two groups of answers
 
 
 def make_config(name: str) -> Config:
