@@ -33,13 +33,16 @@ PLAIN = {
     "training/step.py",
 }
 EXPERTS = {"experts": 4, "bias": "none", "balance_loss": 0.01, "router_z_loss": 0.01}
-BALANCED = EXPERTS | {"balance_rate": 0.001}  # features of the feature
+BALANCED = EXPERTS | {"balance_rate": 0.001}
 MIXED = EXPERTS | {"dense_first": 1}
+MASTERS = {"dtype": "bfloat16", "param_dtype": "bfloat16"}
+CODES = {"quantize_aware": "int8"}
+BASES = ((BALANCED, EXPERTS), (MIXED, EXPERTS), (CODES, MASTERS))  # features that stand on another
 FEATURES = (
     {"ema": 0.9},
     {"lr_rules": "bias=10x,embed=frozen"},
-    {"dtype": "bfloat16", "param_dtype": "bfloat16"},
-    {"quantize_aware": "int8"},
+    MASTERS,
+    CODES,
     {"moment_dtype": "bfloat16"},
     {"offload": "optimizer"},
     {"skip_steps": 6.0},
@@ -101,7 +104,8 @@ def test_one_device_runs_the_same_files():
 @pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(FEATURES)), ids=map(str, FEATURES))
 def test_feature_adds_few_files(index):
-    without = files_of_features()[FEATURES.index(EXPERTS)] if FEATURES[index] in (BALANCED, MIXED) else PLAIN
+    base = next((base for feature, base in BASES if feature == FEATURES[index]), None)
+    without = files_of_features()[FEATURES.index(base)] if base else PLAIN
     more = files_of_features()[index] - without
     assert len(more) <= MOST_OF_A_FEATURE, more
 
