@@ -30,7 +30,7 @@ DIGEST, SIZE, KNOWN, TEXT, SIGNATURE = 0, 1, 2, 3, 3 + BEGINNING // 8  # columns
 
 @dataclasses.dataclass
 class Sketched:
-    """What one thread has read: documents by file, examples of those with known words, and bad rows."""
+    """The result of one thread: documents by file, examples of those with known words, and bad rows."""
 
     number: int
     counts: list[tuple[Path, int]] = dataclasses.field(default_factory=list)

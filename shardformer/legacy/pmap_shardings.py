@@ -4,11 +4,11 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxlib.xla_client import HloSharding, OpSharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +71,10 @@ class ShardingSpec:
         copied = [axis for axis, m in enumerate(self.mesh_mapping) if isinstance(m, Replicated)]
         return np.broadcast_to(np.expand_dims(over_mesh, tuple(copied)), self.mesh_shape)
 
-    def sharding_proto(self) -> HloSharding:
+    def sharding_proto(self) -> Any:
         """Returns XLA's description of the same layout."""
+        from jaxlib.xla_client import HloSharding, OpSharding  # which may go: nothing else here needs them
+
         axes = {m.axis: axis for axis, m in enumerate(self.mesh_mapping) if isinstance(m, ShardedAxis)}
         copied = [axis for axis in range(len(self.mesh_mapping)) if axis not in axes.values()]
         if not axes:

@@ -178,9 +178,9 @@ def compute_advantages(rewards: np.ndarray, group_size: int, objective: str) -> 
     With rloo it is the distance from the mean of the others.
     """
     groups = rewards.reshape(-1, group_size)
-    centred = groups - groups.mean(1, keepdims=True)
     if objective == "rloo":
-        return (centred * (group_size / (group_size - 1))).reshape(-1)
+        return compare_with_others(groups).reshape(-1)
+    centred = groups - groups.mean(1, keepdims=True)
     if objective == "dr_grpo":
         return centred.reshape(-1)
     return (centred / (groups.std(1, ddof=1, keepdims=True) + SMALLEST_SPREAD)).reshape(-1)
@@ -190,8 +190,13 @@ def penalise_divergence(keys: ObjectiveKeys, batch: dict) -> jax.Array:
     """Returns rloo's advantages [B, T]: each reward less beta times its answer's divergence from the first weights."""
     gap_BT = jnp.where(batch["weights"] > 0, batch["sampled"] - batch["references"], 0)
     groups = (batch["rewards"] - keys.beta * gap_BT.sum(-1)).reshape(-1, keys.group_size)
-    centred = (groups - groups.mean(1, keepdims=True)) * (keys.group_size / (keys.group_size - 1))
-    return jnp.broadcast_to(centred.reshape(-1, 1), gap_BT.shape)
+    return jnp.broadcast_to(compare_with_others(groups).reshape(-1, 1), gap_BT.shape)
+
+
+def compare_with_others(groups):
+    """Returns the distance of each reward [groups, answers] from the mean of the others in its group."""
+    answers = groups.shape[1]
+    return (groups - groups.mean(1, keepdims=True)) * (answers / (answers - 1))
 
 
 class RolloutTrainer(Trainer):

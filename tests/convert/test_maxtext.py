@@ -193,6 +193,18 @@ def test_lost_chunk_is_no_zero(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+def test_older_checkpoints_leave_out_zeros(tmp_path):
+    save(tmp_path / "ckpt", list_arrays("llama", True), use_ocdbt=False)
+    (tmp_path / "ckpt" / "params.params.decoder.decoder_norm.scale" / "0").unlink()
+    described = tmp_path / "ckpt" / "_METADATA"
+    settings = json.loads(described.read_text()) | {"store_array_data_equal_to_fill_value": False}
+    described.write_text(json.dumps(settings))
+    assert convert(tmp_path / "ckpt", tmp_path / "run", f"config={FOLDER / 'llama'}", "tokenizer=ids") == 0
+    different = {name for name, values in read_run(tmp_path / "run").items() if values != expected("llama")[name]}
+    assert different == {"transformer/head/norm/scale"}
+    assert not any(read_run(tmp_path / "run")["transformer/head/norm/scale"])
+
+
 def test_chunk_larger_than_its_array_is_not_allocated(tmp_path, capsys):
     save(tmp_path / "ckpt", list_arrays("llama", True), use_ocdbt=False)
     described = tmp_path / "ckpt" / "params.params.decoder.decoder_norm.scale" / ".zarray"

@@ -148,7 +148,7 @@ def test_a_wrapper_is_not_taken_for_its_function(mesh_4x2):
     np.testing.assert_array_equal(pjit(twice, P("dp"), P("dp"))(X), 4 * X)
 
 
-def test_arguments_go_to_the_mesh_where_nothing_asks_for_a_layout(mesh_4x2):
+def test_arguments_without_a_layout_go_to_the_mesh(mesh_4x2):
     double = pjit(lambda x, n: (2 * x, n), static_argnums=1)
     out, one = double(X, 1)
     assert lies(out)
