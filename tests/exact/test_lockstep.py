@@ -1,7 +1,5 @@
 """Blocks and collectives are those of eight devices, for arrays that differ along some mesh axes only."""
 
-import itertools
-
 import jax
 import numpy as np
 import pytest
@@ -103,7 +101,7 @@ def _draw(random, spec, sizes) -> np.ndarray:
     return random.uniform(-1, 1, shape).astype(np.float32)
 
 
-@pytest.fixture(scope="module", params=[*itertools.product(SHAPES, (True, False))], ids=str)
+@pytest.fixture(scope="module", params=[((4, 2), False), ((2, 2, 2), True)], ids=str)
 def program(request):
     return Program(*request.param)
 

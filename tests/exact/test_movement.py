@@ -53,7 +53,7 @@ def list_pads():
         [(-3, -2, 4), (-2, 0, 1), (1, -5, 1)],
     ]  # fmt: skip
     random = np.random.RandomState(0)
-    while len(configurations) < 40:
+    while len(configurations) < 20:
         drawn = [tuple(map(int, (*random.randint(-6, 4, 2), random.randint(0, 4)))) for _ in range(3)]
         if all(
             low + high + (n - 1) * (step + 1) + 1 >= 0 for (low, high, step), n in zip(drawn, (2, 3, 4), strict=True)
@@ -114,7 +114,7 @@ def list_gathers():
         )
         cases[f"gather {name} {mode}"] = case(gather, distinct(*shape), integers(*indices, low=low, high=max(high, 0)))
         if mode == "fill":
-            for dtype in np.int8, np.uint16, np.int64:
+            for dtype in np.int8, np.uint16:
                 cases[f"gather {name} {np.dtype(dtype)}"] = case(
                     gather, distinct(*shape, dtype=dtype), integers(*indices, low=-7, high=9)
                 )
@@ -164,8 +164,8 @@ def list_scatters():
         draw = integers(*indices, low=low, high=high)
         values = floats if kind != "set" else lambda *shape: lambda random: np.full(shape, random.uniform())
         cases[f"scatter {kind} {name} {mode}"] = case(scatter, floats(*shape), draw, values(*updates))
-        if kind != "set" and mode != "promise_in_bounds":
-            for dtype in np.int8, np.uint32:
+        if kind != "set" and mode == "clip":
+            for dtype in (np.int8, np.uint32) if name == "rows" else (np.int8,):
                 low = 0 if dtype == np.uint32 else -9
                 cases[f"scatter {kind} {name} {mode} {np.dtype(dtype)}"] = case(
                     scatter, integers(*shape, low=low, dtype=dtype), draw, integers(*updates, low=low, dtype=dtype)

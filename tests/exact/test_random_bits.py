@@ -55,7 +55,7 @@ def list_keys():
 def list_bits():
     cases = {}
     for dtype in np.uint8, np.uint16, np.uint32, np.uint64:
-        for shape in SHAPES:
+        for shape in SHAPES if dtype == np.uint32 else SHAPES[2:4]:
             draw = of_key(functools.partial(jax.random.bits, shape=shape, dtype=dtype))
             cases[f"bits {np.dtype(dtype)} {shape}"] = case(draw, KEY)
         each = functools.partial(jax.random.bits, shape=(5,), dtype=dtype)
