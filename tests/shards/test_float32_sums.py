@@ -118,7 +118,6 @@ FEATURES = {
     "adapters": {"mesh": "2x2", "zero": 3, "activation": "swiglu", "lora_rank": 2, "lora_targets": "q,o"},
     "accumulated": {"mesh": "2x2", "zero": 1, "accum": 2, "dropout": 0.1},
     "stages": {"mesh": "1x2x2", "param_dtype": "bfloat16", "accum": 2},
-    "stages, ZeRO": {"mesh": "2x1x2", "zero": 1, "accum": 2},
     "rounds": {"mesh": "2x1x2", "zero": 1, "accum": 2, "layers": 4, "pipeline_rounds": 2},
 }  # fmt: skip
 

@@ -62,7 +62,6 @@ def registered(monkeypatch):
         {"activation": "squared_relu"},
         {"activation": "reglu"},
         {"norm": "tanh_norm"},
-        {"positions": "kerple"},
         {"positions": "kerple", "mesh": "dp2.cp2.mp2"},
         {"positions": "sinusoidal"},
     ],

@@ -32,9 +32,8 @@ def compute_gradients(**overrides):
 
 @pytest.mark.parametrize(
     ("mesh", "remat", "attention", "zero"),
-    [("2x4", "dots", "plain", 1), ("4x2", "dots", "blocks", 3), ("2x4", "attention", "blocks", 0),
-     ("8x1", "attention", "plain", 3)],
-)  # fmt: skip
+    [("4x2", "dots", "blocks", 3), ("2x4", "attention", "plain", 1)],
+)
 def test_remat_does_not_change_the_numbers(mesh, remat, attention, zero):
     got = compute_gradients(mesh=mesh, remat=remat, attention=attention, zero=zero)
     asserts.assert_gradients_equal(got, compute_gradients(mesh="1x1"))

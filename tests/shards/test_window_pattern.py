@@ -49,7 +49,7 @@ def compute_plainly(**overrides):
     [
         {"layers": 3, "remat": "dots"},
         {"layers": 3, "remat": "dots", "scan": False},
-        {"mesh": "1x1x2", "accum": 2},
+        pytest.param({"mesh": "1x1x2", "accum": 2}, marks=pytest.mark.slow),
     ],
     ids=["layer-after-groups", "unrolled", "stages"],
 )
