@@ -20,7 +20,6 @@ KEYS = {
 }  # fmt: skip
 MESHES = (
     ("1x1", {}),
-    ("4x2", {"zero": 1, "accum": 2}),
     ("2x2", {"expert_axes": "dp", "zero": 3, "sequence_parallel": True}),
     ("1x8", {}),  # mp does not divide the experts: their widths are split
 )
@@ -54,12 +53,14 @@ def test_adapters_of_experts_equal_the_dense_model(mesh, options):
 
 def test_adapters_of_dense_layers_equal_the_dense_model():
     """Each layer has the adapters of its own feed-forward."""
-    asserts.assert_gradients_equal(compute(shared.trainer(mesh="4x2", zero=1, **MIXED), **MIXED), expected(**MIXED))
+    asserts.assert_gradients_equal(
+        compute(shared.trainer(mesh="4x2", zero=1, accum=2, **MIXED), **MIXED), expected(**MIXED)
+    )
 
 
 @pytest.mark.slow
 def test_compiled_adapters_of_experts_equal_the_dense_model():
-    mesh, options = MESHES[2]
+    mesh, options = MESHES[1]
     arguments = draw_parameters(**KEYS), shared.batch(), DROPOUT_KEY
     trainer = shared.trainer(mesh=mesh, **KEYS, **options)
     asserts.assert_compiled_gradients_equal(trainer, *arguments, expected(**KEYS))
@@ -94,7 +95,7 @@ def test_merged_adapters_give_the_same_loss():
 
 
 def test_new_adapters_leave_the_model_unchanged():
-    layers = shared.drawn(shared.tiny(mesh="1x1", **KEYS), 0)[LAYERS]
+    layers = exact.run(shared.trainer(mesh="1x1", **KEYS).model._init, np.int32(0)).outputs[LAYERS]
     assert layers["expert_gate_lora_in"].shape == (1, 4, 32, 3)
     assert np.std(layers["expert_down_lora_in"]) == pytest.approx(32**-0.5, rel=0.15)
     assert not layers["expert_up_lora_out"].any()

@@ -72,6 +72,7 @@ def measure_arrays() -> tuple[int, float, int]:
     return max(math.prod(map(int, shape.split(","))) for shape in shapes), temporaries, rows
 
 
+@pytest.mark.slow
 def test_step_has_no_array_of_all_experts_and_tokens():
     largest, temporaries, rows = measure_arrays()
     assert largest == rows * 64
