@@ -15,7 +15,7 @@ from shardformer.devices import chips
 from shardformer.errors import UsageError
 from shardformer.layout import mesh, resolve
 from shardformer.model import Model
-from tests import shared
+from tests import shared, tiers
 from tests.surroundings import simulate_devices
 
 CASES = [
@@ -67,7 +67,7 @@ def test_predicted_state_is_what_live_arrays_hold(options):
     assert held_bytes(state.average) == {predicted.average}
 
 
-@pytest.mark.parametrize(("mesh", "zero"), [("4x2", 1), ("2x4", 3)])
+@pytest.mark.parametrize(("mesh", "zero"), tiers.shorten([("2x4", 3), ("4x2", 1)]))
 def test_predicted_gradients_are_what_live_gradients_hold(mesh, zero):
     trainer = shared.trainer(mesh=mesh, zero=zero)
     args = live_state(mesh=mesh, zero=zero).params, shared.batch(), trainer.dropout_key(0)

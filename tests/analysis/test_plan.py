@@ -14,7 +14,7 @@ from shardformer.config.presets import preset
 from shardformer.devices import chips
 from shardformer.errors import UsageError
 from shardformer.layout import resolve
-from tests import shared
+from tests import shared, tiers
 from tests.analysis.tpu_bytes import CASES
 from tests.surroundings import before_call
 
@@ -57,7 +57,7 @@ def test_one_chip_is_never_advised_to_split_over_dp():
     check_zero(nearest)
 
 
-@pytest.mark.parametrize("name", ["v4 dp", "v4 mp", "v5e dp", "v5e mp", "v5e zero=1", "v5p mp"])
+@pytest.mark.parametrize("name", tiers.shorten(["v4 dp", "v5e mp", "v5e zero=1", "v4 mp", "v5e dp", "v5p mp"], 3))
 def test_estimates_are_near_the_tpu_compilers(name):
     case = CASES[f"gptj_6b {name}"]
     assert case.estimate().estimate == pytest.approx(case.compiled * 1e9, rel=0.05)
@@ -85,10 +85,9 @@ def test_the_mesh_that_is_proposed_compiles_and_fits():
 
 
 # MB of arguments and temporaries by XLA for CPU devices (jax 0.10.2), of changes of shakespeare_char. The rules of the
-# estimate were found while looking at the first two; the last two were compiled when the rules stood.
+# estimate were found while looking at the first; the last two were compiled when the rules stood.
 BY_XLA_FOR_CPU = [
     ({"mesh": "4x2", "remat": "full"}, 303.2),
-    ({"mesh": "8x1", "remat": "full", "dropout": 0.0}, 308.0),
     ({"mesh": "8x1"}, 935.9),
     ({"mesh": "1x1", "batch": 8, "dtype": "float32", "scan": False}, 846.8),
     ({"mesh": "4x2", "accum": 2}, 582.7),
@@ -98,7 +97,7 @@ BY_XLA_FOR_CPU = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "compiled"), BY_XLA_FOR_CPU, ids=str)
+@pytest.mark.parametrize(("changes", "compiled"), tiers.shorten(BY_XLA_FOR_CPU, 4), ids=str)
 def test_estimates_are_near_the_cpu_compilers(changes, compiled):
     config = preset("shakespeare_char").replace(vocab=65, **changes)
     estimate = memory.predict_bytes(config).total + temporaries.estimate_temporaries(resolve(config))
@@ -215,6 +214,7 @@ def test_the_estimate_is_near_what_this_cpu_compiles(measured):
     assert estimated == pytest.approx(measured.compiled_state + measured.compiled_temporaries, rel=0.15)
 
 
+@pytest.mark.slow
 def test_live_arrays_equal_the_prediction(measured):
     assert set(measured.live["params"].values()) == {measured.predicted.parameters}
     assert set(measured.live["optimizer"].values()) == {measured.predicted.optimizer}
@@ -223,7 +223,7 @@ def test_live_arrays_equal_the_prediction(measured):
     assert len({shown.count(word) for word in ("parameters", "optimizer", "together")}) == 1
 
 
-def test_an_array_on_one_device_is_flagged(measured):
+def test_an_array_on_one_device_is_flagged():
     import jax
 
     state = {"split": jax.device_put(jax.numpy.ones((8, 64)), shared.trainer().model.sharding(jax.P("dp"))),
@@ -269,6 +269,7 @@ def test_settings_of_a_hugging_face_folder(tmp_path):
     assert plan.estimate(config.replace(batch=2), chips.parse_slice("h100:2")).fits
 
 
+@pytest.mark.slow
 def test_pictures_of_memory(measured, tmp_path):
     pictures.draw_memory(measured, tmp_path / "memory.png")
     pictures.draw_split(shared.tiny(mesh="2x2"), "both", tmp_path / "both.png")
