@@ -17,7 +17,7 @@ from shardformer.training.evaluation import Evaluator
 from shardformer.training.example_gradients import ExampleGradients
 from shardformer.training.step import OneProgram, TrainState
 from shardformer.training.trainer import Trainer
-from tests import asserts, sharded, shared
+from tests import asserts, sharded, shared, tiers
 from tests.integration.made_up import FINE, GPT2, apply, like, noise, numpy
 
 
@@ -164,7 +164,7 @@ def temporary_over_parameters(t, update):
 
 
 # Gradients and updates are 2.0; with zero=1 the gathered parameters and the gradients.
-@pytest.mark.parametrize(("name", "zero", "most"), [("1x1", 0, 2.45), ("4x1", 1, 2.45), ("4x1", 3, 1.0)])
+@pytest.mark.parametrize(("name", "zero", "most"), tiers.shorten([("4x1", 3, 1.0), ("4x1", 1, 2.45), ("1x1", 0, 2.45)]))
 def test_the_guard_holds_no_second_state(name, zero, most):
     config = shared.tiny(mesh=name, zero=zero, batch=4, **MODERATE)
     t = Trainer(config, mesh.make(config))
@@ -202,7 +202,7 @@ def is_adam(node):
     return isinstance(node, optax.ScaleByAdamState)
 
 
-@pytest.mark.parametrize("name", ["1x1", "4x2", "1x8"])
+@pytest.mark.parametrize("name", ["1x1", "4x2"])
 def test_clipping_is_by_the_norm_of_whole_arrays(name):
     state = shared.trainer(mesh=name).init()
     grads = noise(state.params)
