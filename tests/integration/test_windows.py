@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from shardformer.analysis import verify_exact
-from tests import asserts, meshes, shared
+from tests import asserts, meshes, shared, tiers
 
 WINDOWED = {
     "layers": 4, "window": 5, "window_pattern": "wwf", "window_rotary_theta": 50.0, "rotary_scaling": "linear:4",
@@ -27,7 +27,7 @@ CASES = (
 KEY = np.array([0, 7], np.uint32)  # of dropout
 
 
-@pytest.mark.parametrize(("mesh", "options"), CASES)
+@pytest.mark.parametrize(("mesh", "options"), tiers.shorten(CASES, 2))
 def test_windows_equal_the_dense_model(mesh, options):
     """With dropout and masked documents."""
     meshes.assert_equals_one_device(with_steps=False, mesh=mesh, dropout=0.1, documents="masked", **WINDOWED | options)
