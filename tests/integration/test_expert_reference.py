@@ -22,9 +22,8 @@ ROWS = [
     ("1x1", {}), ("4x2", {"zero": 1, "accum": 2}), ("2x4", {"zero": 3, "accum": 4}),
     ("1x8", {"sequence_parallel": True}), ("2x2x2", {"accum": 4, "zero": 1}), ("dp2.cp2.mp2", {"zero": 3}),
     ("2x4", {"accum": 4, "accum_mode": "manual"}), ("dp2.cp2.mp2", {"accum": 2, "sequence_parallel": True}),
-    ("2x2x2", {"accum": 2}), ("8x1", {"zero": 3}),
 ]  # fmt: skip
-SHORT = range(1, 5)
+SHORT = 1, 3, 5
 
 
 class Result(NamedTuple):
@@ -154,15 +153,15 @@ def test_rows_have_every_kind_of_model():
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faulty_experts_are_noticed(fault):
-    row = next(row for row in range(len(ROWS)) if draw_options(row)["balance_rate"])
+    row = next(row for row in SHORT if draw_options(row)["balance_rate"])
     assert not is_right(measure_errors(row, run(row), fault))
 
 
 def test_gradient_scaled_by_the_mesh_is_noticed():
-    result = run(2)
+    result = run(1)
     layers = result.gradients["transformer/layers"]
     scaled = layers | {"expert_up": 4 * layers["expert_up"]}
-    assert not is_right(measure_errors(2, result._replace(gradients={"transformer/layers": scaled})))
+    assert not is_right(measure_errors(1, result._replace(gradients={"transformer/layers": scaled})))
 
 
 def test_some_rows_have_dense_layers():

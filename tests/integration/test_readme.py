@@ -147,6 +147,7 @@ def test_readme_fits_one_page():
     assert max(map(len, README.splitlines())) <= 120
 
 
+@pytest.mark.slow
 def test_python_example_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)

@@ -74,6 +74,7 @@ def crossing(made, shape):
     return Counter((c.shape, c.in_loop) for c in sent), wire.count_gradients(trainer)
 
 
+@pytest.mark.slow
 def test_only_gradients_and_losses_cross_slices_each_once(in_slices):
     in_slices(2)
     found, gradients = crossing(mesh.make(shared.tiny(mesh="4x2")), "4x2")

@@ -107,6 +107,7 @@ def test_compiled_staged_step_has_the_gradients_of_a_plain_step():
     assert asserts.worst_relative(staged, plain) < 1e-6
 
 
+@pytest.mark.slow
 def test_stages_exchange_within_rows_and_columns():
     """In compiled HLO: a gradient shrinks with each stage, and no group spans all of dp."""
     t = new_trainer((4, 2), mesh="8x1", zero=1)

@@ -115,7 +115,8 @@ def test_split_context_gives_the_numbers_of_one_device(method, cp):
     assert distance(cp, method, "everything") < 1e-13
 
 
-@pytest.mark.parametrize("method", [Ring(block=4), pytest.param(Gathered(block=4), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [Ring(block=4), Gathered(block=4)])
 def test_compiled_split_context_gives_the_numbers_of_one_device(method):
     assert distance(2, method, "everything", run=jax.jit) < 2e-6
 
