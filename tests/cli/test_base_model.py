@@ -102,11 +102,10 @@ def test_ignore_config_is_only_for_hugging_face(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_is_a_base_without_naming_its_shape(tmp_path, text):
-    assert runs.train("tiny", "mesh=1x1", f"data={text}", "steps=1", f"out={tmp_path / 'base'}") == 0
-    words = [f"base={tmp_path / 'base'}", f"data={text}", "mesh=1x1", "batch=8", "steps=1", f"out={tmp_path / 'run'}"]
+def test_a_run_is_a_base_without_naming_its_shape(trained, tmp_path, text):
+    words = [f"base={trained}", f"data={text}", "mesh=1x1", "batch=8", "steps=1", f"out={tmp_path / 'run'}"]
     assert runs.train(*words) == 0
-    assert Run.open(tmp_path / "run").config.model.layers == Run.open(tmp_path / "base").config.model.layers == 2
+    assert Run.open(tmp_path / "run").config.model.layers == Run.open(trained).config.model.layers == 2
 
 
 def write_run(folder, **changes):
@@ -211,11 +210,8 @@ def test_a_base_that_was_converted_before_says_what_its_model_is(tmp_path):
     assert hf_settings.read_config(FOLDER / "gptj")[1].model.seq > 16
 
 
-@pytest.mark.slow
-def test_what_does_nothing_without_adapters_is_refused(tmp_path):
-    base = tmp_path / "base"
-    assert runs.train("tiny", "mesh=1x1", "data=builtin", "steps=1", f"out={base}") == 0
-    words = [f"base={base}", "data=builtin", f"out={tmp_path / 'run'}"]
+def test_what_does_nothing_without_adapters_is_refused(trained, tmp_path):
+    words = [f"base={trained}", "data=builtin", f"out={tmp_path / 'run'}"]
     with pytest.raises(UsageError, match="lora_alpha does nothing without lora_rank"):
         base_model.parse_base([*words, "lora_alpha=32"])
 

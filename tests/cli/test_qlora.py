@@ -28,11 +28,8 @@ from tests.runs import USAGE
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory, text):
-    out = tmp_path_factory.mktemp("base") / "run"
-    words = ("tiny", "layers=1", "mesh=1x1", f"data={text}", "steps=20", "eval_every=20")
-    assert runs.train(*words, f"out={out}") == 0
-    return out
+def base(tmp_path_factory, trained):
+    return shutil.copytree(trained, tmp_path_factory.mktemp("base") / "run")
 
 
 @pytest.fixture(scope="module")
