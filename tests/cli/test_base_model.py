@@ -210,8 +210,9 @@ def test_a_base_that_was_converted_before_says_what_its_model_is(tmp_path):
     assert hf_settings.read_config(FOLDER / "gptj")[1].model.seq > 16
 
 
-def test_what_does_nothing_without_adapters_is_refused(trained, tmp_path):
-    words = [f"base={trained}", "data=builtin", f"out={tmp_path / 'run'}"]
+def test_what_does_nothing_without_adapters_is_refused(tmp_path):
+    base = write_run(tmp_path / "base")
+    words = [f"base={base}", "data=builtin", f"out={tmp_path / 'run'}"]
     with pytest.raises(UsageError, match="lora_alpha does nothing without lora_rank"):
         base_model.parse_base([*words, "lora_alpha=32"])
 
