@@ -102,10 +102,11 @@ def test_ignore_config_is_only_for_hugging_face(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_is_a_base_without_naming_its_shape(trained, tmp_path, text):
-    words = [f"base={trained}", f"data={text}", "mesh=1x1", "batch=8", "steps=1", f"out={tmp_path / 'run'}"]
+def test_a_run_is_a_base_without_naming_its_shape(tmp_path, text):
+    assert runs.train("tiny", "mesh=1x1", f"data={text}", "steps=1", f"out={tmp_path / 'base'}") == 0
+    words = [f"base={tmp_path / 'base'}", f"data={text}", "mesh=1x1", "batch=8", "steps=1", f"out={tmp_path / 'run'}"]
     assert runs.train(*words) == 0
-    assert Run.open(tmp_path / "run").config.model.layers == Run.open(trained).config.model.layers == 2
+    assert Run.open(tmp_path / "run").config.model.layers == Run.open(tmp_path / "base").config.model.layers == 2
 
 
 def write_run(folder, **changes):
