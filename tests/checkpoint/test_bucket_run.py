@@ -12,7 +12,7 @@ from tests import runs
 from tests.checkpoint import places
 from tests.surroundings import before_call
 
-WORDS = ("tiny", "mesh=4x2", "steps=6", "decay_steps=6", "eval_every=3", "save_every=2", "keep=9")
+WORDS = ("tiny", "mesh=4x2", "steps=6", "eval_every=3", "save_every=2", "keep=9")
 
 
 @pytest.fixture(autouse=True)

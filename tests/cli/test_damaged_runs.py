@@ -61,16 +61,12 @@ def test_endless_step_in_the_final_evaluation_is_left_out(run):
 
 
 EDITS = (("heads", 8, 4), ("d_model", 32, 64), ("seed", 0, 1))
-RESUME = ["train", "--resume=run", "steps=6"]  # compiles the step of each edit
+COMMANDS = (["sample", "run"], ["eval", "run"], ["train", "--resume=run", "steps=6"])
 
 
 @pytest.mark.parametrize(
     ("command", "key", "true", "edited"),
-    [
-        *((command, *edit) for command in (["sample", "run"], ["eval", "run"]) for edit in EDITS),
-        (RESUME, *EDITS[0]),
-        *(pytest.param(RESUME, *edit, marks=pytest.mark.slow) for edit in EDITS[1:]),
-    ],
+    [(command, *edit) for command in COMMANDS for edit in EDITS],
 )
 def test_hand_edited_config_is_named(refused, run, command, key, true, edited):
     path = run / "config.json"

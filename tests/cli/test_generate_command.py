@@ -23,7 +23,7 @@ USAGE = 2
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, text):
     out = tmp_path_factory.mktemp("generate") / "run"
-    assert runs.train("tiny", "mesh=1x1", f"data={text}", "steps=2", f"out={out}") == 0
+    assert runs.train("tiny", "mesh=4x2", f"data={text}", "steps=2", f"out={out}") == 0
     settings = out / "config.json"  # of a run that trained on devices with a kernel, which a CPU does not have
     settings.write_text(settings.read_text().replace('"attention": "auto"', '"attention": "fused"'))
     return out

@@ -196,7 +196,7 @@ def test_more_memory_than_there_is(refused, text, monkeypatch):
     # Raised by hand: a CPU that runs out while it computes never answers.
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes.")
     let_fail(monkeypatch, Run, "restore", error)
-    refused(FAILED, "out of memory (RESOURCE_EXHAUSTED", "train", "tiny", "mesh=1x1", f"data={text}")
+    refused(FAILED, "out of memory (RESOURCE_EXHAUSTED", "train", "tiny", "mesh=4x2", f"data={text}")
 
 
 def test_a_run_that_is_called_as_a_preset_is_not_taken_for_it(refused, run, text):

@@ -26,13 +26,12 @@ from shardformer.training.run_folder import Run
 from tests import runs
 from tests.runs import USAGE
 
+ADAPTING = ("lora_rank=2", "mesh=2x1", "zero=3", "batch=8", "steps=4", "save_every=2", "lr=0.01")
+
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory, text):
-    out = tmp_path_factory.mktemp("base") / "run"
-    words = ("tiny", "layers=1", "mesh=1x1", f"data={text}", "steps=20", "eval_every=20")
-    assert runs.train(*words, f"out={out}") == 0
-    return out
+def base(tmp_path_factory, trained):
+    return shutil.copytree(trained, tmp_path_factory.mktemp("base") / "run")
 
 
 @pytest.fixture(scope="module")
@@ -44,20 +43,18 @@ def codes(base):
 
 
 @pytest.fixture(scope="module")
-def adapted(base, codes):
+def adapted(base, codes, text):
     """Returns a run of adapters over the codes."""
     out = base.with_name("adapted")
-    words = [f"base={codes}", "lora_rank=2", "mesh=2x1", "zero=3", "batch=8", "steps=4", "save_every=2", "lr=0.01"]
-    assert runs.train(*words, f"out={out}") == 0
+    assert runs.train(f"base={codes}", f"data={text}", *ADAPTING, f"out={out}") == 0
     return out
 
 
 @pytest.fixture(scope="module")
-def direct(base):
+def direct(base, text):
     """Returns the same run of adapters, whose codes are made when the base is read."""
     out = base.with_name("direct")
-    words = [f"base={base}", "weights=nf4", "lora_rank=2", "mesh=2x1", "zero=3", "batch=8", "steps=4", "save_every=2"]
-    assert runs.train(*words, "lr=0.01", f"out={out}") == 0
+    assert runs.train(f"base={base}", f"data={text}", "weights=nf4", *ADAPTING, f"out={out}") == 0
     return out
 
 

@@ -92,7 +92,7 @@ def test_eval_accepts_it(run, capsys):
     assert "validation" in capsys.readouterr().out
 
 
-def test_each_parameter_is_quantised_before_the_next_is_read(run, monkeypatch):
+def test_each_parameter_is_quantised_before_the_next_is_read(trained, monkeypatch):
     events, read, store = [], restoring._read_onto_devices, Model.store_leaf
 
     def log_read(reader, name, *args):
@@ -105,7 +105,7 @@ def test_each_parameter_is_quantised_before_the_next_is_read(run, monkeypatch):
 
     monkeypatch.setattr(restoring, "_read_onto_devices", log_read)
     monkeypatch.setattr(Model, "store_leaf", log_store)
-    opened = Run.open(run)
+    opened = Run.open(trained)
     config = opened.config.for_inference("1x1").replace(weights="int8")
     model = Model.on(config, mesh.make(config))
     params = opened.restore_params(model)[1]
@@ -131,9 +131,9 @@ def find_differences(found, expected) -> set[str]:
 @pytest.mark.parametrize(
     ("form", "shape", "table"), tiers.shorten([("int8", "1x1", {("embed/tokens", 10)}), ("nf4", "1x2", set())])
 )
-def test_codes_made_of_a_few_rows_at_a_time_are_the_same(run, form, shape, table, monkeypatch):
+def test_codes_made_of_a_few_rows_at_a_time_are_the_same(trained, form, shape, table, monkeypatch):
     """A layer's matrix at a time, and 10 rows of a table that mp does not split; its last two blocks share some."""
-    whole, blocks, read = read_weights(run, form, shape), set(), StoredLeaf.read_rows
+    whole, blocks, read = read_weights(trained, form, shape), set(), StoredLeaf.read_rows
 
     def log_rows(leaf, first, count):
         blocks.add((leaf.name.removeprefix("params/transformer/"), count))
@@ -141,11 +141,11 @@ def test_codes_made_of_a_few_rows_at_a_time_are_the_same(run, form, shape, table
 
     monkeypatch.setattr(quantized_reading, "BLOCK", 4 * 32 * 10)
     monkeypatch.setattr(StoredLeaf, "read_rows", log_rows)
-    assert not find_differences(read_weights(run, form, shape), whole)
+    assert not find_differences(read_weights(trained, form, shape), whole)
     assert blocks == {(f"layers/{name}", 1) for name in ("q", "k", "v", "o", "up", "down")} | table
 
     monkeypatch.setattr(StoredLeaf, "read_rows", lambda leaf, first, count: read(leaf, 0, count))
-    assert f"{LAYERS}/up_codes" in find_differences(read_weights(run, form, shape), whole)
+    assert f"{LAYERS}/up_codes" in find_differences(read_weights(trained, form, shape), whole)
 
 
 @pytest.mark.parametrize(("command", "reason"), [("train", "has no gradient"), ("verify", "a dense model of float")])
@@ -156,8 +156,8 @@ def test_commands_with_gradients_reject_it(command, reason, capsys):
     assert reason in message
 
 
-def test_unknown_form_is_rejected(run, document, capsys):
-    assert main(["score", str(run), str(document), "weights=int7"]) == USAGE
+def test_unknown_form_is_rejected(trained, document, capsys):
+    assert main(["score", str(trained), str(document), "weights=int7"]) == USAGE
     assert "int8" in capsys.readouterr().err
 
 

@@ -32,7 +32,7 @@ from tests.inference.serve.http_server import send, wait_for
 from tests.surroundings import before_call, note_exits
 
 USAGE = 2
-WORDS = ("tiny", "mesh=1x1", "save_every=2", "keep=9")
+WORDS = ("tiny", "mesh=4x2", "save_every=2", "keep=9")
 
 
 @pytest.fixture(scope="module")

@@ -11,22 +11,23 @@ from shardformer.analysis import traced, verify_exact
 from shardformer.model import Chunk, Decoder
 from shardformer.shards.parameters import map_stacked
 from tests import meshes, shared
-from tests.inference.test_generator import ROWS
+from tests.inference.test_generator import OVER_DP, ROWS
 
 SEQ, ROUNDS = 8, 3
 LENGTHS = np.array([5, 3, 4, 1], np.int32)
 BOUND = 1e-12
-MESHES = ("2x4", "4x2")
 ACROSS_CONTEXT = ("rotary, parallel, scanned", "windows, unrolled", "latents", "experts")
 # longrope changes the frequencies of a growing text: the generator reads its context again.
 FIXED = [row for row in ROWS if "longrope" not in row]
-CASES = [(row, mesh) for row in FIXED for mesh in MESHES] + [(row, "dp2.cp2.mp2") for row in ACROSS_CONTEXT]
-CASES.append((ACROSS_CONTEXT[0], "dp2.cp4.mp1"))
+EXTENDED = "4x2"  # the mesh of extensions: one text for each shard of dp
+FORMS = ("rotary, parallel, scanned", "none, parallel, unrolled", "latents", "experts")
+CASES = [(row, "2x4") for row in FIXED] + [(row, "dp2.cp2.mp2") for row in ACROSS_CONTEXT]
+CASES += [(ACROSS_CONTEXT[0], "dp2.cp4.mp1"), *((row, "2x2") for row in OVER_DP)]
 
 
 @functools.cache
 def decoder_and_parameters(row: str, mesh: str):
-    config = shared.tiny(**{"mesh": mesh, "seq": SEQ, "heads": 4, "batch": 8} | ROWS[row][0])
+    config = shared.tiny(**{"mesh": mesh, "seq": SEQ, "heads": 4, "batch": 8} | (ROWS | OVER_DP)[row][0])
     params = verify_exact.draw_parameters(config)
     unstacked = map_stacked(lambda name, leaf: list(leaf), params)
     return Decoder(traced.make_trainer(config).model), params, unstacked
@@ -101,38 +102,52 @@ def test_decoding_in_another_slot_is_noticed():
         assert_logits(logits, row, LENGTHS + 1)
 
 
+@functools.cache
+def empty(row: str):
+    """Returns the logits and caches without tokens of each row, with as many slots in a window's as in others."""
+    logits, caches = prefill(row, EXTENDED)
+    return logits, jax.tree.map(lambda x_BhSK: np.zeros((*x_BhSK.shape[:2], SEQ, x_BhSK.shape[3])), caches)
+
+
+def make_chunks() -> list[Chunk]:
+    """Returns two chunks of a row of each shard of dp, the last of which has padding."""
+    chunks = []
+    for start, stop in ((0, 3), (3, 6)):
+        sizes = np.clip(LENGTHS - start, 0, stop - start).astype(np.int32)
+        position = np.full(len(LENGTHS), start, np.int32)
+        chunks.append(Chunk(texts()[:, start:stop], np.zeros_like(LENGTHS), position, sizes, LENGTHS))
+    return chunks
+
+
 @pytest.mark.parametrize("row", FIXED)
 def test_extending_equals_full_passes(row):
     """As `serve` does: a chunk of one row of each shard of dp, then a token of each row in the slot of its position."""
-    mesh = "4x2"
-    decoder, _, unstacked = decoder_and_parameters(row, mesh)
-    dp, count = decoder.model.config.parallel.dp, len(LENGTHS)
-    logits, caches = prefill(row, mesh)
-    caches = jax.tree.map(lambda x_BhSK: np.zeros((*x_BhSK.shape[:2], SEQ, x_BhSK.shape[3])), caches)
-    for n in range(count // dp):
-        chosen = np.arange(dp) * (count // dp) + n
-        for start, stop in ((0, 2), (2, 5)):  # in two chunks, the last of which has padding
-            sizes = np.clip(LENGTHS[chosen] - start, 0, stop - start).astype(np.int32)
-            chunk = Chunk(
-                tokens=texts()[chosen, start:stop], row=np.full(dp, n, np.int32),
-                position=np.full(dp, start, np.int32), count=sizes, length=LENGTHS[chosen],
-            )  # fmt: skip
-            new = run(decoder.extend, unstacked, chunk, logits, caches)
-            every, new_with = run(decoder.extend_with_logits, unstacked, chunk, logits, caches)
-            hidden, (_, caches_with) = run(decoder.extend_with_hidden, unstacked, chunk, logits, caches)
-            for a, b in zip(jax.tree.leaves(caches_with), jax.tree.leaves(new[1]), strict=True):
-                np.testing.assert_array_equal(a, b)
-            assert_close(project(row, hidden), every[..., : shared.VOCAB])
-            logits, caches = run(decoder.replace_rows, chunk.row, (logits, caches), new)
-            for d in range(dp):
-                got, expected = (
-                    every[d, : sizes[d], : shared.VOCAB],
-                    reference_logits(row)[chosen[d], start:][: sizes[d]],
-                )
-                np.testing.assert_allclose(got, expected, rtol=0, atol=BOUND * np.abs(reference_logits(row)).max())
-            for a, b in zip(jax.tree.leaves(new[1]), jax.tree.leaves(new_with[1]), strict=True):
-                np.testing.assert_array_equal(a, b)
-    assert_logits(logits, row, LENGTHS)
-    tokens = texts()[np.arange(count), LENGTHS]
+    decoder, _, unstacked = decoder_and_parameters(row, EXTENDED)
+    assert_logits(prefill(row, EXTENDED)[0], row, LENGTHS)
+    logits, caches = empty(row)
+    expected, bound = reference_logits(row), BOUND * np.abs(reference_logits(row)).max()
+    for chunk in make_chunks():
+        every, new = run(decoder.extend_with_logits, unstacked, chunk, logits, caches)
+        logits, caches = run(decoder.replace_rows, chunk.row, (logits, caches), new)
+        for d, (start, size) in enumerate(zip(chunk.position, chunk.count, strict=True)):
+            found = every[d, :size, : shared.VOCAB]
+            np.testing.assert_allclose(found, expected[d, start : start + size], rtol=0, atol=bound)
+    tokens = texts()[np.arange(len(LENGTHS)), LENGTHS]
     logits, caches = run(decoder.decode, unstacked, tokens, LENGTHS, caches)
     assert_logits(logits, row, LENGTHS + 1)
+
+
+@pytest.mark.parametrize("row", FORMS)
+def test_each_form_of_an_extension_is_the_same(row):
+    """The three differ only after the layers, so these rows have the heads of all."""
+    decoder, _, unstacked = decoder_and_parameters(row, EXTENDED)
+    logits, caches = empty(row)
+    for chunk in make_chunks():
+        new = run(decoder.extend, unstacked, chunk, logits, caches)
+        every, (_, with_logits) = run(decoder.extend_with_logits, unstacked, chunk, logits, caches)
+        hidden, (_, with_hidden) = run(decoder.extend_with_hidden, unstacked, chunk, logits, caches)
+        jax.tree.map(np.testing.assert_array_equal, with_logits, new[1])
+        jax.tree.map(np.testing.assert_array_equal, with_hidden, new[1])
+        assert_close(project(row, hidden), every[..., : shared.VOCAB])
+        logits, caches = run(decoder.replace_rows, chunk.row, (logits, caches), new)
+    assert_logits(logits, row, LENGTHS)

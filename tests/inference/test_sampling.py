@@ -12,12 +12,13 @@ from tests import sharded
 
 LOGITS = np.log(np.array([0.05, 0.4, 0.1, 0.05, 0.3, 0.1], np.float32))
 DRAWS = 4000
+choose = jax.jit(choose_tokens)
 
 
 def frequencies(logits=LOGITS, **options):
     many = np.broadcast_to(logits, (DRAWS, len(logits)))
     drawing = Drawing.from_sampling(Sampling(**{"temperature": 1.0} | options))
-    ids = jax.jit(choose_tokens)(many, jax.random.split(jax.random.key(0), len(many)), drawing)
+    ids = choose(many, jax.random.split(jax.random.key(0), len(many)), drawing)
     assert ids.dtype == np.int32
     return np.bincount(ids, minlength=len(logits)) / DRAWS
 
@@ -31,10 +32,10 @@ def test_find_largest_is_argmax_and_draws_are_jax_categorical():
     logits[0, 0] = logits[1, 49] = np.inf
     logits[2, 7:] = -np.inf
     logits[3, 5] = np.nan
-    np.testing.assert_array_equal(find_largest(logits), jnp.argmax(logits, -1).at[3].set(0))
+    np.testing.assert_array_equal(jax.jit(find_largest)(logits), jnp.argmax(logits, -1).at[3].set(0))
     drawing, keys = Drawing.from_sampling(Sampling(temperature=1.0)), jax.random.split(jax.random.key(0), 60)
     expected = jax.vmap(jax.random.categorical)(keys, jnp.asarray(logits[4:]))
-    np.testing.assert_array_equal(choose_tokens(logits[4:], keys, drawing), expected)
+    np.testing.assert_array_equal(choose(logits[4:], keys, drawing), expected)
     assert (np.asarray(expected) != logits[4:].argmax(-1)).any()
 
 
@@ -97,8 +98,8 @@ def test_huge_temperature_draws_only_possible_tokens(temperature):
 
 
 def test_rows_draw_independently():
-    keys = jax.random.split(jax.random.key(0), 64)
-    drawn = choose_tokens(np.zeros((64, 50), np.float32), keys, Drawing.from_sampling(Sampling()))
+    keys = jax.random.split(jax.random.key(0), 60)
+    drawn = choose(np.zeros((60, 50), np.float32), keys, Drawing.from_sampling(Sampling()))
     assert len(set(drawn.tolist())) > 20
 
 
@@ -144,7 +145,7 @@ def test_frequencies_of_20_000_draws(rule):
     draws = 20_000
     many = np.broadcast_to(LOGITS, (draws, len(LOGITS)))
     keys = jax.random.split(jax.random.key(1), draws)
-    ids = jax.jit(choose_tokens)(many, keys, Drawing.from_sampling(Sampling(**{"temperature": 1.0} | RULES[rule])))
+    ids = choose(many, keys, Drawing.from_sampling(Sampling(**{"temperature": 1.0} | RULES[rule])))
     counts = np.bincount(ids, minlength=len(LOGITS))
     assert chi_square(counts, allowed(RULES[rule])) < 20.5  # 5 degrees of freedom: one run in 1,000 has more
     slightly_warmer = allowed(RULES[rule] | {"temperature": 1.3 * RULES[rule].get("temperature", 1.0)})
@@ -152,18 +153,15 @@ def test_frequencies_of_20_000_draws(rule):
 
 
 def test_repetition_penalty_applies_to_seen_tokens():
-    logits = np.array([[2.0, 1.5, -1.0, -1.2]], np.float32)
-    seen, one_key = np.array([[True, False, True, False]]), jax.random.split(jax.random.key(0), 1)
+    many = np.broadcast_to(np.array([2.0, 1.5, -1.0, -1.2], np.float32), (DRAWS, 4))
+    seen, keys = np.broadcast_to([True, False, True, False], many.shape), jax.random.split(jax.random.key(0), DRAWS)
 
-    def most_likely(penalty):
-        drawing = Drawing.from_sampling(Sampling(temperature=0, repetition_penalty=penalty))
-        return int(choose_tokens(logits, one_key, drawing, seen)[0])
+    def draw(temperature, penalty):
+        drawing = Drawing.from_sampling(Sampling(temperature=temperature, repetition_penalty=penalty))
+        return choose(many, keys, drawing, seen)
 
-    assert [most_likely(penalty) for penalty in (1.0, 1.3, 1.4)] == [0, 0, 1]  # 2 / 1.4 < 1.5
-    keys = jax.random.split(jax.random.key(0), DRAWS)
-    drawing = Drawing.from_sampling(Sampling(temperature=1.0, repetition_penalty=2.0))
-    many = np.broadcast_to(logits, (DRAWS, 4))
-    ids = choose_tokens(many, keys, drawing, np.broadcast_to(seen, many.shape))
+    assert [set(draw(0, penalty).tolist()) for penalty in (1.0, 1.3, 1.4)] == [{0}, {0}, {1}]  # 2 / 1.4 < 1.5
+    ids = draw(1.0, 2.0)
     expected = np.exp([1.0, 1.5, -2.0, -1.2]) / np.exp([1.0, 1.5, -2.0, -1.2]).sum()
     assert np.abs(np.bincount(ids, minlength=4) / DRAWS - expected).max() < 0.03
 

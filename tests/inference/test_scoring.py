@@ -1,11 +1,21 @@
 """Every token is scored once, after the context that fits, as by a plain full pass."""
 
+import functools
+
 import numpy as np
 import pytest
 
+from shardformer.inference import scoring
 from shardformer.inference.scoring import Request, Scorer, score_documents
 from tests import meshes, shared
-from tests.inference.test_generator import SEQ, model, parameters, prompt
+from tests.inference.test_generator import SEQ, full_pass, model, parameters, prompt
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_each_scorer_once():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scoring, "Scorer", functools.cache(Scorer))
+        yield
 
 
 def plain(context, targets, **overrides) -> tuple[float, bool]:
@@ -17,7 +27,7 @@ def plain(context, targets, **overrides) -> tuple[float, bool]:
         for place in range(end, end + size):
             padded = np.zeros((1, SEQ), np.int32)
             padded[0, : place - first] = ids[first:place]
-            logits = meshes.compute_logits(model(**overrides).config, parameters(**overrides), padded)
+            logits = full_pass(model(**overrides).config)(parameters(**overrides), padded)
             logits = logits[0, place - first - 1, : model(**overrides).config.model.vocab]
             nats += np.log(np.exp(logits - logits.max()).sum()) + logits.max() - logits[ids[place]]
             greedy &= bool(logits.argmax() == ids[place])

@@ -12,9 +12,25 @@ MUTANTS = read_table()
 
 
 @functools.cache
-def describe(source: str) -> str:
+def find_statements(source: str) -> list[tuple[int, int]]:
+    """Returns the first and last line of each statement of a module."""
+    nodes = ast.parse(source).body
+    return [
+        (min(part.lineno for part in [node, *getattr(node, "decorator_list", ())]), node.end_lineno) for node in nodes
+    ]
+
+
+def split_changed(before: str, after: str) -> tuple[list[str], list[str]]:
+    """Returns the lines of the module's statement that differs, before and after; parsing all takes seconds."""
+    old, new = before.splitlines(), after.splitlines()
+    line = next(number for number, pair in enumerate(zip(old, new, strict=False), 1) if len(set(pair)) > 1)
+    ((first, last),) = [lines for lines in find_statements(before) if lines[0] <= line <= lines[1]]
+    return old[first - 1 : last], new[first - 1 : last + len(new) - len(old)]
+
+
+def describe(lines: list[str]) -> str:
     """Returns the code without its comments."""
-    return ast.dump(ast.parse(source))
+    return ast.dump(ast.parse("\n".join(lines)))
 
 
 def test_every_row_changes_the_code():
@@ -22,7 +38,8 @@ def test_every_row_changes_the_code():
     for mutant in MUTANTS:
         source = (ROOT / mutant.path).read_text()
         assert "\n" not in mutant.before, mutant.name
-        assert describe(mutant.change(source)) != describe(source), mutant.name
+        before, after = split_changed(source, mutant.change(source))
+        assert describe(before) != describe(after), mutant.name
 
 
 def test_every_row_has_a_cost_and_tests():

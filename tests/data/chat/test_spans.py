@@ -41,8 +41,7 @@ LATE_TOOLS = (
 
 
 def learned(text: str, conversation, **tokens) -> list[str]:
-    with TemplateProcess(template(text, **tokens)) as process:
-        shown, spans = render_with_spans(process, conversation)
+    shown, spans = render_with_spans(InProcess(text, **tokens), conversation)
     return [shown[start:end] for start, end in spans]
 
 

@@ -40,12 +40,25 @@ BODY = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, "seed":
 NAMED = {"type": "function", "function": {"name": "g"}}
 
 
+@pytest.fixture(scope="module")
+def codec():
+    return ChatCodec(make_vocabulary(), dataclasses.replace(make_builtin("chatml"), template=TEMPLATE))
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """The idle processes of the codec's template, whose start takes longer than a test."""
+    idle = []
+    yield idle
+    for process in idle:
+        process.close()
+
+
 @pytest.fixture
-def chat(service, monkeypatch):
+def chat(service, codec, processes, monkeypatch):
     """Lets the server have a template that reads tools; returns its codec."""
-    codec = ChatCodec(make_vocabulary(), dataclasses.replace(make_builtin("chatml"), template=TEMPLATE))
     monkeypatch.setattr(service, "chat", codec)
-    monkeypatch.setattr(service, "_processes", [])
+    monkeypatch.setattr(service, "_processes", processes)
     return codec
 
 
@@ -97,7 +110,7 @@ def test_tools_that_a_template_drops_are_rejected(chat, port, service, monkeypat
     ):
         format = dataclasses.replace(make_builtin("chatml"), template=template)
         monkeypatch.setattr(service, "chat", ChatCodec(make_vocabulary(), format))
-        service._processes.clear()
+        monkeypatch.setattr(service, "_processes", [])
         status, content = send(port, CHAT, BODY | {"max_tokens": 1})
         assert status == 400
         assert "does not read them; leave tools out" in content.decode()
