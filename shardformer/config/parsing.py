@@ -60,6 +60,8 @@ lora_targets: target_modules
 group_size: num_generations
 answer_tokens: max_completion_length
 rollout_steps: num_iterations
+rollout_top_k: top_k
+rollout_top_p: top_p
 data: data_path dataset
 out: out_dir output_dir
 tokens: max_new_tokens max_tokens
@@ -114,7 +116,7 @@ def parse_overrides(arguments: list[str], *options: type) -> dict:
         key, equals, text = word.partition("=")
         plain = key.lstrip("-").replace("-", "_")
         if not equals:
-            meant = OTHER_NAMES.get(plain, plain)
+            meant = plain if plain in fields else OTHER_NAMES.get(plain, plain)
             fix = f"; write {meant}=..." if meant in fields else ""
             raise UsageError(f"expected key=value, got {shorten(word)}{fix}")
         if key not in fields:

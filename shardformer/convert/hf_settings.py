@@ -10,6 +10,7 @@ from shardformer.config.parsing import shorten
 from shardformer.convert import hf_special_tokens
 from shardformer.convert.families import FAMILIES, REJECTED
 from shardformer.convert.families.family import TO_ACTIVATIONS, Family
+from shardformer.convert.families.hf_gptj import rename_fork_keys
 from shardformer.convert.text_models import find_text_config
 from shardformer.data import SpecialTokens, Vocabulary
 from shardformer.errors import UsageError
@@ -111,7 +112,7 @@ def _read_text_config(path: Path | BucketPath) -> dict:
 
 def _rename_older_type(theirs: dict[str, Any]) -> dict[str, Any]:
     older = OLDER_TYPES.get(str(theirs["model_type"]))
-    return older | theirs | {"model_type": older["model_type"]} if older else theirs
+    return older | theirs | {"model_type": older["model_type"]} if older else rename_fork_keys(theirs)
 
 
 def describe_ignored(folder: Path | BucketPath, keys: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from shardformer.config import Config
 from shardformer.convert import safetensors_files, weight_files
 from shardformer.convert.convert_options import FLOAT_NAMES
 from shardformer.convert.families import FAMILIES, Family, Part, Stored, list_arrays, list_stored
+from shardformer.convert.families.layout import rename
 from shardformer.convert.gptj import TABLE, TABLE_BIAS
 from shardformer.convert.leaves import Filled, Leaves, Readable, blocks, flatten
 from shardformer.convert.mxfp4 import Packed, unpack
@@ -24,8 +25,10 @@ from shardformer.model import Model
 Source = Tensor | Packed | Computed
 MAX_FLOAT16 = 65504.0
 FLOATS = {name: jnp.dtype(name) for name in FLOAT_NAMES}
-# Masks and frequencies that older versions of transformers saved; config.json determines them.
-_DERIVED = re.compile(r"(.*\.)?(attn|attention)\.(attention\.)?(bias|masked_bias)|(.*\.)?rotary_emb\.inv_freq")
+# Masks, frequencies and factors that older versions of transformers saved; config.json determines them.
+_DERIVED = re.compile(
+    r"(.*\.)?(attn|attention)\.(attention\.)?(bias|masked_bias|sin|cos|scale_attn)|(.*\.)?rotary_emb\.inv_freq"
+)
 
 
 def find_tensors(folder: Path) -> Mapping[str, Source]:
@@ -95,9 +98,10 @@ def match(
             f"{folder} has {len(tensors)} arrays, fewer than the {config.model.layers} layers of its config.json"
         )
     left, result, missing = dict(tensors), [], []
-    for stored in list_arrays(family, config):
+    arrays = list_arrays(family, config)
+    for stored, older in zip(arrays, rename(arrays, family.older_arrays), strict=True):
         short = stored.name.partition(".")[2]  # the name in a model that was saved without its head
-        tensor = left.pop(stored.name, None) or left.pop(short, None)
+        tensor = next((left.pop(one) for one in (stored.name, short, older.name) if one in left), None)
         if tensor is None:
             missing.append(stored.name)
             continue

@@ -87,9 +87,9 @@ class ObjectiveKeys(KeyGroup):
         least=2, fixed=True, used_if=WITH_REWARDS,
     )  # fmt: skip
     answer_tokens: int = key(64, "longest sampled answer", least=1, fixed=True, used_if=WITH_REWARDS)
-    rollout_steps: int = key(
-        1, "steps that learn from the same sampled answers", least=1, fixed=True, used_if=WITH_REWARDS
-    )
+    rollout_steps: int = key(1, "steps that learn from the same answers", least=1, fixed=True, used_if=WITH_REWARDS)
+    rollout_top_k: int = key(0, "draw answers from the k likeliest tokens; 0: all", least=0, used_if=WITH_REWARDS)
+    rollout_top_p: float = key(1.0, "draw answers from the likeliest tokens of this probability", used_if=WITH_REWARDS)
     clip_ratio: float = key(
         0.2, "distance from 1 at which the ratio of a token's probability to the sampler's has no more effect; rloo: "
         "that of an answer; gspo: so too, as a mean of tokens, which is nearer to 1: its paper has 3e-4 to 4e-4",
@@ -115,6 +115,7 @@ class ObjectiveKeys(KeyGroup):
             self.beta > 0 or (self.beta == 0 and not of_pairs),
             f"beta must be {'above' if of_pairs else 'at least'} 0, got {self.beta}; try beta=0.1",
         )
+        require(0 < self.rollout_top_p <= 1, f"rollout_top_p must be in (0, 1], got {self.rollout_top_p}; try 0.95")
         require(0 < self.clip_ratio < 1, f"clip_ratio is a distance from 1 in (0, 1), got {self.clip_ratio}; try 0.2")
         require(
             self.label_smoothing < 0.5,

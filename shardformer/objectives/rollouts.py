@@ -115,7 +115,11 @@ class Rollouts:
         """Returns the arrays of rollout `number`: `group_size` answers to each prompt of a batch."""
         keys, rows = self._config.preferences, read_prompts(batch)
         seed = int(scramble(self._config.training.seed, number)[0] >> np.uint64(33))
-        sampling = Sampling(keys.answer_tokens, temperature=1.0, samples=keys.group_size, seed=seed)
+        # The log-probabilities remain those of all tokens, as the policy's are: a ratio starts at 1.
+        sampling = Sampling(
+            keys.answer_tokens, temperature=1.0, top_k=keys.rollout_top_k, top_p=keys.rollout_top_p,
+            samples=keys.group_size, seed=seed,
+        )  # fmt: skip
         answers = self._sample(params, rows, sampling)
         repeated = [row for row in rows for _ in range(keys.group_size)]
         rewards = self._compute_rewards(repeated, answers)

@@ -191,6 +191,9 @@ def or_code(name: str) -> str:
         ({"clip_ratio": 1.0}, "clip_ratio is a distance from 1 in (0, 1), got 1.0"),
         *(({"objective": "grpo", name: 0}, f"{name} must be at least {least}, got 0") for name, least in
           {"group_size": 2, "answer_tokens": 1, "rollout_steps": 1}.items()),
+        *(({"objective": "grpo", "rollout_top_p": value}, f"rollout_top_p must be in (0, 1], got {value}")
+          for value in (0.0, 1.5)),
+        ({"objective": "grpo", "rollout_top_k": -1}, "rollout_top_k must not be negative, got -1"),
         ({"objective": "grpo", "batch": 12}, "batch=12 answers do not divide into groups of group_size=8"),
         (GRPO | {"answer_tokens": 80, "seq": 64}, "answer_tokens=80 leave no room for a prompt"),
         (GRPO | {"dropout": 0.1}, "objective=grpo compares with a sampler that drops nothing"),
@@ -371,7 +374,13 @@ def test_following_the_advice_leads_to_a_valid_configuration(dp, mp, **changes):
         ({"beta": 0.2}, "beta does nothing without pairs or rewards; give objective=dpo, grpo or another of them"),
         *(
             ({name: value}, f"{name} does nothing with another objective; give objective=grpo")
-            for name, value in {"group_size": 4, "answer_tokens": 5, "rollout_steps": 2}.items()
+            for name, value in {
+                "group_size": 4,
+                "answer_tokens": 5,
+                "rollout_steps": 2,
+                "rollout_top_k": 5,
+                "rollout_top_p": 0.9,
+            }.items()
         ),
         ({"token_mean": "answer"}, "token_mean does nothing with another objective, which fixes it;"),
         ({"sft_weight": 0.2}, "sft_weight does nothing without pairs"),

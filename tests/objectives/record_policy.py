@@ -9,6 +9,8 @@ import json
 import sys
 import tempfile
 
+import numpy as np
+
 from tests.objectives.record_preferences import (
     END,
     FOLDER,
@@ -136,7 +138,7 @@ def main() -> None:
         found["advantages"][name] = inputs["advantages"].tolist()
         metrics = {key: values[-1] for key, values in trainer._metrics["train"].items()}
         found["cases"][name] = {"loss": float(loss)} | {key: float(value) for key, value in metrics.items()}
-        gradients = {key: p.grad.float().numpy() for key, p in trainer.model.named_parameters()}
+        gradients = {key: p.grad.numpy().astype(np.float32) for key, p in trainer.model.named_parameters()}
         save_file(gradients, FOLDER / f"policy_{name}.gradients")
         print(name, found["cases"][name])
     target.write_text(json.dumps(found, indent=1) + "\n")

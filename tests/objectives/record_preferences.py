@@ -73,7 +73,14 @@ def make_model():
 
 
 def in_double(model):
-    """Returns the model in float64, so that only our results are rounded."""
+    """Returns the model in float64, so that only our results are rounded.
+
+    Names of float32 mean float64 from here on: transformers asks for float32 in norms and angles, and TRL in its head,
+    whatever the type of the model is. That was 1.9e-6 in RLOO's gradient.
+    """
+    import torch
+
+    torch.float32, torch.Tensor.float = torch.float64, torch.Tensor.double
     return model.double()
 
 
@@ -167,7 +174,7 @@ def main() -> None:
         found["cases"][name] = {"loss": float(loss)} | {
             k: float(v) for k, v in metrics.items() if "/" in k or k == "kl"
         }
-        gradients = {key: p.grad.float().numpy() for key, p in trainer.model.named_parameters()}
+        gradients = {key: p.grad.numpy().astype(np.float32) for key, p in trainer.model.named_parameters()}
         save_file(gradients, FOLDER / f"{name}.gradients")
         print(name, found["cases"][name])
     (FOLDER / "pairs.json").write_text(json.dumps(found, indent=1) + "\n")

@@ -33,7 +33,7 @@ VALUES = {
 }  # fmt: skip
 OTHERS = {"lora_dropout": {"lora_rank": 2}} | dict.fromkeys(("balance_loss", "router_z_loss", "balance_rate"), EXPERTS)
 # Keys of the host's code; test_rollouts.py and test_teacher.py test them.
-OF_THE_HOST = {"rollout_steps", "token_mean", "teacher"}
+OF_THE_HOST = {"rollout_steps", "rollout_top_k", "rollout_top_p", "token_mean", "teacher"}
 PAIRS = {"dpo", "ipo", "kto", "orpo", "simpo"}
 WITHOUT_REWARDS = set(OBJECTIVES) - {"grpo"}  # whose sampler drops nothing
 ACCEPTED = {  # the objectives with which a key may be given; all with any other key

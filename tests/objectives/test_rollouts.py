@@ -207,6 +207,30 @@ def test_rewards_of_rloo_lose_the_divergence(monkeypatch):
     np.testing.assert_allclose(np.asarray(arrays["advantages"])[:, 0], [2.0, -2.0], rtol=1e-6)
 
 
+@pytest.mark.parametrize("keys", [{}, {"rollout_top_k": 5}, {"rollout_top_p": 0.9}], ids=str)
+def test_answers_are_drawn_among_the_likely_tokens(monkeypatch, keys):
+    """The generator's log-probabilities, which test_generator.py compares with all tokens', are the sampler's."""
+    config = shared.tiny(mesh="1x1", objective="grpo", group_size=2, answer_tokens=8, batch=2, beta=0.0, **keys)
+    run = SimpleNamespace(config=config, vocabulary=[0] * 16, special_tokens=None)
+    monkeypatch.setattr(rollouts.Answers, "of", lambda run: SimpleNamespace(stops=None))
+    made, used = rollouts.Rollouts(run, Model.on(config, mesh.make(config)), None, rollouts.match), []
+
+    def continue_prompts(params, prompts, sampling, *_, **__):
+        used.append(sampling)
+        return [Continuation([5], [-2.5], True), Continuation([9], [-1.5], True)]
+
+    monkeypatch.setattr(made._generator, "continue_prompts", continue_prompts)
+    monkeypatch.setattr(made, "_compute_rewards", lambda *_: np.array([1.0, 0.0]))
+    monkeypatch.setattr(rollouts, "read_prompts", lambda batch: [PromptRow([1, 2], [])])
+    arrays = made.make({}, {}, 0)
+    (sampling,) = used
+    expected = keys.get("rollout_top_k", 0), keys.get("rollout_top_p", 1.0), 1.0
+    assert (sampling.top_k, sampling.top_p, sampling.temperature) == expected
+    assert np.asarray(arrays["sampled"]).sum(1).tolist() == [-2.5, -1.5]
+    made.evaluate({}, {})
+    assert (used[1].top_k, used[1].top_p, used[1].temperature) == (0, 1.0, 0.0)
+
+
 def test_group_without_a_difference_has_no_advantage():
     assert not rollouts.compute_advantages(np.array([1.0, 1, 1, 1]), 4, "grpo").any()
 

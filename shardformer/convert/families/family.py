@@ -54,6 +54,8 @@ class Family:
     # True: the files may have layers beyond the last, which predict later tokens; they are not read.
     predicts_further: bool = False
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)  # their second name -> their first name
+    # Patterns in the names of arrays, and what older files have in their place.
+    older_arrays: dict[str, str] = dataclasses.field(default_factory=dict)
     # Our key -> the values that the family computes besides its default or the value of `ours`; None for any value.
     variants: Callable[[Config], dict[str, tuple | None]] = lambda config: {}
 

@@ -66,7 +66,7 @@ GPT_NEO = Family(
     architecture="GPTNeoForCausalLM",
     names=HIDDEN_NAMES | {"layers": "num_layers", "heads": "num_heads", "norm_eps": "layer_norm_epsilon"},
     defaults=DEFAULTS,
-    # GPT-J was first published as a GPT-Neo with `rotary`, which only a fork of transformers computes.
+    # hf_gptj.py reads GPT-J as a fork of transformers had it: as a GPT-Neo with `rotary` and `jax`.
     fixed={"rotary": (False,), "rotary_dim": (None, 0)},
     ours=LAYERNORM
     | {

@@ -1,4 +1,7 @@
-"""GPT-J: `GPTJForCausalLM`."""
+"""GPT-J: `GPTJForCausalLM`.
+
+A fork of transformers had it first, as a GPT-Neo with the keys `rotary` and `jax`.
+"""
 
 from shardformer.config import Config
 from shardformer.convert.families.family import (
@@ -9,6 +12,7 @@ from shardformer.convert.families.family import (
     Family,
     read_activation,
 )
+from shardformer.convert.families.hf_gpt_neo import DEFAULTS as NEO_DEFAULTS
 from shardformer.convert.families.layout import Stored, head, linear, norm, plain, table
 from shardformer.errors import UsageError
 
@@ -17,9 +21,30 @@ DEFAULTS = {
     "n_inner": None, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": False,
     "bos_token_id": 50256, "eos_token_id": 50256, "pad_token_id": None,
 }  # fmt: skip
+FORK_KEYS = {
+    "num_layers": "n_layer", "num_heads": "n_head", "intermediate_size": "n_inner",
+    "attention_dropout": "attn_pdrop", "embed_dropout": "embd_pdrop", "resid_dropout": "resid_pdrop",
+}  # fmt: skip
+FORK_ARRAYS = {r"\.attn\.": ".attn.attention.", r"\.fc_in\.": ".c_fc.", r"\.fc_out\.": ".c_proj."}
+
+
+def rename_fork_keys(theirs: dict) -> dict:
+    """Returns a config.json of the fork in the keys of transformers' GPT-J, and any other as it is."""
+    if not (theirs["model_type"] == "gpt_neo" and theirs.get("rotary") and theirs.get("jax")):
+        return theirs
+    renamed = {FORK_KEYS.get(key, key): value for key, value in (NEO_DEFAULTS | theirs).items()}
+    del renamed["jax"], renamed["window_size"]  # of layers with windows, which `_check_layers` rejects
+    return renamed | {"model_type": "gptj", "tie_word_embeddings": False}  # the fork's head has a bias and is not tied
+
+
+def _check_layers(theirs: dict) -> None:
+    kinds = {kind for types, _ in theirs.get("attention_types") or [] for kind in types}
+    if unknown := {*kinds, *(theirs.get("attention_layers") or [])} - {"global"}:
+        raise UsageError(f"attention_types with {min(unknown)!r:.80} is not computed for GPT-J; expected only 'global'")
 
 
 def _read(theirs: dict) -> dict:
+    _check_layers(theirs)
     if not theirs["rotary_dim"]:
         raise UsageError(f"rotary_dim={theirs['rotary_dim']!r}: the number of dimensions that rotate is missing")
     return read_activation(theirs, "activation_function") | {"rotary_dims": theirs["rotary_dim"]}
@@ -55,11 +80,12 @@ GPTJ = Family(
     ours=LAYERNORM | {"block": "parallel", "bias": "ff", "positions": "rotary"},
     read=_read,
     write=_write,
-    also=("activation_function", "rotary_dim"),
+    also=("activation_function", "rotary_dim", "attention_types", "attention_layers"),
     outside=_outside,
     layer=_layer,
     dropouts=("attn_pdrop", "embd_pdrop", "resid_pdrop"),
     silent=("n_ctx",),
     aliases=GPT_ALIASES,
+    older_arrays=FORK_ARRAYS,
     variants=lambda c: {"tied": (False,), "rotary_dims": None},
 )
