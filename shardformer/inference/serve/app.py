@@ -16,10 +16,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from shardformer.inference.serve.exchange import Exchange, StreamedAnswer
 from shardformer.inference.serve.json_responses import JsonResponse, answer_error, encode_json
 from shardformer.inference.serve.request_fields import ApiError
 from shardformer.inference.serve.screen import Screen
-from shardformer.inference.serve.service import Exchange, Service, StreamedAnswer
+from shardformer.inference.serve.service import Service
 
 PAGE = Path(__file__).with_name("page.html")
 # The page loads nothing and sends nothing to others, and no other page may show it.

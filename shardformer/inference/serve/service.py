@@ -2,33 +2,22 @@
 
 import asyncio
 import bisect
-import contextlib
 import dataclasses
-import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
-from shardformer.data.chat.conversations import Conversation, make_conversation
-from shardformer.data.chat.template_process import TemplateProcess
 from shardformer.errors import UsageError
 from shardformer.inference.chat_codec import ChatCodec
 from shardformer.inference.sampling import Stops
 from shardformer.inference.serve.answers import Answer, Choice
 from shardformer.inference.serve.bodies import Bodies, Limits
 from shardformer.inference.serve.embeddings import MOST_INPUTS, EmbeddingAnswer, EmbeddingFields, read_embedding_fields
-from shardformer.inference.serve.engine_thread import EngineThread, Full
-from shardformer.inference.serve.infill import join_around_gap
-from shardformer.inference.serve.jobs import Job, Tokens, Weights
-from shardformer.inference.serve.request_fields import (
-    MOST_CHOICES,
-    ApiError,
-    Fields,
-    parse_body,
-    read_fields,
-    read_prompts,
-    take,
-)
+from shardformer.inference.serve.engine_thread import EngineThread
+from shardformer.inference.serve.exchange import AnswerType, Exchange
+from shardformer.inference.serve.jobs import Job, Weights
+from shardformer.inference.serve.prompts import PromptReader
+from shardformer.inference.serve.request_fields import ApiError, Fields, parse_body, read_fields, read_prompts
 from shardformer.inference.serve.response_format import Forms
 from shardformer.inference.serve.responses.response_answer import ResponseAnswer
 from shardformer.inference.serve.responses.response_request import read_request, rename_fields
@@ -40,10 +29,7 @@ from shardformer.inference.text_codec import TextCodec
 
 SHORT_BODY = 100_000  # bytes: such bodies never wait for a longer one to be encoded
 SHORT_ENCODERS = 2  # threads that encode short bodies, each with at most one process of a chat template
-LONGEST_TOKEN = 256  # characters: a text with more for each token of the context is rejected before it is encoded
 Result = TypeVar("Result")
-StreamedAnswer = Answer | ResponseAnswer
-AnswerType = TypeVar("AnswerType", bound=StreamedAnswer | EmbeddingAnswer)
 
 
 @dataclasses.dataclass
@@ -86,7 +72,7 @@ class Service:
         self.responses = StoredResponses()
         self._forms = Forms(codec.vocabulary)
         self._short, self._long = asyncio.Semaphore(SHORT_ENCODERS), asyncio.Semaphore(1)
-        self._processes: list[TemplateProcess] = []  # idle ones: a start takes as long as the prefill of a small model
+        self.prompts = PromptReader(codec, chat, thread.engine.config.seq, thread.engine.vocab_size)
         self._first = models[0]
         self.exchanges: set[Exchange] = set()  # that run
 
@@ -102,8 +88,7 @@ class Service:
     def close(self) -> None:
         """Ends the engine's thread and the processes of the templates."""
         self.thread.stop()
-        while self._processes:
-            self._processes.pop().close()
+        self.prompts.close()
 
     def find_model(self, name: str | None) -> Served:
         if name is None or name in self.models:
@@ -111,14 +96,14 @@ class Service:
         known = ", ".join(self.models)
         raise ApiError(404, f"model {name!r:.80} is not served; there is {known}", "model", "model_not_found")
 
-    async def start(self, content: bytes, chat: bool) -> "Exchange[Answer]":
+    async def start(self, content: bytes, chat: bool) -> Exchange[Answer]:
         """Checks the body of a completion or of a chat and queues its jobs."""
         asked = await self._read_apart(lambda: self._read(parse_body(content), chat), content)
         choices = self._make_choices(asked, chat)
         answer = Answer(asked.fields, asked.model.name, self.codec.vocabulary, choices, chat)
         return self._submit(answer, [choice.job for choice in choices])
 
-    async def start_response(self, content: bytes) -> "Exchange[ResponseAnswer]":
+    async def start_response(self, content: bytes) -> Exchange[ResponseAnswer]:
         """Checks the body of a request for a response and queues its job."""
         request = await self._read_apart(lambda: read_request(parse_body(content), self.responses), content)
         try:
@@ -130,7 +115,7 @@ class Service:
         answer = ResponseAnswer(request, asked.fields, model, choice, vocabulary, self.responses)
         return self._submit(answer, [choice.job])
 
-    async def start_embeddings(self, content: bytes) -> "Exchange[EmbeddingAnswer]":
+    async def start_embeddings(self, content: bytes) -> Exchange[EmbeddingAnswer]:
         """Checks the body of a request for vectors and queues its jobs."""
         fields, prompts = await self._read_apart(lambda: self._read_embeddings(content), content)
         model = self.find_model(fields.model)
@@ -138,8 +123,8 @@ class Service:
                 for n, ids in enumerate(prompts)]  # fmt: skip
         return self._submit(EmbeddingAnswer(fields, model.name, jobs), jobs)
 
-    def _submit(self, answer: AnswerType, jobs: list[Job]) -> "Exchange[AnswerType]":
-        exchange = Exchange(self, answer, jobs)
+    def _submit(self, answer: AnswerType, jobs: list[Job]) -> Exchange[AnswerType]:
+        exchange = Exchange(self.thread, answer, jobs, self.limits.seconds, self.exchanges)
         exchange.submit()
         self.metrics.prompt_tokens += sum(len(job.prompt) for job in jobs if job.sample == 0)
         return exchange
@@ -165,7 +150,7 @@ class Service:
             if not text:
                 raise ApiError(400, f"input {n} is empty; leave it out", "input")
             try:
-                ids = self._encode_text(text, "input") if isinstance(text, str) else self._check_ids(text, "input")
+                ids = self.prompts.encode(text, "input")
             except UsageError as error:
                 raise ApiError(400, str(error), "input") from None
             if len(ids) > self.seq:
@@ -180,7 +165,7 @@ class Service:
         def fits(chat: dict) -> bool:
             try:
                 asked = self._read(chat, chat=True)
-                self._count_tokens(asked.fields, len(asked.prompts[0][1]))
+                self.prompts.count_tokens(asked.fields, len(asked.prompts[0][1]))
             except ApiError as error:
                 return error.code != "context_length_exceeded"
             return True
@@ -196,7 +181,7 @@ class Service:
             raise ApiError(400, f"{model.name} has no chat template; use /v1/completions")
         tools = read_tools(fields.body, self.chat.format) if self.chat and chat else None
         try:
-            prompts = self._encode_chat(fields, tools) if chat else self._encode_prompts(fields)
+            prompts = [("", self.prompts.read_chat(fields, tools))] if chat else self.prompts.read_completion(fields)
         except UsageError as error:
             raise ApiError(400, str(error), "messages" if chat else "prompt") from None
         bias = read_bias(fields.body, self.thread.engine.vocab_size, self.codec.encode_bare)
@@ -204,81 +189,6 @@ class Service:
         if tools and tools.is_forced:
             form = self._forms.find(tools.identity, tools.make_rules, "tools")
         return Asked(fields, model, prompts, DrawRules(bias, form), tools)
-
-    def _encode_prompts(self, fields: Fields) -> list[tuple[str, list[int]]]:
-        """Returns the text and the ids of each prompt; the first one that does not fit ends the encoding."""
-        result, prompts = [], read_prompts(fields.body)
-        suffix = take(fields.body, "suffix", str, "")
-        if len(prompts) * fields.sampling.samples > MOST_CHOICES:
-            raise ApiError(400, f"{len(prompts):,} prompts times n={fields.sampling.samples} are more than "
-                           f"{MOST_CHOICES}; send fewer at once", "n")  # fmt: skip
-        for prompt in prompts:
-            ids = self._encode_prompt(prompt, suffix)
-            self._count_tokens(fields, len(ids))
-            shown = ""
-            if fields.echo:
-                shown = prompt if isinstance(prompt, str) and not suffix else self.codec.decode(ids)
-            result.append((shown, ids))
-        return result
-
-    def _encode_prompt(self, prompt: str | list[int], suffix: str) -> list[int]:
-        """Returns the ids of a prompt, with those of a suffix after a gap."""
-        if not suffix:
-            return self._encode_text(prompt) if isinstance(prompt, str) else self._check_ids(prompt)
-        before = self._encode_bare(prompt, "prompt") if isinstance(prompt, str) else self._check_ids(prompt)
-        return join_around_gap(self.codec, before, self._encode_bare(suffix, "suffix"))
-
-    def _encode_text(self, prompt: str, name: str = "prompt") -> list[int]:
-        self._check_characters(len(prompt), name)
-        return (self.codec.encode(prompt, f"the {name}") if prompt else []) or [self.codec.prefix]
-
-    def _encode_bare(self, text: str, name: str) -> list[int]:
-        self._check_characters(len(text), name)
-        return self.codec.encode_bare(text, f"the {name}")
-
-    def _check_characters(self, count: int, name: str) -> None:
-        """Rejects a text that cannot fit; to encode megabytes would let other requests wait."""
-        if count > LONGEST_TOKEN * self.seq:
-            raise ApiError(400, f"{name} has {count:,} characters, too many for a context of {self.seq} tokens; "
-                           "shorten it", name, "context_length_exceeded")  # fmt: skip
-
-    def _check_ids(self, ids: list[int], name: str = "prompt") -> list[int]:
-        known = self.thread.engine.vocab_size
-        if not 0 <= min(ids) <= max(ids) < known:
-            raise ApiError(400, f"{name} has token ids outside 0..{known - 1}, which the model does not know", name)
-        return ids
-
-    def _encode_chat(self, fields: Fields, tools: Tools | None) -> list[tuple[str, list[int]]]:
-        messages = take(fields.body, "messages", list, None)
-        if not messages:
-            raise ApiError(400, "messages is missing; give a list of messages with role and content", "messages")
-        record = {"messages": messages, "tools": tools and tools.listed}
-        self._check_characters(len(json.dumps(record)), "messages")
-        options = take(fields.body, "chat_template_kwargs", dict, {})
-        for name in ("reasoning_effort", "verbosity"):  # some templates write them into the prompt
-            if value := take(fields.body, name, str, ""):
-                options = {name: value, **options}
-        conversation: Conversation = make_conversation(record | {"chat_template_kwargs": options}, "messages")
-        assert self.chat
-        process = self._processes.pop() if self._processes else self.chat.start_process()
-        if not process.is_alive:  # it has ended, as one of another request that needed too much time
-            process.close()
-            process = self.chat.start_process()
-        try:
-            return [("", self.chat.encode(process, conversation, tools.opening if tools else ""))]
-        finally:
-            self._processes.append(process)
-
-    def _count_tokens(self, fields: Fields, length: int) -> int:
-        """Returns how many tokens a prompt of this length may draw; raises ApiError if they do not fit."""
-        tokens = max(self.seq - length, 0) if fields.max_tokens is None else fields.max_tokens
-        if length + tokens > self.seq or (tokens == 0 and fields.max_tokens is None):
-            raise ApiError(
-                400, f"the prompt has {length} tokens and max_tokens is {tokens}, together more than the model's "
-                f"context, {self.seq}; shorten the prompt or max_tokens",
-                "max_tokens" if length < self.seq else "prompt", "context_length_exceeded",
-            )  # fmt: skip
-        return tokens
 
     def _make_choices(self, asked: Asked, chat: bool) -> list[Choice]:
         fields, tools = asked.fields, asked.tools
@@ -293,7 +203,7 @@ class Service:
     def _make_jobs(
         self, fields: Fields, prompts: list[list[int]], weights: Weights, codec: ChatCodec | None
     ) -> list[Job]:
-        tokens = self._count_tokens(fields, max(map(len, prompts)))
+        tokens = self.prompts.count_tokens(fields, max(map(len, prompts)))
         sampling = dataclasses.replace(fields.sampling, tokens=max(tokens, 1))
         stops = (
             codec.make_stops(fields.sampling.ignore_eos)
@@ -332,69 +242,3 @@ class Service:
         assert isinstance(job.stops, Stops)
         decode, cut = self.codec.vocabulary.decode, job.stops.cut
         return Choice(job, TextStream(decode, cut, fields.stops, self._choose_ends(fields)), cut, prompt)
-
-
-class Exchange(Generic[AnswerType]):
-    """The jobs of one request while they run. Leaving `events` early cancels them."""
-
-    def __init__(self, service: Service, answer: AnswerType, jobs: list[Job]):
-        self.answer = answer
-        self._service, self._jobs = service, jobs
-        self._events: asyncio.Queue[tuple[int, Tokens | None] | ApiError] = asyncio.Queue()
-        self._loop = asyncio.get_running_loop()
-        self._index = {id(job): index for index, job in enumerate(jobs)}
-        self._started = time.perf_counter()
-
-    def submit(self) -> None:
-        for job in self._jobs:
-            job.watch = self._put
-        try:
-            self._service.thread.submit(self._jobs, self._put)
-        except Full:
-            raise ApiError(429, "the queue is full; try again later", code="queue_full") from None
-        self._service.exchanges.add(self)
-
-    def fail(self, error: ApiError) -> None:
-        """Ends the request with an error, from the loop of the server."""
-        self._events.put_nowait(error)
-
-    def _put(self, job: Job, tokens: Tokens | None = None) -> None:
-        """Passes an event from the engine's thread to the loop of the server."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the server stops
-            self._loop.call_soon_threadsafe(self._events.put_nowait, (self._index[id(job)], tokens))
-
-    async def events(self) -> AsyncIterator[tuple[int, Tokens | None]]:
-        """Yields (choice, new tokens), and (choice, None) when it has ended."""
-        metrics, left, first = self._service.metrics, len(self._jobs), True
-        deadline = self._started + self._service.limits.seconds
-        try:
-            while left:
-                try:
-                    async with asyncio.timeout(max(deadline - time.perf_counter(), 0)):
-                        event = await self._events.get()
-                except TimeoutError:
-                    seconds = self._service.limits.seconds
-                    raise ApiError(504, f"the request took more than {seconds:g} seconds", code="timeout") from None
-                if isinstance(event, ApiError):
-                    raise event
-                index, tokens = event
-                if first and tokens is not None:
-                    metrics.first_token.add(time.perf_counter() - self._started)
-                    first = False
-                if tokens is None:
-                    left -= 1
-                    failure = self._jobs[index].failure
-                    if isinstance(failure, UsageError):
-                        raise ApiError(400, str(failure))
-                    if failure:
-                        raise ApiError(500, f"the request failed: {type(failure).__name__}: {failure!s:.200}")
-                yield index, tokens
-            metrics.duration.add(time.perf_counter() - self._started)
-        finally:
-            self.cancel()
-
-    def cancel(self) -> None:
-        """Ends the jobs that still run."""
-        self._service.exchanges.discard(self)
-        if open_jobs := [job for job in self._jobs if not job.done]:
-            self._service.thread.cancel(open_jobs)
