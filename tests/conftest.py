@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import jax
+import jax.experimental.pallas.tpu  # JAX 0.12 compiles anew what it compiled before this import
 import pytest
 
 from shardformer.layout import mesh
@@ -18,6 +19,8 @@ from tests import runs, shared
 from tests.defects import Defects
 from tests.launch import QUICK_COMPILATION
 from tests.training.uneven_run import uneven_words
+
+os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")  # TensorFlow then imports no Keras: 1.5 s in each process
 
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION}"
