@@ -37,8 +37,7 @@ def small_tiles(monkeypatch):
 
 @functools.cache
 def float_parameters(options=()):
-    params = shared.drawn(shared.tiny(mesh="1x1", **KEYS | dict(options)), 3)
-    return jax.tree.map(lambda p: p + np.random.RandomState(p.size).normal(0, 0.2, p.shape).astype(p.dtype), params)
+    return verify_exact.draw_parameters(shared.tiny(mesh="1x1", **KEYS | dict(options)))
 
 
 def make(form, shape="1x1", options=(), **keys):
@@ -66,27 +65,49 @@ def relative_error(got, expected):
     return max(jax.tree.leaves(errors))
 
 
-def run_exactly(form, shape, params, options=(), **keys):
+@functools.cache
+def run_exactly(form, shape, options=(), **keys):
     """Returns the gradients of the adapters in float64."""
     config = shared.tiny(mesh=shape, weights=form, **KEYS | dict(options) | keys)
-    return meshes.compute_gradients(config, shared.batch(), params).gradients
+    return meshes.compute_gradients(config, shared.batch(), float_parameters(options)).gradients
 
 
 def store_exactly(form, options=()):
-    """Returns the codes of the float parameters, of which the scales have the digits of float64."""
+    """Returns the codes of the float parameters, with scales in float64, in dicts that a test may change."""
+    return jax.tree.map(lambda leaf: leaf, store_once(form, options))
+
+
+@functools.cache
+def store_once(form, options):
     config = shared.tiny(mesh="1x1", weights=form, **KEYS | dict(options))
     return verify_exact.store(traced.make_trainer(config), float_parameters(options))
 
 
 def compute_densely(params, options=()):
     """Returns the dense gradients of the adapters on dequantised codes, in float64."""
-    config, dense = shared.tiny(mesh="1x1", **KEYS | dict(options)), dequantize(params)
+    leaves = jax.tree.leaves(list_arguments(dequantize(params), options))
+    closed, tree = trace_densely(options)
+    return jax.tree.unflatten(tree, exact.run_jaxpr(closed, leaves).outputs)
+
+
+@functools.cache
+def trace_densely(options):
+    """Returns the traced gradient of the dense reference and the structure of its result."""
+    config = shared.tiny(mesh="1x1", **KEYS | dict(options))
 
     def loss(adapters, dense, batch):
         full = adapter_keys.replace_trainable(dense, adapters)
         return reference.loss(config, full, batch["tokens"], batch["targets"])[1]
 
-    return exact.run(jax.grad(loss), adapter_keys.select_trainable(dense, config), dense, shared.batch()).outputs
+    arguments = list_arguments(float_parameters(options), options)
+    closed, shapes = jax.make_jaxpr(jax.grad(loss), return_shape=True)(*arguments)
+    return closed, jax.tree.structure(shapes)
+
+
+def list_arguments(dense, options) -> tuple:
+    """Returns the adapters of dense parameters, the parameters and a batch."""
+    config = shared.tiny(mesh="1x1", **KEYS | dict(options))
+    return adapter_keys.select_trainable(dense, config), dense, shared.batch()
 
 
 @pytest.mark.parametrize(
@@ -100,14 +121,14 @@ def compute_densely(params, options=()):
 )
 def test_gradients_equal_dequantised_weights_exactly(form, shape, keys):
     codes = store_exactly(form)
-    got = run_exactly(form, shape, float_parameters(), **keys)
+    got = run_exactly(form, shape, **keys)
     assert relative_error(got, compute_densely(codes)) < meshes.EXACT
 
 
 def test_gradients_of_adapters_of_experts_exactly():
     """The experts are split over dp, where each has the tokens of all shards; codes of another expert are noticed."""
     codes = store_exactly("nf4", EXPERTS)
-    got = run_exactly("nf4", "2x2", float_parameters(EXPERTS), EXPERTS, expert_axes="dp", zero=3)
+    got = run_exactly("nf4", "2x2", EXPERTS, expert_axes="dp", zero=3)
     assert relative_error(got, compute_densely(codes, EXPERTS)) < meshes.EXACT
     codes[LAYERS][f"expert_up{CODES}"] = np.roll(codes[LAYERS][f"expert_up{CODES}"], 1, axis=1)
     assert relative_error(got, compute_densely(codes, EXPERTS)) > 1e-2
@@ -115,7 +136,7 @@ def test_gradients_of_adapters_of_experts_exactly():
 
 def test_codes_of_another_layer_are_noticed():
     codes = store_exactly("nf4")
-    got = run_exactly("nf4", "2x2", float_parameters())
+    got = run_exactly("nf4", "1x1")
     codes[LAYERS][f"up{CODES}"] = codes[LAYERS][f"up{CODES}"][::-1]
     assert relative_error(got, compute_densely(codes)) > 1e-2
 
@@ -129,14 +150,24 @@ def test_codes_of_another_layer_are_noticed():
     ],
 )
 def test_gradients_of_pairs_equal_dequantised_weights_exactly(form, shape, keys):
-    config = shared.tiny(mesh="1x1", objective="dpo", **KEYS)
-    batch = pairs(traced.make_trainer(config).model)
-    got = meshes.compute_gradients(config.replace(mesh=shape, weights=form, **keys), batch, float_parameters())
-    dense = {name: dequantize(store_exactly(name)) for name in ("nf4", "int8", form)}
-    expected = meshes.compute_gradients(config, batch, dense.pop(form))
-    assert relative_error(got.gradients, expected.gradients) < meshes.EXACT
-    other = meshes.compute_gradients(config, batch, dense.popitem()[1])
-    assert relative_error(got.gradients, other.gradients) > 1e-3
+    batch = pairs(make_single_trainer().model)
+    config = make_single_trainer().config.replace(mesh=shape, weights=form, **keys)
+    got = meshes.compute_gradients(config, batch, float_parameters()).gradients
+    assert relative_error(got, compute_gradients_of_pairs(form)) < meshes.EXACT
+    assert relative_error(got, compute_gradients_of_pairs("nf4" if form == "int8" else "int8")) > 1e-3
+
+
+@functools.cache
+def compute_gradients_of_pairs(form):
+    """Returns the gradients of one device on dequantised codes."""
+    trainer, params = make_single_trainer(), dequantize(store_exactly(form))
+    return meshes.compute_gradients(trainer.config, pairs(trainer.model), params, trainer).gradients
+
+
+@functools.cache
+def make_single_trainer():
+    """Returns a trainer of pairs without codes, on one device; it traces its gradients once."""
+    return verify_exact.make_trainer(shared.tiny(mesh="1x1", objective="dpo", **KEYS))
 
 
 # Compiled: a CPU multiplies tiles of the codes, which the exact interpreter does not.
@@ -176,17 +207,26 @@ def make_pairs(form, **keys):
     return PreferenceModel.on(config, mesh.make(config))
 
 
-def test_reference_is_the_model_without_adapters():
+def run_one_device_exactly(model, params, batch):
+    shapes = model.abstract, verify_exact.describe(batch)
+    return exact.run(model.log_probabilities, params, batch, shapes=shapes).outputs
+
+
+def run_compiled(model, params, batch):
+    return jax.jit(model.log_probabilities)(params, batch)
+
+
+@pytest.mark.parametrize("run", [run_one_device_exactly, pytest.param(run_compiled, marks=pytest.mark.slow)])
+def test_reference_is_the_model_without_adapters(run):
     """Adapters start at zero: the precomputed references are bitwise those of adapters that are switched off."""
     model, frozen = make_pairs("nf4"), make_pairs("nf4", lora_rank=0)
-    params = stored("nf4") | {LAYERS: dict(stored("nf4")[LAYERS])}
+    params, batch = store_exactly("nf4"), pairs(model)
+    if run is run_compiled:
+        params = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, model.abstract)
     names = [name for name in params[LAYERS] if name.endswith(LORA_OUT)]
     assert len(names) == 4
-    trained = jax.jit(model.log_probabilities)
-    batch = pairs(model)
-    got = [trained(params, batch)]
+    trained = run(model, params, batch)
     params[LAYERS] |= {name: np.zeros_like(params[LAYERS][name]) for name in names}
-    got.append(trained(params, batch))
-    expected = jax.jit(frozen.log_probabilities)(adapter_keys.remove_adapters(params), batch)
-    np.testing.assert_array_equal(got[1], expected)
-    assert np.abs(got[0] - expected).max() > 1e-3
+    expected = run(frozen, adapter_keys.remove_adapters(params), batch)
+    np.testing.assert_array_equal(run(model, params, batch), expected)
+    assert np.abs(trained - expected).max() > 1e-3
