@@ -8,7 +8,8 @@ from shardformer.layout import resolve
 from shardformer.parallel.replicas import map_named
 from tests import shared
 
-SIZES = {"layers": 2, "d_model": 16, "heads": 4, "d_ff": 32, "seq": 8, "batch": 4, "z_loss": 0.1, "mesh": "2x2"}
+# The reference unrolls its layers: a second one is only where layers may be mixed up.
+SIZES = {"layers": 1, "d_model": 16, "heads": 4, "d_ff": 32, "seq": 8, "batch": 4, "z_loss": 0.1, "mesh": "2x2"}
 LLAMA = {"block": "sequential", "norm": "rmsnorm", "bias": "none", "activation": "swiglu", "kv_heads": 2}
 EXPERTS = {
     "experts": 4, "bias": "none", "activation": "swiglu", "balance_loss": 0.5, "router_z_loss": 0.1,
@@ -19,25 +20,29 @@ ADAPTERS = {"lora_rank": 2, "lora_targets": "q,v:4:3,o,up:2:5,down", "bias": "no
 ON_CP = {"mesh": "dp1.cp4.mp1"}
 CASES = {
     "parallel": {"bias": "all", "accum": 2, "zero": 1, "clip": 0.5},
-    "two_norms": {"block": "parallel_two_norms", "bias": "all", "zero": 3, "tied": True, "vocab_multiple": 8},
-    "dropout": {"dropout": 0.3, "block": "sequential", "accum": 2},
+    "two_norms": {"layers": 2, "block": "parallel_two_norms", "bias": "all", "zero": 3, "tied": True, "vocab_multiple": 8},
+    "dropout": {"layers": 2, "dropout": 0.3, "block": "sequential", "accum": 2},
     "sequence_parallel": {"positions": "learned", "dropout": 0.3, "sequence_parallel": True},
     "documents": {"positions": "learned", "documents": "masked", "mesh": "2x1"},
-    "llama": LLAMA | {"rotary_scaling": "llama3:2,1,4,8", "zero": 3},
+    "llama": LLAMA | {"layers": 2, "rotary_scaling": "llama3:2,1,4,8", "zero": 3},
     "grouped_queries": LLAMA | {"mesh": "2x1"},
     "blocks": LLAMA | {"mesh": "2x1", "attention": "blocks", "window": 5, "attention_cap": 2.0},
-    "windows": LLAMA | {"window": 5, "window_pattern": "wf", "window_rotary_theta": 100.0, "loss_chunk": 7},
+    "windows": LLAMA | {
+        "layers": 2, "window": 5, "window_pattern": "wf", "window_rotary_theta": 100.0, "loss_chunk": 7,
+    },
     "gemma": LLAMA | {
         "norm": "rmsnorm_plus_one", "embed_scale": None, "attention_cap": 2.0, "logits_cap": 3.0, "qk_norm": "all",
         "loss_chunk": 7, "residual_scale": 0.5, "logits_scale": 0.5,
     },
-    "completep": LLAMA | {"scale": "completep:8x1", "loss_chunk": 7},
+    "completep": LLAMA | {"layers": 2, "scale": "completep:8x1", "loss_chunk": 7},
     "alibi": {"positions": "alibi", "mesh": "1x4"},
     "t5": {"positions": "t5", "mesh": "1x4", "loss_chunk": 9, "bias": "all"},
     "ring": LLAMA | ON_CP | {"context_parallel": "ring", "documents": "masked"},
     "ring_windows": LLAMA | {"mesh": "dp2.cp2.mp2", "context_parallel": "ring", "window": 5, "zero": 3},
     "gather": LLAMA | ON_CP | {"context_parallel": "gather"},
-    "sinks": LLAMA | {"sinks": True, "bias": "attention", "window": 5, "window_pattern": "wf", "dropout": 0.3},
+    "sinks": LLAMA | {
+        "layers": 2, "sinks": True, "bias": "attention", "window": 5, "window_pattern": "wf", "dropout": 0.3,
+    },
     "sinks_blocks": LLAMA | {
         "sinks": True, "mesh": "1x4", "attention": "blocks", "rotary_scaling": "yarn_untruncated:4,0.5,3,12,1.5",
     },
@@ -48,15 +53,15 @@ CASES = {
     "latent_blocks": LATENT | {"mesh": "2x1", "q_latent": 10, "attention": "blocks", "documents": "masked"},
     "latent_ring": LATENT | ON_CP | {"context_parallel": "ring", "value_dim": 8},
     "latent_gather": LATENT | {"mesh": "dp2.cp2.mp1", "context_parallel": "gather"},
-    "latent_int8": LATENT | {"q_latent": 10, "lora_rank": 2, "lora_targets": "q,o", "weights": "int8"},
+    "latent_int8": LATENT | {"layers": 2, "q_latent": 10, "lora_rank": 2, "lora_targets": "q,o", "weights": "int8"},
     "pipeline": {"mesh": "2x1x2", "accum": 2, "layers": 4, "pipeline_rounds": 2, "dropout": 0.3, "window": 5,
                  "window_pattern": "wf"},
-    "pipeline_of_six": {"mesh": "1x1x2", "accum": 6, "batch": 6},
+    "pipeline_of_six": {"mesh": "1x1x2", "layers": 2, "accum": 6, "batch": 6},
     "experts": EXPERTS | {"router": "sigmoid", "accum": 2, "shared_width": 8, "shared_gate": True},
     "experts_cp": EXPERTS | {"mesh": "dp2.cp2.mp1", "router_norm": False},
-    "experts_dp": EXPERTS | {"expert_axes": "dp", "zero": 3},
+    "experts_dp": EXPERTS | {"layers": 2, "expert_axes": "dp", "zero": 3},
     "experts_sequence_parallel": EXPERTS | {
-        "mesh": "1x2", "sequence_parallel": True, "shared_width": 8, "shared_gate": True, "layers": 3,
+        "mesh": "1x2", "sequence_parallel": True, "shared_width": 8, "shared_gate": True, "layers": 2,
         "dense_first": 1, "block": "sequential",
     },
     "experts_groups": EXPERTS | {
@@ -65,15 +70,15 @@ CASES = {
     "experts_groups_softmax": EXPERTS | {
         "experts": 6, "expert_groups": 3, "groups_per_token": 1, "router_norm": False, "mesh": "1x4",
     },
-    "latent_experts": LATENT | EXPERTS | {"q_latent": 10, "layers": 3, "dense_first": 1, "shared_width": 8},
+    "latent_experts": LATENT | EXPERTS | {"q_latent": 10, "layers": 2, "dense_first": 1, "shared_width": 8},
     "experts_bias": EXPERTS | {"expert_bias": True, "activation": "clamped_swiglu", "zero": 1},
     "experts_bias_widths": EXPERTS | {"expert_bias": True, "experts": 3, "mesh": "1x4", "sequence_parallel": True},
-    "experts_bias_dp": EXPERTS | {"expert_bias": True, "expert_axes": "dp", "zero": 3, "layers": 3, "dense_first": 1},
+    "experts_bias_dp": EXPERTS | {"expert_bias": True, "expert_axes": "dp", "zero": 3, "layers": 2, "dense_first": 1},
     "experts_adapters": EXPERTS | {"lora_rank": 2, "lora_targets": "q,expert_up:2:3,expert_down:4:7", "mesh": "1x2"},
     "adapters": ADAPTERS | {"lora_dropout": 0.3, "block": "sequential"},
     "int8": ADAPTERS | {"weights": "int8"},
     "int4": ADAPTERS | {"weights": "int4", "d_ff": 132},  # three groups on two shards
-    "nf4": ADAPTERS | {"weights": "nf4", "zero": 3, "d_ff": 512, "layers": 1},  # 256 scales of a shard share a scale
+    "nf4": ADAPTERS | {"weights": "nf4", "zero": 3, "d_ff": 512},  # 256 scales of a shard share a scale
 }  # fmt: skip
 
 
