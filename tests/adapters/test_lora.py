@@ -1,6 +1,8 @@
 """Adapters and averages as a user meets them: a base, another text, a merge; weights that are an average."""
 
 import csv
+import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -78,16 +80,20 @@ def test_merged_adapters_are_a_plain_run_with_the_same_loss(tmp_path, adapted, c
         ({"lora_rank": 2, "base": "nowhere"}, "base=nowhere does not exist"),
     ],
 )
-def test_a_base_that_does_not_fit_is_refused(tmp_path, text, base, capsys, changes, message):
-    assert train(text, tmp_path / "run", **{"base": base} | changes) == 2
+def test_a_base_that_does_not_fit_is_refused(tmp_path, text, finished_run, capsys, changes, message):
+    assert train(text, tmp_path / "run", **{"base": finished_run} | changes) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
-def test_adapters_are_rejected_as_a_base_and_required_to_merge(tmp_path, text, base, adapted, capsys):
+def test_adapters_are_rejected_as_a_base_and_required_to_merge(tmp_path, text, finished_run, capsys):
+    """Before any array is read: the run with adapters has the arrays of one without."""
+    adapted = shutil.copytree(finished_run, tmp_path / "adapted")
+    for path in (adapted / "config.json", *adapted.glob("step_*/config.json")):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_rank": 2, "lora_targets": "q,down"}))
     assert train(text, tmp_path / "run", base=adapted) == 2
     assert "merge them first: convert" in capsys.readouterr().err
-    assert command("convert", base, tmp_path / "merged", "merge_lora=true") == 2
+    assert command("convert", finished_run, tmp_path / "merged", "merge_lora=true") == 2
     assert "it has no adapters to merge" in capsys.readouterr().err
 
 

@@ -22,9 +22,7 @@ EXPERTS = {
 
 def run_two_steps(config):
     trainer = traced.make_trainer(config)
-    return verify_exact.run_steps(
-        trainer, verify_exact.draw_parameters(config), [verify_exact.draw_batch(trainer)] * 2
-    )
+    return verify_exact.run_steps(trainer, verify_exact.draw_parameters(config), [verify_exact.draw_batch(trainer)] * 2)
 
 
 run_on_one_device = functools.cache(run_two_steps)  # of the full batch, the same for every mode

@@ -83,18 +83,20 @@ def test_stopped_branch_resumes_bitwise(tmp_path, source, uninterrupted, saved):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["base={run}/step_5", "out={new}"], "has no checkpoint of step 5; there are 12, 16, 20, 21"),
-        (["base={run}/step_00000012"], "starts a new run from a checkpoint of another; give its folder: out=NEW"),
-        (["tiny", "base={run}/step_12", "out={new}"], "has the keys of its base, got the preset tiny"),
-        (["base={run}/step_12", "out={new}", "seed=1"], "seed cannot change on resume"),
-        (["base={run}/step_12", "out={new}", "steps=12"], "step_00000012 leaves no step to train"),
-        (["base={run}/step_12", "out={run}"], "already holds a run"),
-        (["base={run}/step_12", "out={new}", "data=builtin"], "is not what .* was trained on"),
+        (["base={run}/step_5", "out={new}"], "has no checkpoint of step 5; there are {steps}"),
+        (["base={run}/step_00000036"], "starts a new run from a checkpoint of another; give its folder: out=NEW"),
+        (["tiny", "base={run}/step_36", "out={new}"], "has the keys of its base, got the preset tiny"),
+        (["base={run}/step_36", "out={new}", "seed=1"], "seed cannot change on resume"),
+        (["base={run}/step_36", "out={new}", "steps=36"], "step_00000036 leaves no step to train"),
+        (["base={run}/step_36", "out={run}"], "already holds a run"),
+        (["base={run}/step_36", "out={new}", "data=builtin"], "is not what .* was trained on"),
     ],
 )
-def test_wrong_branches_are_rejected(tmp_path, source, capsys, words, message):
-    before = snapshot(source)
-    assert main(["train", *(word.format(run=source, new=tmp_path / "new") for word in words)]) == runs.USAGE
-    assert re.search(message, capsys.readouterr().err)
-    assert snapshot(source) == before
+def test_wrong_branches_are_rejected(tmp_path, finished_run, capsys, words, message):
+    before, steps = snapshot(finished_run), checkpoint.list_steps(finished_run)
+    assert {36, 40} <= {*steps}
+    words = [word.format(run=finished_run, new=tmp_path / "new") for word in words]
+    assert main(["train", *words]) == runs.USAGE
+    assert re.search(message.format(steps=", ".join(map(str, steps))), capsys.readouterr().err)
+    assert snapshot(finished_run) == before
     assert not (tmp_path / "new").exists()

@@ -28,7 +28,7 @@ from tests import runs, shared
 from tests.integration import made_up
 from tests.surroundings import answer_for_processes, simulate_failing_processes, simulate_processes
 from tests.training.bad_batches import NAN, bad_batches
-from tests.training.uneven_run import STEPS, contents, losses, uneven_words
+from tests.training.uneven_run import STEPS, contents, losses, plain_words, uneven_words
 
 
 def test_run_folder_holds_every_file(finished_run):
@@ -99,7 +99,7 @@ def test_unreadable_rows_of_one_process_end_all(monkeypatch):
 
 @pytest.mark.slow
 def test_non_finite_step_ends_the_run_with_the_state_before_it(tmp_path, text, capsys):
-    out, words = tmp_path / "run", ("tiny", "mesh=4x2", f"data={text}")
+    out, words = tmp_path / "run", plain_words(text)
     with bad_batches({13: NAN}):
         assert runs.train(*words, f"out={out}", curves=True) == 1
     error = capsys.readouterr().err

@@ -11,13 +11,14 @@ from shardformer.training import outputs
 from shardformer.training.checkpoint_progress import Best
 from tests import runs, shared
 from tests.surroundings import let_fail, note_texts
+from tests.training.uneven_run import plain_words
 
 
 @pytest.mark.slow
 def test_unreadable_records_are_reported_to_all_processes(tmp_path, text, monkeypatch, capsys):
     """A process that continued would wait for this one for ever."""
     out = tmp_path / "run"
-    words = ("tiny", "mesh=4x2", f"data={text}")
+    words = plain_words(text)
     assert runs.train(*words, f"out={out}", "steps=2") == 0
     (out / "metrics.csv").write_text("damaged\n")
     told = note_texts(monkeypatch)
@@ -29,7 +30,7 @@ def test_unreadable_records_are_reported_to_all_processes(tmp_path, text, monkey
 def test_gradients_file_needs_grad_metrics(tmp_path, text, monkeypatch):
     logged: list[dict] = []
     monkeypatch.setattr(messages, "log_step", logged.append)
-    assert runs.train("tiny", "mesh=4x2", f"data={text}", f"out={tmp_path}/run", "steps=2") == 0
+    assert runs.train(*plain_words(text), f"out={tmp_path}/run", "steps=2") == 0
     assert [row["step"] for row in logged] == metrics_file.read_metrics(tmp_path / "run")["step"] != []
     assert (tmp_path / "run/metrics.csv").exists()
     assert not (tmp_path / "run/gradients.csv").exists()
@@ -67,7 +68,7 @@ def test_run_reports_to_a_tracker_and_traces_steps(tmp_path, text, capsys, monke
     out = tmp_path / "run"
     for module in (outputs, start_messages):  # a chip whose peak is known
         monkeypatch.setattr(module, "find_chip", lambda _: chips.CHIPS["v5e"])
-    words = ("tiny", "mesh=4x2", f"data={text}", "steps=4", f"out={out}", "profile=2:3")
+    words = (*plain_words(text), "steps=4", f"out={out}", "profile=2:3")
     assert runs.train(*words, "tracker=tests.training.test_outputs:Tracker") == 0
     (tracker,) = TRACKERS
     assert tracker.closed
@@ -92,20 +93,20 @@ def test_run_reports_to_a_tracker_and_traces_steps(tmp_path, text, capsys, monke
 
 def test_observer_failure_does_not_stop_training(tmp_path, text, monkeypatch, capsys):
     """A folder whose name is a broken formula to matplotlib and not UTF-8, a drawing and events that fail."""
-    words = ("train", "tiny", "mesh=4x2", f"data={text}", "steps=2")
+    words = (*plain_words(text), "steps=2")
     out = tmp_path / b"$x_{$ caf\xe9".decode("utf-8", "surrogateescape")
     with monkeypatch.context() as patch:
         patch.setattr(
             messages.log, "handlers", messages.log.handlers[:1]
         )  # pytest's cannot report a name that is not UTF-8
-        assert runs.train(*words[1:], f"out={out}", curves=True) == 0
+        assert runs.train(*words, f"out={out}", curves=True) == 0
     assert (out / "final.json").exists()
     assert (out / "curves.png").exists()
     assert list((out / "tensorboard").iterdir())
     capsys.readouterr()
     let_fail(monkeypatch, curves, "draw_curves", ValueError("ParseException"))
     let_fail(monkeypatch, outputs, "TensorBoardEvents", ValueError("ParseException"))
-    assert runs.train(*words[1:], f"out={tmp_path}/run", curves=True) == 0
+    assert runs.train(*words, f"out={tmp_path}/run", curves=True) == 0
     said = capsys.readouterr().out
     assert "TensorBoard did not start: ParseException; training continues\n" in said
     assert "curves.png was not drawn: ParseException\n" in said

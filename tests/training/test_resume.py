@@ -9,11 +9,11 @@ from tests.surroundings import simulate_devices
 from tests.training.uneven_run import STEPS, contents, losses, uneven_words
 
 
-@pytest.mark.parametrize("stops", [(13,), (1,), (7, 9, 39)])
-def test_resume_after_a_stop_is_bitwise(tmp_path, text, finished_run, capsys, stops):
+def test_resume_after_a_stop_is_bitwise(tmp_path, text, finished_run, capsys):
+    """After the first step, an evaluation, a save, a step that is neither, and the last step but one."""
     out = tmp_path / "run"
     words = (*uneven_words(text), f"out={out}")
-    for stop in stops:
+    for stop in (1, 7, 9, 13, 39):
         assert runs.train(*words, stop_after=stop) == 0
         said = capsys.readouterr().out
         assert f"SIGTERM: stopped after step {stop} of {STEPS}" in said

@@ -24,6 +24,7 @@ from shardformer.training.saving import RunCheckpoints
 from tests import runs, shared
 from tests.surroundings import answer_for_processes, before_call, before_sync, let_fail, simulate_processes
 from tests.training.test_run_folder import CORPUS
+from tests.training.uneven_run import plain_words
 
 
 def disk_full(*_, **__):
@@ -179,7 +180,7 @@ def test_a_full_disk_in_a_run(tmp_path, text, monkeypatch, capsys):
         if len(broken) < 2 and threading.current_thread().name.startswith("checkpoint"):
             broken.append(disk_full) or disk_full()
 
-    words = ("tiny", "mesh=4x2", f"data={text}", "steps=6", "eval_every=100", "save_every=1", "on_save_error=continue")
+    words = (*plain_words(text), "steps=6", "eval_every=100", "save_every=1", "on_save_error=continue")
     before_sync(monkeypatch, full_for_a_while)
     assert runs.train(*words, f"out={tmp_path}/run") == 0
     assert capsys.readouterr().out.count("training continues") == 2
@@ -208,7 +209,7 @@ def full_from(step: int, monkeypatch) -> list[int]:
 
 
 def test_rows_without_room_do_not_end_a_run_that_goes_on(tmp_path, text, monkeypatch, capsys):
-    words = ("tiny", "mesh=4x2", f"data={text}", "steps=9", "eval_every=100", "save_every=100", "log_every=1")
+    words = (*plain_words(text), "steps=9", "eval_every=100", "save_every=100", "log_every=1")
     failed = full_from(3, monkeypatch)
     assert runs.train(*words, "on_save_error=continue", f"out={tmp_path}/run") == 0
     said = capsys.readouterr().out
@@ -220,7 +221,7 @@ def test_rows_without_room_do_not_end_a_run_that_goes_on(tmp_path, text, monkeyp
 
 
 def test_rows_on_a_full_disk_end_a_run_with_its_state_saved(tmp_path, text, monkeypatch, capsys):
-    words = ("tiny", "mesh=4x2", f"data={text}", "steps=9", "eval_every=100", "save_every=100", "log_every=1")
+    words = (*plain_words(text), "steps=9", "eval_every=100", "save_every=100", "log_every=1")
     full_from(3, monkeypatch)
     assert runs.train(*words, f"out={tmp_path}/run") == 1
     (step,) = checkpoint.list_steps(tmp_path / "run")
@@ -246,7 +247,7 @@ def test_processes_learn_of_a_failed_write_at_the_next_save(tmp_path, monkeypatc
 
 
 def test_the_time_lost_is_in_the_metrics(tmp_path, text):
-    words = ("tiny", "mesh=4x2", f"data={text}", "steps=7", "eval_every=100", "save_every=3", "log_every=1")
+    words = (*plain_words(text), "steps=7", "eval_every=100", "save_every=3", "log_every=1")
     assert runs.train(*words, f"out={tmp_path}/run") == 0
     with open(tmp_path / "run" / "metrics.csv", newline="") as file:
         lost = {int(row["step"]): row["save_s"] for row in csv.DictReader(file)}
@@ -276,7 +277,7 @@ def replaced(out):
 )
 def test_lost_run_folder_ends_the_run_with_its_state_saved(tmp_path, text, monkeypatch, capsys, lose, on_save_error):
     out, place = tmp_path / "run", []
-    words = ("tiny", "mesh=4x2", f"data={text}", "steps=14", "eval_every=100", "save_every=100", "log_every=1",
+    words = (*plain_words(text), "steps=14", "eval_every=100", "save_every=100", "log_every=1",
              f"on_save_error={on_save_error}")  # fmt: skip
     assert runs.train(*words, f"out={out}", stop_after=5, act=lambda: place.append(lose(out))) == 1
     error = capsys.readouterr().err.splitlines()[-1]

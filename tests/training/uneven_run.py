@@ -12,6 +12,11 @@ def uneven_words(text, steps: int = STEPS):
             "eval_batches=2", "save_every=9", "lr=1e-2")  # fmt: skip
 
 
+def plain_words(text):
+    """Returns the words of a run with the compiled programs of the uneven one, and the intervals of `tiny`."""
+    return "tiny", "mesh=4x2", f"data={text}", "dropout=0.2", "lr=1e-2"
+
+
 def contents(out, step: int = STEPS) -> bytes:
     """Returns the bytes of a checkpoint's arrays."""
     return (checkpoint.step_folder(out, step) / "arrays.npy").read_bytes()
