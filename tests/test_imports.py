@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch import WITHOUT_LUXURY
+
 PACKAGE = Path(__file__).parents[1] / "shardformer"
 
 # From the bottom up: a package may import itself and the packages above it in this table.
@@ -227,10 +229,26 @@ print(*(f"{name}={module.__file__}" for name, module in sys.modules.items() if n
 """
 
 
+# Drawing parameters, the sample, the curves and the events take two thirds of the run's time.
+QUICKLY = f"""{WITHOUT_LUXURY}
+import jax
+from shardformer.logs import curves
+from shardformer.model import Model
+curves.draw_curves = lambda *_: None
+Model.init = lambda model, seed: jax.device_put(
+    jax.tree.map(lambda leaf: jax.numpy.ones(leaf.shape, leaf.dtype), model.shapes), model.shardings
+)
+"""
+
+
 @pytest.fixture(scope="module")
 def modules_of_a_run(tmp_path_factory) -> dict[str, Path]:
     """Returns the modules of this package, with their files, that `train tiny` imports."""
-    command = [sys.executable, "-c", PRINT_MODULES, str(tmp_path_factory.mktemp("run") / "out")]
+    return find_modules(tmp_path_factory.mktemp("run") / "out", QUICKLY)
+
+
+def find_modules(out: Path, beginning: str = "") -> dict[str, Path]:
+    command = [sys.executable, "-c", f"{beginning}{PRINT_MODULES}", str(out)]
     done = subprocess.run(command, cwd=PACKAGE.parent, capture_output=True, text=True, check=True)
     pairs = (word.partition("=") for word in done.stdout.splitlines()[-1].split())
     return {name: Path(path) for name, _, path in pairs}
@@ -246,6 +264,11 @@ def test_a_plain_run_imports_few_modules(modules_of_a_run):
 def test_a_plain_run_imports_no_feature_that_is_off(modules_of_a_run):
     beginnings = tuple(f"shardformer.{name}" for name in FEATURES)
     assert [name for name in modules_of_a_run if f"{name}.".startswith(beginnings)] == []
+
+
+@pytest.mark.slow
+def test_parts_that_are_left_out_import_nothing_more(modules_of_a_run, tmp_path):
+    assert find_modules(tmp_path / "out").keys() == modules_of_a_run.keys()
 
 
 EXPENSIVE = {"jax", "numpy", "tensorflow", "matplotlib", "haiku", "optax"}
