@@ -1,5 +1,7 @@
 """`quantize_aware=`: parameters have the values of codes, and the float32 masters move as parameters without it do."""
 
+import shutil
+
 import jax
 import numpy as np
 import pytest
@@ -108,10 +110,10 @@ def assert_near(found, expected):
 @pytest.mark.parametrize(
     ("trained", "averaged"),
     [
-        ("int8", False),
-        pytest.param("int4", False, marks=pytest.mark.slow),
-        ("nf4", False),
+        ("int4", False),
         pytest.param("nf4", True, marks=pytest.mark.slow),
+        pytest.param("int8", False, marks=pytest.mark.slow),
+        pytest.param("nf4", False, marks=pytest.mark.slow),
     ],
     indirect=["trained"],
 )
@@ -124,7 +126,7 @@ def test_stored_codes_are_the_weights_that_were_trained(trained, averaged, tmp_p
     assert_near(read_params(tmp_path / "small"), read_params(run, averaged))
 
 
-@pytest.mark.parametrize("trained", ["int8"], indirect=True)
+@pytest.mark.parametrize("trained", ["int4"], indirect=True)
 def test_converted_average_is_the_one_that_is_evaluated(trained):
     _, folder = trained
     run = Run.open(folder)
@@ -133,14 +135,14 @@ def test_converted_average_is_the_one_that_is_evaluated(trained):
     assert_near(read_params(folder, averaged=True), flatten(jax.tree.map(np.asarray, evaluated)))
 
 
-def test_resume_goes_on_with_the_masters(tmp_path):
+@pytest.mark.parametrize("trained", ["int4"], indirect=True)
+def test_resume_goes_on_with_the_masters(trained, tmp_path):
     """In one start and in two, bitwise."""
-    assert train(tmp_path, "nf4", "ema=0.5", steps=6) == 0
-    once = runs.rows(tmp_path / "run")
-    (tmp_path / "two").mkdir()
-    assert train(tmp_path / "two", "nf4", "ema=0.5") == 0
-    assert runs.train("--resume", tmp_path / "two" / "run", "steps=6") == 0
-    assert runs.rows(tmp_path / "two" / "run") == once
+    form, folder = trained
+    assert train(tmp_path, form, "ema=0.5", steps=6) == 0
+    continued = shutil.copytree(folder, tmp_path / "continued")
+    assert runs.train("--resume", continued, "steps=6") == 0
+    assert runs.rows(continued) == runs.rows(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
