@@ -5,13 +5,14 @@ import numpy as np
 import pytest
 
 from shardformer import checkpoint
+from shardformer.analysis import traced
 from shardformer.config.names import HOST
 from shardformer.training import offloaded_update
 from tests import shared
 
 MASTERS = {"mesh": "2x1", "layers": 2, "dtype": "bfloat16", "param_dtype": "bfloat16", "lr_rules": "up=frozen"}
 CASES = {
-    "zero": {"mesh": "4x2", "zero": 3, "ema": 0.9},
+    "zero": {"mesh": "2x2", "zero": 3, "ema": 0.9},
     "masters": MASTERS,
 }
 BAD = 1  # the number of a step that is not applied
@@ -27,7 +28,7 @@ def train(**options):
     return trainer, state, np.stack(rows)
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=["zero", pytest.param("masters", marks=pytest.mark.slow)])
 def options(request):
     return CASES[request.param]
 
@@ -55,13 +56,22 @@ def test_state_is_that_without_offload(options, offloaded):
     np.testing.assert_allclose(rows, plain_rows, rtol=3e-6)  # the update's norm is summed layer by layer
 
 
-def test_matrices_are_in_host_memory_between_steps(offloaded):
-    trainer, state, _ = offloaded
-    for tree in (state, trainer.abstract):
-        for path, leaf in jax.tree.leaves_with_path((tree.optimizer, tree.masters)):
-            assert (leaf.sharding.memory_kind == HOST) == offloaded_update.is_offloaded(path, leaf)
-        assert all(leaf.sharding.memory_kind != HOST for leaf in jax.tree.leaves(tree.params))
+def assert_matrices_are_in_host_memory(state):
+    for path, leaf in jax.tree.leaves_with_path((state.optimizer, state.masters)):
+        assert (leaf.sharding.memory_kind == HOST) == offloaded_update.is_offloaded(path, leaf)
+    assert all(leaf.sharding.memory_kind != HOST for leaf in jax.tree.leaves(state.params))
     assert any(leaf.sharding.memory_kind == HOST for leaf in jax.tree.leaves(state.optimizer))
+
+
+def test_matrices_are_in_host_memory_between_steps(offloaded):
+    assert_matrices_are_in_host_memory(offloaded[1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_matrices_have_the_sharding_of_host_memory(case):
+    state = traced.make_trainer(shared.tiny(offload="optimizer", **CASES[case])).abstract
+    assert_matrices_are_in_host_memory(state)
+    assert all(leaf.sharding.memory_kind == HOST for leaf in jax.tree.leaves(state.masters))
 
 
 def test_checkpoint_restores_with_and_without_offload(options, offloaded, tmp_path):

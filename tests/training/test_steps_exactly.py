@@ -20,7 +20,9 @@ ADAPTERS = {"lora_rank": 2, "lora_targets": "q,v:4:3,o,up:2:5,down", "bias": "no
 ON_CP = {"mesh": "dp1.cp4.mp1"}
 CASES = {
     "parallel": {"bias": "all", "accum": 2, "zero": 1, "clip": 0.5},
-    "two_norms": {"layers": 2, "block": "parallel_two_norms", "bias": "all", "zero": 3, "tied": True, "vocab_multiple": 8},
+    "two_norms": {
+        "layers": 2, "block": "parallel_two_norms", "bias": "all", "zero": 3, "tied": True, "vocab_multiple": 8,
+    },
     "dropout": {"layers": 2, "dropout": 0.3, "block": "sequential", "accum": 2},
     "sequence_parallel": {"positions": "learned", "dropout": 0.3, "sequence_parallel": True},
     "documents": {"positions": "learned", "documents": "masked", "mesh": "2x1"},
