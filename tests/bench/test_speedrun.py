@@ -12,6 +12,7 @@ import pytest
 from shardformer import data
 from shardformer.bench import command_line, speedrun
 from shardformer.config.presets import preset
+from shardformer.data import builtin
 from shardformer.errors import UsageError
 from shardformer.layout import specs
 from shardformer.model import Model
@@ -70,6 +71,8 @@ def test_p_value_is_that_of_a_one_sided_t_test():
 
 
 def test_race_prints_a_row_of_each_seed(small, monkeypatch, capsys, tmp_path):
+    beginning = builtin.text()[:20_000]  # is evaluated in a moment
+    monkeypatch.setattr(builtin, "text", lambda: beginning)
     monkeypatch.setattr(speedrun, "TEXT", data.load_corpus(shared.tiny(data="builtin")).fingerprint)
     command_line.main(["race", "recipe=plain", "seeds=2", "seed=4", "data=builtin", f"json={tmp_path}/seeds.json"])
     rows, table = capsys.readouterr().out.splitlines()[:2], json.loads((tmp_path / "seeds.json").read_text())

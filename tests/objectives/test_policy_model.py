@@ -127,7 +127,7 @@ def test_advantages_less_the_divergence_are_those_of_trl():
 
 
 def test_metrics_are_those_of_trl():
-    losses, recorded = run_recorded("dapo")[0], RECORDED["cases"]["dapo"]
+    losses, recorded = run_exactly("dapo").run.outputs[0], RECORDED["cases"]["dapo"]
     assert losses.kl == pytest.approx(recorded["kl"], rel=2e-6)
     assert losses.clip_share == pytest.approx(recorded["clip_ratio/region_mean"], rel=1e-6)
     assert losses.reward == pytest.approx(np.mean(REWARDS), rel=1e-6)

@@ -8,8 +8,10 @@ import pytest
 from optax import contrib
 
 from shardformer import exact, optim
+from shardformer.analysis import traced
 from shardformer.config import Config
 from shardformer.errors import UsageError
+from shardformer.model.task_on_mesh import with_shardings
 from shardformer.optim import muon, rules
 from tests import asserts, shared
 from tests.optim import trees
@@ -131,17 +133,17 @@ def orthogonalise(matrix):
 
 def first_update(**options):
     """Returns (the gradients, the update of the first step divided by the rate) of a layer's matrices."""
-    model = shared.trainer(**EXPERTS | options).model
+    model = traced.make_trainer(shared.tiny(**EXPERTS | options)).model
     optimizer = optim.make_optimizer(model.config, model.map_matrices)
     draw = np.random.default_rng(0)
     grads = jax.tree.map(lambda leaf: draw.normal(size=leaf.shape).astype(np.float32), model.shapes)
-    split = jax.device_put(grads, jax.tree.map(model.sharding, model.grad_specs))
 
     def update(grads):
         return optimizer.update(grads, optimizer.init(grads), grads, step=jnp.int32(2))[0]
 
     rate = float(optim.learning_rate(model.config)(jnp.int32(2)))
-    updates = shared.on_host(jax.jit(update)(split))["transformer/layers"]
+    split = with_shardings(model.shapes, jax.tree.map(model.sharding, model.grad_specs))
+    updates = exact.run(update, grads, shapes=(split,)).outputs["transformer/layers"]
     return grads["transformer/layers"], {name: -leaf / rate for name, leaf in updates.items()}
 
 
@@ -156,7 +158,7 @@ def test_each_expert_is_one_matrix(options):
         stacked = grads[name].reshape(-1, *grads[name].shape[-2:])
         size = 0.2 * np.sqrt(max(stacked.shape[1:]))
         want = np.stack([size * orthogonalise(matrix) for matrix in stacked]).reshape(grads[name].shape)
-        assert asserts.relative(updates[name], want) < 1e-5
+        assert asserts.relative(updates[name], want) < 1e-6  # Muon's coefficients are constants of float32
     rows = grads["expert_up"][0].reshape(-1, grads["expert_up"].shape[-1])  # all experts of a layer as one matrix
     together = 0.2 * np.sqrt(max(grads["expert_up"].shape[-2:])) * orthogonalise(rows)
     assert asserts.relative(updates["expert_up"][0].reshape(rows.shape), together) > 0.1

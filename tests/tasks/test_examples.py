@@ -11,7 +11,7 @@ import pytest
 
 from shardformer import Config, Session
 from shardformer.analysis import verify_exact
-from tests import meshes, runs
+from tests import meshes, runs, tiers
 
 EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
 SETTINGS = {
@@ -49,7 +49,7 @@ def read_state(run, step):
     return json.loads((run / f"step_{step:08d}" / "manifest.json").read_text())["leaves"]
 
 
-@pytest.mark.parametrize("mesh", ["4x2", "2x4"])
+@pytest.mark.parametrize("mesh", tiers.shorten(["4x2", "2x4"]))
 @pytest.mark.parametrize("name", EVERY)
 def test_program_is_that_of_one_device(name, mesh):
     meshes.assert_exact(verify_exact.verify_exactly(settings(name, mesh, batch=8, task=make_task(name))))
