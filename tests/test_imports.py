@@ -176,8 +176,10 @@ def test_module_in_a_kernel_is_noticed():
 def find_imports(module: str, source: str) -> set[str]:
     """Returns what a module imports for more than its types, late imports in functions included."""
     tree, imported = ast.parse(source), set()
-    of_types = {each for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-                for each in ast.walk(node)}  # fmt: skip
+    of_types = set()
+    if "TYPE_CHECKING" in source:
+        tests = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
+        of_types = {each for node in tests if "TYPE_CHECKING" in ast.dump(node.test) for each in ast.walk(node)}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node not in of_types and node.module:
             imported |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}

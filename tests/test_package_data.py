@@ -4,6 +4,7 @@ import ast
 import fnmatch
 import subprocess
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,14 @@ def is_installed(path: Path, package_data: dict[str, list[str]]) -> bool:
     return any(fnmatch.fnmatch(path.name, pattern) for pattern in patterns)
 
 
+def walk(source: str) -> Iterator[ast.AST]:
+    """Returns the nodes of a module that names its file, and none of others: parsing takes all of the time."""
+    return ast.walk(ast.parse(source)) if "__file__" in source else iter(())
+
+
 def find_neighbours(source: str) -> set[str]:
     """Returns the names of files that a module opens by `Path(__file__).with_name(NAME)`."""
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    calls = [node for node in walk(source) if isinstance(node, ast.Call)]
     return {
         call.args[0].value
         for call in calls
@@ -39,7 +45,7 @@ def find_neighbours(source: str) -> set[str]:
 
 def find_paths(path: Path) -> list[Path]:
     """Returns the folders that a module derives from its file by `Path(...__file__...).parents[N]`."""
-    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Subscript)]
+    nodes = [node for node in walk(path.read_text()) if isinstance(node, ast.Subscript)]
     texts = [ast.unparse(node) for node in nodes]
     return [
         (path if "(__file__)" in text else PACKAGE / "__init__.py").parents[int(text.rpartition("[")[2].rstrip("]"))]

@@ -37,6 +37,8 @@ def test_declared_class_is_a_task(name):
 def find_comparisons(source: str) -> list[str]:
     """Returns the comparisons with the name of an objective."""
     names = OBJECTIVES.keys() - {"task"}  # also the word of other things
+    if "preferences" not in source and not any(f"{quote}{name}{quote}" in source for name in names for quote in "'\""):
+        return []  # parsing takes all of the time
     texts = [ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Compare)]
     return [text for text in texts if "preferences.objective" in text or any(f"'{name}'" in text for name in names)]
 
