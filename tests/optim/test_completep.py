@@ -94,7 +94,7 @@ def test_tuned_size_is_the_model_without_scale():
     assert (tuned.model.branch_scale, tuned.model.head_scale) == (1.0, 1.0)
 
 
-@pytest.mark.parametrize("init_std", [None, pytest.param(0.02, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("init_std", [0.02, pytest.param(None, marks=pytest.mark.slow)])
 def test_initial_values_follow_the_width(init_std):
     wide = shared.tiny(d_model=64, heads=16, layers=4, init_std=init_std, tied=False)
     got = shared.drawn(wide.replace(scale="completep:16x2"), 7)
