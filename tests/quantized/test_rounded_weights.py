@@ -110,10 +110,10 @@ def assert_near(found, expected):
 @pytest.mark.parametrize(
     ("trained", "averaged"),
     [
-        ("int4", False),
+        ("nf4", False),
         pytest.param("nf4", True, marks=pytest.mark.slow),
         pytest.param("int8", False, marks=pytest.mark.slow),
-        pytest.param("nf4", False, marks=pytest.mark.slow),
+        pytest.param("int4", False, marks=pytest.mark.slow),
     ],
     indirect=["trained"],
 )
@@ -126,7 +126,7 @@ def test_stored_codes_are_the_weights_that_were_trained(trained, averaged, tmp_p
     assert_near(read_params(tmp_path / "small"), read_params(run, averaged))
 
 
-@pytest.mark.parametrize("trained", ["int4"], indirect=True)
+@pytest.mark.parametrize("trained", ["nf4"], indirect=True)
 def test_converted_average_is_the_one_that_is_evaluated(trained):
     _, folder = trained
     run = Run.open(folder)
@@ -135,7 +135,7 @@ def test_converted_average_is_the_one_that_is_evaluated(trained):
     assert_near(read_params(folder, averaged=True), flatten(jax.tree.map(np.asarray, evaluated)))
 
 
-@pytest.mark.parametrize("trained", ["int4"], indirect=True)
+@pytest.mark.parametrize("trained", ["nf4"], indirect=True)
 def test_resume_goes_on_with_the_masters(trained, tmp_path):
     """In one start and in two, bitwise."""
     form, folder = trained
