@@ -24,7 +24,7 @@ class Exchange(Generic[AnswerType]):
     def __init__(
         self, thread: EngineThread, answer: AnswerType, jobs: list[Job], seconds: float, running: "set[Exchange]"
     ):
-        """seconds: the longest time that it may take; running: where it is while its jobs run."""
+        """seconds: the limit of a request; running: the set that holds the exchange while its jobs run."""
         self.answer = answer
         self._thread, self._jobs, self._seconds, self._running = thread, jobs, seconds, running
         self._events: asyncio.Queue[tuple[int, Tokens | None] | ApiError] = asyncio.Queue()
@@ -33,7 +33,7 @@ class Exchange(Generic[AnswerType]):
         self._started = time.perf_counter()
 
     def submit(self) -> None:
-        """Queues the jobs; raises ApiError if there is no room."""
+        """Queues the jobs; raises ApiError if the queue is full."""
         for job in self._jobs:
             job.watch = self._put
         try:

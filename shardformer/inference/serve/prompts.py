@@ -1,4 +1,4 @@
-"""The prompts of requests as token ids. What cannot fit is rejected before it is encoded."""
+"""The prompts of requests as token ids. Prompts that cannot fit are rejected before they are encoded."""
 
 import json
 from typing import Any
@@ -17,8 +17,8 @@ LONGEST_TOKEN = 256  # characters: a text with more for each token of the contex
 class PromptReader:
     """Encodes prompts for a model's context. Threads may use it at once, each with a process of the chat template."""
 
-    def __init__(self, codec: TextCodec, chat: ChatCodec | None, seq: int, vocab_size: int):
-        self.codec, self.chat, self.seq, self.vocab_size = codec, chat, seq, vocab_size
+    def __init__(self, codec: TextCodec, seq: int, vocab_size: int):
+        self.codec, self.seq, self.vocab_size = codec, seq, vocab_size
         self._processes: list[TemplateProcess] = []  # idle ones: a start takes as long as the prefill of a small model
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class PromptReader:
             raise ApiError(400, f"{name} has token ids outside {known}, which the model does not know", name)
         return ids
 
-    def read_chat(self, fields: Fields, tools: Tools | None) -> list[int]:
+    def read_chat(self, chat: ChatCodec, fields: Fields, tools: Tools | None) -> list[int]:
         """Returns the ids of a chat's messages in the model's template."""
         messages = take(fields.body, "messages", list, None)
         if not messages:
@@ -81,13 +81,12 @@ class PromptReader:
             if value := take(fields.body, name, str, ""):
                 options = {name: value, **options}
         conversation: Conversation = make_conversation(record | {"chat_template_kwargs": options}, "messages")
-        assert self.chat
-        process = self._processes.pop() if self._processes else self.chat.start_process()
+        process = self._processes.pop() if self._processes else chat.start_process()
         if not process.is_alive:  # it has ended, as one of another request that needed too much time
             process.close()
-            process = self.chat.start_process()
+            process = chat.start_process()
         try:
-            return self.chat.encode(process, conversation, tools.opening if tools else "")
+            return chat.encode(process, conversation, tools.opening if tools else "")
         finally:
             self._processes.append(process)
 

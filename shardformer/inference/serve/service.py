@@ -72,7 +72,7 @@ class Service:
         self.responses = StoredResponses()
         self._forms = Forms(codec.vocabulary)
         self._short, self._long = asyncio.Semaphore(SHORT_ENCODERS), asyncio.Semaphore(1)
-        self.prompts = PromptReader(codec, chat, thread.engine.config.seq, thread.engine.vocab_size)
+        self.prompts = PromptReader(codec, thread.engine.config.seq, thread.engine.vocab_size)
         self._first = models[0]
         self.exchanges: set[Exchange] = set()  # that run
 
@@ -177,11 +177,14 @@ class Service:
         """Checks the body of a chat or of a completion, and encodes its prompts."""
         fields = read_fields(body, chat)
         model = self.find_model(fields.model)
-        if chat and self.chat is None:
+        if chat and not self.chat:
             raise ApiError(400, f"{model.name} has no chat template; use /v1/completions")
         tools = read_tools(fields.body, self.chat.format) if self.chat and chat else None
         try:
-            prompts = [("", self.prompts.read_chat(fields, tools))] if chat else self.prompts.read_completion(fields)
+            if self.chat and chat:
+                prompts = [("", self.prompts.read_chat(self.chat, fields, tools))]
+            else:
+                prompts = self.prompts.read_completion(fields)
         except UsageError as error:
             raise ApiError(400, str(error), "messages" if chat else "prompt") from None
         bias = read_bias(fields.body, self.thread.engine.vocab_size, self.codec.encode_bare)

@@ -216,7 +216,7 @@ def test_no_tokens_are_an_empty_text(port):
 @pytest.mark.parametrize("name", ["reasoning_effort", "verbosity"])
 def test_effort_is_a_variable_of_the_template(service, port, monkeypatch, name):
     template = f"{{{{ {name} }}}}" + service.chat.format.template
-    monkeypatch.setattr(service.prompts, "chat", ChatCodec(make_vocabulary(), dataclasses.replace(
+    monkeypatch.setattr(service, "chat", ChatCodec(make_vocabulary(), dataclasses.replace(
         service.chat.format, template=template)))  # fmt: skip
     monkeypatch.setattr(service.prompts, "_processes", [])
     counts = [ask(port, CHAT | more, "/v1/chat/completions")["usage"]["prompt_tokens"]

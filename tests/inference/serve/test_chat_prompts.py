@@ -103,14 +103,14 @@ def test_template_process_is_kept_and_replaced_when_it_ends(tmp_path):
     service, prompts = open_service("qwen3", tmp_path)
     body = json.dumps(as_client(conversations("qwen3")[2])).encode()
     asyncio.run(service.start(body, chat=True))
-    (process,) = service._processes
+    (process,) = service.prompts._processes
     asyncio.run(service.start(body, chat=True))
-    assert service._processes == [process]
+    assert service.prompts._processes == [process]
     process._process.kill()
     process._process.wait()
     asyncio.run(service.start(body, chat=True))
-    assert service._processes != [process]
+    assert service.prompts._processes != [process]
     assert prompts == prompts[:1] * 3
-    (process,) = service._processes
+    (process,) = service.prompts._processes
     service.close()
     assert not process.is_alive

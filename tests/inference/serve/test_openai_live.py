@@ -25,7 +25,7 @@ def template(service, monkeypatch):
     template = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}" + service.chat.format.template
     format = dataclasses.replace(service.chat.format, template=template)
     monkeypatch.setattr(service, "chat", ChatCodec(service.chat.vocabulary, format))
-    monkeypatch.setattr(service, "_processes", [])
+    monkeypatch.setattr(service.prompts, "_processes", [])
 
 
 @pytest.fixture(scope="module")

@@ -58,7 +58,7 @@ def processes():
 def chat(service, codec, processes, monkeypatch):
     """Lets the server have a template that reads tools; returns its codec."""
     monkeypatch.setattr(service, "chat", codec)
-    monkeypatch.setattr(service, "_processes", processes)
+    monkeypatch.setattr(service.prompts, "_processes", processes)
     return codec
 
 
@@ -110,11 +110,12 @@ def test_tools_that_a_template_drops_are_rejected(chat, port, service, monkeypat
     ):
         format = dataclasses.replace(make_builtin("chatml"), template=template)
         monkeypatch.setattr(service, "chat", ChatCodec(make_vocabulary(), format))
-        monkeypatch.setattr(service, "_processes", [])
+        monkeypatch.setattr(service.prompts, "_processes", [])
         status, content = send(port, CHAT, BODY | {"max_tokens": 1})
         assert status == 400
         assert "does not read them; leave tools out" in content.decode()
         assert send(port, CHAT, BODY | {"max_tokens": 1, "tool_choice": "none"})[0] == 200
+        service.prompts.close()
 
 
 def make_answer(text, parallel=True, ended=True) -> Answer:

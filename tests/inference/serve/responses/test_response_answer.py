@@ -31,7 +31,7 @@ def tools(service, monkeypatch):
     """Lets the server have a template that reads tools."""
     codec = ChatCodec(make_vocabulary(), dataclasses.replace(make_builtin("chatml"), template=TEMPLATE))
     monkeypatch.setattr(service, "chat", codec)
-    monkeypatch.setattr(service, "_processes", [])
+    monkeypatch.setattr(service.prompts, "_processes", [])
 
 
 def read_events(port, body) -> list[dict]:
