@@ -28,7 +28,7 @@ def run(trained, tmp_path):
 def refused(tmp_path, monkeypatch, capsys):
     """Returns a function that runs a failing command and checks its status, its one line and that no file changed.
 
-    Training compiles its step while it reads files. No failing command takes one, so none is compiled.
+    Training compiles its step while it reads files. No failing command takes a step, so no step is compiled.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Trainer, "compile_step", lambda trainer: None)

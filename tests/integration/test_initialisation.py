@@ -22,11 +22,12 @@ EVERY_MESH_DRAWS = True  # see conftest.py
     [
         ({"zero": 3}, ("4x2",)),
         ({}, ("2x4",)),
+        ({"init_std": None}, ("2x4",)),
         (GPT2, ("4x2", "1x8")),
         ({"positions": "t5"}, ("2x4",)),
         ({"lora_rank": 2, "accum": 2}, ("2x2x2",)),
     ],
-    ids=["ZeRO", "tiny", "GPT-2", "T5", "LoRA on stages"],
+    ids=["ZeRO", "tiny", "fan-in", "GPT-2", "T5", "LoRA on stages"],
 )
 def test_a_seed_is_bitwise_one_model_on_every_mesh(overrides, meshes):
     params = {m: numpy(shared.trainer(mesh=m, **overrides).model.init(7)) for m in meshes}

@@ -47,7 +47,7 @@ ROWS = [
     pytest.param("olmo", "4x2", ADAPTERS, marks=pytest.mark.slow),
     ("stablelm", "2x4", {"scan": False}),
     ("bloom", "2x4", {"sequence_parallel": True, "zero": 3, "attention": "blocks"}),
-    pytest.param("bloom", "dp2.cp2.mp2", {}, marks=pytest.mark.slow),
+    ("bloom", "dp2.cp2.mp2", {}),
     ("xglm", "dp2.cp2.mp2", {}),
     pytest.param("xglm", "2x4", {"sequence_parallel": True, "documents": "masked"}, marks=pytest.mark.slow),
     ("hunyuan", "2x4", {"sequence_parallel": True, "zero": 3, "remat": "full"}),

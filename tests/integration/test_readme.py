@@ -3,10 +3,11 @@
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from shardformer import Config
+from shardformer import Config, Session
 from shardformer.__main__ import main
 from shardformer.bench import command_line
 from shardformer.cli import commands
@@ -108,10 +109,11 @@ def go_together(preset: str, words: list[str]) -> bool:
 
 
 def shorten(words: list[str]) -> list[str]:
-    """Returns a command with keys that make it quick; it keeps its other keys, and two of several values."""
+    """Returns a command with keys that make it quick; it keeps its other keys, and a sweep two of several values."""
     shorter = SHORTER.get("train --resume" if "--resume" in words else words[0], {})
     kept = [word for word in words if word.partition("=")[0] not in {"steps", "tokens", "seq", "seeds"}]
-    kept = [",".join(word.split(",")[:2]) for word in kept]
+    if words[0] == "sweep":
+        kept = [",".join(word.split(",")[:2]) for word in kept]
     given = {word.partition("=")[0] for word in kept if "=" in word}
     return [*kept, *(f"{key}={value}" for key, value in shorter.items() if key not in given)]
 
@@ -149,11 +151,22 @@ def test_readme_fits_one_page():
     assert max(map(len, README.splitlines())) <= 120
 
 
+def run_python_example() -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    exec(compile(example, "README.md", "exec"), {})
+
+
+def test_python_example_is_accepted(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Session, "train", lambda session: SimpleNamespace(best=session.run.config.training.steps))
+    run_python_example()
+    assert capsys.readouterr().out.splitlines()[-1] == "20"
+
+
 @pytest.mark.slow
 def test_python_example_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    exec(compile(example, "README.md", "exec"), {})
+    run_python_example()
     best = re.fullmatch(r"Best\(step=20, val_loss=(.*)\)", capsys.readouterr().out.splitlines()[-1])
     assert 2.0 < float(best[1]) < 4.0  # an untrained model has ln(65) = 4.17
 

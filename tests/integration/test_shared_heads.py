@@ -18,7 +18,7 @@ CASES = (
     ("1x8", {"kv_heads": 2, "attention": "blocks", "scan": False}),
     ("2x4", {"kv_heads": 2, "sequence_parallel": True, "zero": 3}),
     ("1x4x2", {"kv_heads": 1, "accum": 2}),
-    pytest.param("2x4", {"kv_heads": 2, "zero": 1} | ADAPTED, marks=pytest.mark.slow),
+    ("2x4", {"kv_heads": 2, "zero": 1} | ADAPTED),
 )
 
 

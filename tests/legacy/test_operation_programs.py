@@ -1,7 +1,7 @@
 """Random programs of xmap equal a loop over all instances, to 1e-7 of their scale: see operation_programs.py.
 
 Both run in the exact interpreter. Some are compiled as well, and differ by ten times the rounding to float32 at most.
-Five programs of each group run; all 306 with OPERATION_PROGRAMS_ALL=1.
+Five programs of each group run; all 306 with OPERATION_PROGRAMS_ALL=1, each night.
 """
 
 import functools

@@ -185,7 +185,7 @@ def test_codes_are_bitwise_the_same_on_every_mesh(form):
 def test_no_device_stores_more_than_its_part(form):
     """Codes and scales of a matrix are split over mp as the matrix is, and over dp with ZeRO.
 
-    The test above compares the arrays of devices with these shapes.
+    The test above compares what devices store with these shardings, on two of the meshes.
     """
     for shape, zero, parts in (("4x2", 0, 2), ("2x4", 0, 4), ("4x2", 3, 8)):
         leaves = traced.make_trainer(settings("parallel", shape, zero, form)).model.abstract[LAYERS]

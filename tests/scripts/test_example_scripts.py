@@ -78,7 +78,7 @@ def test_program_is_a_page_that_starts_with_its_purpose(path):
 
 @pytest.fixture
 def sessions(monkeypatch):
-    """The sessions that a program would train; test_own_data_and_optimizer_reach_what_they_say trains them."""
+    """The sessions that a program would train; the slow test_own_data_and_optimizer_reach_what_they_say trains them."""
     found = []
 
     def train(session):
