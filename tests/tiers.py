@@ -1,6 +1,10 @@
 """Chooses the cases of the short tier, for tests that compile where an exact test has all cases."""
 
+import os
+
 import pytest
+
+ALL_RANDOM_CASES = "ALL_RANDOM_CASES" in os.environ  # set each night; the full tier has some of them
 
 
 def shorten(cases, count: int = 1) -> list:

@@ -1,23 +1,23 @@
 """Random programs of xmap equal a loop over all instances, to 1e-7 of their scale: see operation_programs.py.
 
 Both run in the exact interpreter. Some are compiled as well, and differ by ten times the rounding to float32 at most.
-Five programs of each group run; all 306 with OPERATION_PROGRAMS_ALL=1, each night.
+Five programs of each group run; all 306 with ALL_RANDOM_CASES=1.
 """
 
 import functools
-import os
 
 import jax
 import numpy as np
 import pytest
 
 from shardformer import exact, legacy
+from tests import tiers
 from tests.legacy import operation_programs
 from tests.legacy.gradient_programs import make_psum_without_transpose
 from tests.legacy.instance_operations import OPERATIONS
 from tests.legacy.operation_programs import GROUPS, draw_arguments, programs
 
-PROGRAMS_IN_A_GROUP = 17 if "OPERATION_PROGRAMS_ALL" in os.environ else 5
+PROGRAMS_IN_A_GROUP = 17 if tiers.ALL_RANDOM_CASES else 5
 OF_EACH_MODE = (0, 7, 15)  # groups that differ in their layout too
 COMPILED = (2, 9, 13)
 TOLERANCE = 1e-7  # both are in float64: most differ by 1e-16, one that amplifies rounding by 1.5e-9
