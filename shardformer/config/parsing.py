@@ -60,7 +60,6 @@ lora_targets: target_modules
 group_size: num_generations
 answer_tokens: max_completion_length
 rollout_steps: num_iterations
-rollout_top_k: top_k
 rollout_top_p: top_p
 data: data_path dataset
 out: out_dir output_dir

@@ -52,3 +52,11 @@ def test_names_of_other_trainers_stand_for_keys():
     keys = {*FIELDS, "tokens"}  # tokens: of sample
     assert set(parsing.OTHER_NAMES.values()) <= keys
     assert not keys & {*parsing.OTHER_NAMES, *parsing.AXIS_NAMES}
+
+
+def test_top_k_of_experts_is_not_mistaken_for_rollouts():
+    """Trainers of experts call experts_per_token so, and others the tokens that answers are drawn from."""
+    with pytest.raises(UsageError, match=r"unknown key 'top_k'; see COMMAND --help$"):
+        parsing.parse_overrides(["top_k=2"], Config)
+    with pytest.raises(UsageError, match="did you mean 'rollout_top_p'"):
+        parsing.parse_overrides(["top_p=0.9"], Config)
