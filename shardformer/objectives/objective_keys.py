@@ -88,8 +88,8 @@ class ObjectiveKeys(KeyGroup):
     )  # fmt: skip
     answer_tokens: int = key(64, "longest sampled answer", least=1, fixed=True, used_if=WITH_REWARDS)
     rollout_steps: int = key(1, "steps that learn from the same answers", least=1, fixed=True, used_if=WITH_REWARDS)
-    rollout_top_k: int = key(0, "draw answers from the k likeliest tokens; 0: all", least=0, used_if=WITH_REWARDS)
-    rollout_top_p: float = key(1.0, "draw answers from the likeliest tokens of this probability", used_if=WITH_REWARDS)
+    rollout_top_k: int = key(0, "draw from the k likeliest tokens; 0: all", least=0, fixed=True, used_if=WITH_REWARDS)
+    rollout_top_p: float = key(1.0, "draw from likeliest tokens of this probability", fixed=True, used_if=WITH_REWARDS)
     clip_ratio: float = key(
         0.2, "distance from 1 at which the ratio of a token's probability to the sampler's has no more effect; rloo: "
         "that of an answer; gspo: so too, as a mean of tokens, which is nearer to 1: its paper has 3e-4 to 4e-4",

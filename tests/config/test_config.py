@@ -90,7 +90,7 @@ def test_model_batch_and_state_keys_are_fixed_on_resume():
               "scale"}  # fmt: skip
     batches = {"tokenizer", "order", "documents", "mask_prompt", "special_tokens", "bos", "batch",
                "seed", "chat_template", "objective", "teacher", "group_size", "answer_tokens", "rollout_steps",
-               "token_mean"}  # fmt: skip
+               "rollout_top_k", "rollout_top_p", "token_mean"}  # fmt: skip
     arrays = {"optimizer", "lr_rules", "accum_mode", "base", "ema", "param_dtype",
               "moment_dtype", "lora_rank", "lora_targets", "lora_alpha", "weights",
               "rslora", "quantize_aware"}  # fmt: skip
