@@ -6,19 +6,21 @@ import re
 import shutil
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from shardformer import checkpoint
 from shardformer.__main__ import main
+from shardformer.analysis import verify_exact
 from shardformer.data.prompt_windows import PromptRow
 from shardformer.errors import RunError, UsageError
-from shardformer.inference.generator import Continuation
+from shardformer.inference.generator import Continuation, never_stop
 from shardformer.layout import mesh
 from shardformer.model import Model
 from shardformer.objectives import rollouts
-from tests import runs, shared
+from tests import meshes, runs, shared
 from tests.data.chat.chats import write_lines
 from tests.surroundings import let_fail
 
@@ -207,28 +209,34 @@ def test_rewards_of_rloo_lose_the_divergence(monkeypatch):
     np.testing.assert_allclose(np.asarray(arrays["advantages"])[:, 0], [2.0, -2.0], rtol=1e-6)
 
 
-@pytest.mark.parametrize("keys", [{}, {"rollout_top_k": 5}, {"rollout_top_p": 0.9}], ids=str)
-def test_answers_are_drawn_among_the_likely_tokens(monkeypatch, keys):
-    """The generator's log-probabilities, which test_generator.py compares with all tokens', are the sampler's."""
-    config = shared.tiny(mesh="1x1", objective="grpo", group_size=2, answer_tokens=8, batch=2, beta=0.0, **keys)
-    run = SimpleNamespace(config=config, vocabulary=[0] * 16, special_tokens=None)
-    monkeypatch.setattr(rollouts.Answers, "of", lambda run: SimpleNamespace(stops=None))
-    made, used = rollouts.Rollouts(run, Model.on(config, mesh.make(config)), None, rollouts.match), []
-
-    def continue_prompts(params, prompts, sampling, *_, **__):
-        used.append(sampling)
-        return [Continuation([5], [-2.5], True), Continuation([9], [-1.5], True)]
-
-    monkeypatch.setattr(made._generator, "continue_prompts", continue_prompts)
+def test_answers_are_drawn_among_the_likely_tokens(monkeypatch):
+    """Their log-probabilities are those of all tokens. The dense reference computes both from full passes."""
+    config = shared.tiny(mesh="1x1", objective="grpo", group_size=2, answer_tokens=8, batch=2, beta=0.0)
+    params, model = verify_exact.draw_parameters(config), Model.on(config, mesh.make(config))
+    run = SimpleNamespace(config=config, vocabulary=range(shared.VOCAB), special_tokens=None)
+    monkeypatch.setattr(rollouts.Answers, "of", lambda run: SimpleNamespace(stops=never_stop))
+    made, placed = rollouts.Rollouts(run, model, None, rollouts.match), jax.device_put(params, model.shardings)
     monkeypatch.setattr(made, "_compute_rewards", lambda *_: np.array([1.0, 0.0]))
     monkeypatch.setattr(rollouts, "read_prompts", lambda batch: [PromptRow([1, 2], [])])
-    arrays = made.make({}, {}, 0)
-    (sampling,) = used
-    expected = keys.get("rollout_top_k", 0), keys.get("rollout_top_p", 1.0), 1.0
-    assert (sampling.top_k, sampling.top_p, sampling.temperature) == expected
-    assert np.asarray(arrays["sampled"]).sum(1).tolist() == [-2.5, -1.5]
-    made.evaluate({}, {})
-    assert (used[1].top_k, used[1].top_p, used[1].temperature) == (0, 1.0, 0.0)
+
+    def draw(**keys):
+        """Returns the highest rank of a drawn token, and the largest probability of all likelier ones."""
+        made._config = config.replace(**keys)  # the generator is compiled once
+        arrays = jax.device_get(made.make(placed, {}, 0))
+        logits_BTV, is_answer = meshes.compute_logits(config, params, arrays["tokens"]), arrays["weights"] > 0
+        p = np.exp(logits_BTV[is_answer])
+        p /= p.sum(1, keepdims=True)
+        drawn = np.take_along_axis(p, arrays["targets"][is_answer][:, None], 1)
+        assert len(drawn) == 2 * 8
+        np.testing.assert_allclose(arrays["sampled"][is_answer], np.log(drawn[:, 0]), atol=1e-4)
+        likelier = p > drawn * (1 + 1e-4)
+        return likelier.sum(1).max(), (p * likelier).sum(1).max()
+
+    rank, share = draw()
+    assert rank >= 5
+    assert share >= 0.3
+    assert draw(rollout_top_k=5)[0] < 5
+    assert draw(rollout_top_p=0.3)[1] < 0.3
 
 
 def test_group_without_a_difference_has_no_advantage():
