@@ -9,7 +9,7 @@ from shardformer.config import ARCHITECTURE, FIELDS, Config, is_hugging_face
 from shardformer.config.parsing import shorten
 from shardformer.convert import hf_special_tokens
 from shardformer.convert.families import FAMILIES, REJECTED
-from shardformer.convert.families.family import TO_ACTIVATIONS, Family
+from shardformer.convert.families.family import TO_ACTIVATIONS, Family, resolve_aliases
 from shardformer.convert.families.hf_gptj import rename_fork_keys
 from shardformer.convert.text_models import find_text_config
 from shardformer.data import SpecialTokens, Vocabulary
@@ -88,7 +88,8 @@ def read_model(folder: Path | BucketPath, ignored: Collection[str] = (), seq: in
             ".github/CONTRIBUTING.md shows how to add a family"
         )
     try:
-        theirs = _drop_ignored(FAMILIES[name], theirs, ignored)
+        theirs = rename_fork_keys(_drop_ignored(FAMILIES[name], theirs, ignored))
+        name = theirs["model_type"]
         config = _to_config(FAMILIES[name], theirs)
         special = hf_special_tokens.read_special_tokens(folder, FAMILIES[name], theirs, config.model.vocab)
     except UsageError as error:
@@ -105,14 +106,14 @@ def read_model(folder: Path | BucketPath, ignored: Collection[str] = (), seq: in
 
 def _read_text_config(path: Path | BucketPath) -> dict:
     try:
-        return find_text_config(_rename_older_type(json.loads(read_small(path))))
+        return find_text_config(_rename_older_config(json.loads(read_small(path))))
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
 
 
-def _rename_older_type(theirs: dict[str, Any]) -> dict[str, Any]:
+def _rename_older_config(theirs: dict[str, Any]) -> dict[str, Any]:
     older = OLDER_TYPES.get(str(theirs["model_type"]))
-    return older | theirs | {"model_type": older["model_type"]} if older else rename_fork_keys(theirs)
+    return older | theirs | {"model_type": older["model_type"]} if older else theirs
 
 
 def describe_ignored(folder: Path | BucketPath, keys: dict[str, Any]) -> str:
@@ -131,24 +132,13 @@ def _drop_ignored(family: Family, theirs: dict, ignored: Collection[str]) -> dic
 
 
 def _to_config(family: Family, theirs: dict) -> Config:
-    theirs = family.defaults | _resolve_aliases(family, theirs)
+    theirs = family.defaults | resolve_aliases(theirs, family.aliases)
     _check_keys(family, theirs)
     values = {ours: theirs[key] for ours, key in family.names.items()}
     if not values["vocab"]:
         raise UsageError(f"{family.names['vocab']}={values['vocab']!r}: the number of tokens is missing")
     values["d_ff"] = values.get("d_ff") or None
     return Config.of(**family.ours | values | family.read(theirs) | {"vocab_multiple": 8})
-
-
-def _resolve_aliases(family: Family, theirs: dict) -> dict:
-    """Replaces second names of keys by their first names; rejects two names with two values."""
-    result = dict(theirs)
-    for alias, key in family.aliases.items():
-        if alias in result:
-            value = result.pop(alias)
-            if result.setdefault(key, value) != value:
-                raise UsageError(f"{alias}={value!r:.80} contradicts {key}={result[key]!r:.80}; correct one of them")
-    return result
 
 
 def _check_keys(family: Family, theirs: dict) -> None:

@@ -99,11 +99,13 @@ def match(
         )
     left, result, missing = dict(tensors), [], []
     arrays = list_arrays(family, config)
-    for stored, older in zip(arrays, rename(arrays, family.older_arrays), strict=True):
+    pairs = list(zip(arrays, rename(arrays, family.older_arrays), strict=True))
+    is_older = any(older.name in left for stored, older in pairs if older.name != stored.name)
+    for stored, older in pairs:
         short = stored.name.partition(".")[2]  # the name in a model that was saved without its head
         tensor = next((left.pop(one) for one in (stored.name, short, older.name) if one in left), None)
         if tensor is None:
-            missing.append(stored.name)
+            missing.append(older.name if is_older else stored.name)
             continue
         if tensor.shape != stored.shape:
             raise UsageError(

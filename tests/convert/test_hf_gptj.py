@@ -11,6 +11,7 @@ import pytest
 from shardformer.__main__ import main
 from shardformer.convert import hf_settings, safetensors_files, weight_files
 from shardformer.convert.safetensors_files import CreatedTensor
+from shardformer.errors import UsageError
 from tests import meshes
 from tests.convert.hf_models import FOLDER
 from tests.convert.test_hf import SAME, params_of
@@ -59,8 +60,9 @@ def write_arrays(folder, arrays) -> None:
     safetensors_files.write_tensors(folder, created, 10**9)
 
 
-def change(folder, **keys) -> None:
-    (folder / "config.json").write_text(json.dumps(KEYS | keys))
+def change(folder, *removed, **keys) -> None:
+    kept = {key: value for key, value in KEYS.items() if key not in removed}
+    (folder / "config.json").write_text(json.dumps(kept | keys))
 
 
 def compute_logits(arrays, tokens_BT, is_jax=True):
@@ -120,19 +122,81 @@ def test_the_run_is_that_of_transformers_gptj(fork):
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("removed", "keys"),
     [
-        ({"jax": False}, "rotary=True is not computed here"),
-        ({"attention_types": [[["global", "local"], 1]]}, "attention_types with 'local' is not computed for GPT-J"),
-        ({"attention_layers": ["global", "local"]}, "attention_types with 'local' is not computed for GPT-J"),
-        ({"attention_types": [[1]]}, "config.json is damaged"),
-        ({"rotary_dim": None}, "rotary_dim=None: the number of dimensions that rotate is missing"),
+        ("attention_types", {}),
+        ("attention_layers", {}),
+        ("num_layers", {"num_hidden_layers": 2}),
+        ("num_heads", {"num_attention_heads": HEADS}),
+        ("num_layers", {"n_layer": 2}),
+        ("hidden_size", {"n_embd": 64}),
+    ],
+    ids=str,
+)
+def test_each_value_has_two_names(fork, removed, keys):
+    change(fork, removed, **keys)
+    assert hf_settings.read_config(fork) == hf_settings.read_config(SOURCE)
+
+
+def test_defaults_are_those_of_the_forks_class(tmp_path):
+    """Sizes that a file leaves out are GPT-Neo's, not those of transformers' GPT-J."""
+    keys = {"model_type": "gpt_neo", "rotary": True, "jax": True, "rotary_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(keys | {"attention_types": [[["global"], 24]]}))
+    model = hf_settings.read_config(tmp_path)[1].model
+    assert (model.vocab, model.d_model, model.layers, model.heads, model.seq) == (50257, 2048, 24, 16, 2048)
+
+
+LOCAL = "is not computed for GPT-J; expected 2 layers, all 'global'"
+
+
+@pytest.mark.parametrize(
+    ("removed", "keys", "message"),
+    [
+        ([], {"jax": False}, "rotary=True is not computed here"),
+        ([], {"attention_types": [[["global", "local"], 1]]}, f"attention_types=[[['global', 'local'], 1]] {LOCAL}"),
+        ([], {"attention_layers": ["global", "local"]}, f"attention_layers=['global', 'local'] {LOCAL}"),
+        (["attention_types"], {"attention_layers": ["local"] * 2}, f"attention_layers=['local', 'local'] {LOCAL}"),
+        ([], {"attention_layers": ["global"] * 3}, f"attention_layers=['global', 'global', 'global'] {LOCAL}"),
+        ([], {"attention_types": [[["global"], 1]]}, "attention_types=[[['global'], 1]] does not name num_layers=2"),
+        (["attention_types", "attention_layers"], {}, "attention_types is missing: the default of GPT-Neo has windows"),
+        ([], {"attention_types": [[1]]}, "config.json is damaged"),
+        ([], {"rotary_dim": None}, "rotary_dim=None: the number of dimensions that rotate is missing"),
+        (["rotary_dim"], {}, "rotary_dim=None: the number of dimensions that rotate is missing"),
+        ([], {"tie_word_embeddings": True}, "tie_word_embeddings=True is not computed here; expected False"),
+        ([], {"n_layer": 3}, "num_layers=2 contradicts n_layer=3"),
+        ([], {"num_hidden_layers": 3}, "num_hidden_layers=3 contradicts num_layers=2"),
     ],
 )
-def test_other_forms_of_the_fork_are_rejected(fork, keys, message, tmp_path, capsys):
-    change(fork, **keys)
+def test_other_forms_of_the_fork_are_rejected(fork, removed, keys, message, tmp_path, capsys):
+    change(fork, *removed, **keys)
     assert main(["convert", str(fork), str(tmp_path / "run")]) == USAGE
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("jax", "rotary=True is not computed here"),
+        ("num_heads", "ignore_config=num_heads: the model cannot be built without it"),
+        ("n_head", "ignore_config=n_head: config.json has no such key"),
+    ],
+)
+def test_ignored_keys_are_those_of_the_file(fork, key, message):
+    assert hf_settings.read_model(fork, ["window_size"]) == hf_settings.read_model(fork)
+    with pytest.raises(UsageError, match=message):
+        hf_settings.read_model(fork, [key])
+
+
+@pytest.mark.parametrize(("kind", "name"), [("fork", "mlp.c_fc.bias"), ("gptj", "mlp.fc_in.bias")])
+def test_missing_array_has_the_name_of_the_folders_others(fork, tmp_path, capsys, kind, name):
+    arrays = read_fork_arrays()
+    if kind == "gptj":
+        (fork / "config.json").write_bytes((SOURCE / "config.json").read_bytes())
+        arrays = {array: np.float32(tensor.read()) for array, tensor in weight_files.find_tensors(SOURCE).items()}
+    del arrays[f"transformer.h.1.{name}"]
+    write_arrays(fork, arrays)
+    assert main(["convert", str(fork), str(tmp_path / "run")]) == FAILED
+    assert f"lacks transformer.h.1.{name};" in capsys.readouterr().err
 
 
 def test_a_gpt_neo_has_no_arrays_of_the_fork(fork, tmp_path, capsys):

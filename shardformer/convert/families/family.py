@@ -54,7 +54,7 @@ class Family:
     # True: the files may have layers beyond the last, which predict later tokens; they are not read.
     predicts_further: bool = False
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)  # their second name -> their first name
-    # Patterns in the names of arrays, and what older files have in their place.
+    # Regular expressions for parts of array names -> their replacements in older files.
     older_arrays: dict[str, str] = dataclasses.field(default_factory=dict)
     # Our key -> the values that the family computes besides its default or the value of `ours`; None for any value.
     variants: Callable[[Config], dict[str, tuple | None]] = lambda config: {}
@@ -67,6 +67,18 @@ def read_activation(theirs: dict, key: str, known: dict[str, str] = ACTIVATIONS)
             f"{key}={theirs[key]!r:.80} is not an activation that we compute: there are {', '.join(known)}"
         )
     return {"activation": known[theirs[key]]}
+
+
+def resolve_aliases(theirs: dict, aliases: dict[str, str]) -> dict:
+    """Replaces second names of keys by their first names; rejects two names with two values."""
+    given: dict[str, str] = {}  # first name -> its name in config.json
+    for name in sorted(theirs, key=aliases.__contains__):  # first names before second names
+        other = given.setdefault(aliases.get(name, name), name)
+        if theirs[name] != theirs[other]:
+            raise UsageError(
+                f"{name}={theirs[name]!r:.80} contradicts {other}={theirs[other]!r:.80}; correct one of them"
+            )
+    return {key: theirs[name] for key, name in given.items()}
 
 
 def reject_differences(theirs: dict, ruling: str, value: Any, rest: tuple[str, ...]) -> None:

@@ -16,7 +16,7 @@ DEFAULTS = {
 
 
 def _read(theirs: dict) -> dict:
-    layers = _expand_types(theirs)
+    layers = expand_types(theirs)
     if theirs.get("attention_layers") not in (None, layers):
         raise UsageError("attention_layers contradicts attention_types, which transformers reads; remove it")
     if unknown := set(layers) - {"global", "local"}:
@@ -26,7 +26,7 @@ def _read(theirs: dict) -> dict:
     return read_activation(theirs, "activation_function") | to_keys(letters, window)
 
 
-def _expand_types(theirs: dict) -> list[str]:
+def expand_types(theirs: dict) -> list[str]:
     """Returns the kind of each layer, of which there must be num_layers."""
     check_layers(theirs, "num_layers")
     layers: list[str] = []
