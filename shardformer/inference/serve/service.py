@@ -16,8 +16,8 @@ from shardformer.inference.serve.embeddings import MOST_INPUTS, EmbeddingAnswer,
 from shardformer.inference.serve.engine_thread import EngineThread
 from shardformer.inference.serve.exchange import AnswerType, Exchange
 from shardformer.inference.serve.jobs import Job, Weights
-from shardformer.inference.serve.prompts import PromptReader
 from shardformer.inference.serve.request_fields import ApiError, Fields, parse_body, read_fields, read_prompts
+from shardformer.inference.serve.request_prompts import PromptReader
 from shardformer.inference.serve.response_format import Forms
 from shardformer.inference.serve.responses.response_answer import ResponseAnswer
 from shardformer.inference.serve.responses.response_request import read_request, rename_fields
