@@ -109,10 +109,10 @@ def go_together(preset: str, words: list[str]) -> bool:
 
 
 def shorten(words: list[str]) -> list[str]:
-    """Returns a command with keys that make it quick; it keeps its other keys, and a sweep two of several values."""
+    """Returns a command with keys that make it quick; it keeps its other keys, and two of several sizes or values to try."""
     shorter = SHORTER.get("train --resume" if "--resume" in words else words[0], {})
     kept = [word for word in words if word.partition("=")[0] not in {"steps", "tokens", "seq", "seeds"}]
-    if words[0] == "sweep":
+    if words[0] in ("sweep", "coordinates"):
         kept = [",".join(word.split(",")[:2]) for word in kept]
     given = {word.partition("=")[0] for word in kept if "=" in word}
     return [*kept, *(f"{key}={value}" for key, value in shorter.items() if key not in given)]
