@@ -109,7 +109,7 @@ def go_together(preset: str, words: list[str]) -> bool:
 
 
 def shorten(words: list[str]) -> list[str]:
-    """Returns a command with keys that make it quick; it keeps its other keys, and two of several sizes or values to try."""
+    """Returns a command with keys that make it quick; it keeps its other keys, and two of several values to try."""
     shorter = SHORTER.get("train --resume" if "--resume" in words else words[0], {})
     kept = [word for word in words if word.partition("=")[0] not in {"steps", "tokens", "seq", "seeds"}]
     if words[0] in ("sweep", "coordinates"):
