@@ -70,7 +70,7 @@ def test_all_programs(group):
 @pytest.mark.slow
 @pytest.mark.parametrize("group", COMPILED)
 def test_compiled_programs(group):
-    seeds = seeds_of(group, 4)
+    seeds = seeds_of(group, 6 if tiers.ALL_RANDOM_CASES else 2)
     rounding = find_errors(seeds, group, functools.partial(run_exactly, floats="stored"))
     errors = find_errors(seeds, group, run_compiled)
     assert {seed: error for seed, error in errors.items() if not error < 1e-3 + 10 * rounding[seed]} == {}
