@@ -2,11 +2,12 @@
 # The lint, the types and the tests, on the CPU.
 #
 #   scripts/test.sh                        the short tier: every feature once
-#   scripts/test.sh full                   every test on the newest JAX, then tpu_compiler.sh
+#   scripts/test.sh full                   the slow tests too, on the newest JAX, then tpu_compiler.sh
+#   scripts/test.sh night                  every test and every random case, on the newest JAX, then tpu_compiler.sh
 #   scripts/test.sh [pytest argument ...]  without lint and types
 #
-# `full` takes the newest Python of 3.13 and 3.12 on the PATH and in pyenv, unless PYTHON names one: 3.11 has JAX 0.10
-# only. If that is another Python than the default one, its environment is $VENV-newest.
+# `full` and `night` take the newest Python of 3.13 and 3.12 on the PATH and in pyenv, unless PYTHON names one: 3.11 has
+# JAX 0.10 only. If that is another Python than the default one, its environment is $VENV-newest.
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
@@ -14,7 +15,12 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
 export JAX_PLATFORMS=cpu
 tier=${1:-short}
 default=$VENV newest=""
-if [[ $tier == full && -z ${PYTHON:-} ]]; then
+case $tier in
+    short | full) ;;
+    night) export ALL_RANDOM_CASES=1 ;;
+    *) tier=chosen ;;
+esac
+if [[ $tier == full || $tier == night ]] && [[ -z ${PYTHON:-} ]]; then
     newest=$(find_newest_python)
     if [[ -z $newest ]]; then
         say "LEFT OUT: the newest JAX. It needs Python 3.12 or 3.13 with its venv module; none was found."
@@ -28,7 +34,7 @@ cd -- "$ROOT"
 python=$VENV/bin/python
 say "$("$python" -c 'import platform, jax; print("JAX", jax.__version__, "on Python", platform.python_version())')"
 
-if [[ $tier != short && $tier != full ]]; then
+if [[ $tier == chosen ]]; then
     run "$python" -m pytest "$@"
     exit
 fi
@@ -44,9 +50,12 @@ show "$python" -m mypy
 # Compiling keeps one core busy: two workers. In the full tier two more compute while others wait for processes.
 # A file's tests stay together, as a worker keeps what it compiles, and the long files come first (tests/conftest.py).
 workers=2
-[[ $tier == full ]] && workers=4
+[[ $tier == short ]] || workers=4
 arguments=(-q --durations=10 -n "$workers" --dist loadfile --no-loadscope-reorder)
-[[ $tier == full ]] || arguments+=(--short)
+case $tier in
+    short) arguments+=(--short) ;;
+    full) arguments+=(-m "not nightly") ;;
+esac
 failed=0
 run "$python" -m pytest "${arguments[@]}" || failed=1
 if ! wait $!; then
@@ -54,5 +63,5 @@ if ! wait $!; then
     failed=1
 fi
 ((failed == 0)) || exit 1
-[[ $tier == full ]] || exit 0
+[[ $tier != short ]] || exit 0
 run env ${newest:+-u PYTHON} VENV="$default" bash scripts/tpu_compiler.sh

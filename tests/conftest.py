@@ -81,6 +81,18 @@ LEGACY_IN_SHORT_TIER = tuple(
 )  # fmt: skip
 
 
+# Slow tests of tools and of many cases, each of which has a short test as well.
+NIGHTLY_FILES = tuple(
+    f"tests/{name}.py"
+    for name in (
+        "analysis/test_best_settings", "analysis/test_coordinates", "analysis/test_explain", "analysis/test_forecast",
+        "analysis/test_memory", "analysis/test_tpu_bytes", "bench/test_race", "bench/test_step_time",
+        "inference/test_lm_eval_kinds", "legacy/test_estimators", "legacy/test_gradient_programs",
+        "legacy/test_operation_programs", "legacy/test_placed_convolutions", "optim/test_seeds",
+        "scripts/test_example_scripts", "shards/test_float32_sums")
+)  # fmt: skip
+
+
 def pytest_addoption(parser):
     parser.addoption("--short", action="store_true", help="leave out the full tier: see the markers in pyproject.toml")
 
@@ -96,6 +108,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.nodeid.startswith(LEGACY) and not item.nodeid.startswith(LEGACY_IN_SHORT_TIER):
             item.add_marker("legacy")
+        if item.nodeid.startswith(NIGHTLY_FILES) and is_left_out_of_short_tier(item):
+            item.add_marker("nightly")
     if config.getoption("--short"):
         kept, left_out = choose_short_tier(items)
         config.hook.pytest_deselected(items=left_out)
@@ -108,9 +122,12 @@ def choose_short_tier(items) -> tuple[list, list]:
     kept: list = []
     left_out: list = []
     for item in items:
-        is_full = any(item.get_closest_marker(name) for name in ("slow", "multiprocess", "legacy"))
-        (left_out if is_full else kept).append(item)
+        (left_out if is_left_out_of_short_tier(item) else kept).append(item)
     return kept, left_out
+
+
+def is_left_out_of_short_tier(item) -> bool:
+    return any(item.get_closest_marker(name) for name in ("slow", "multiprocess", "legacy"))
 
 
 def rank_by_length(item) -> int:

@@ -33,5 +33,5 @@ def test_code_is_pinned_and_in_the_folder_of_its_variable():
 
 
 def test_nightly_runs_the_full_tier_and_the_mutants():
-    assert "bash scripts/test.sh full" in NIGHTLY
+    assert "bash scripts/test.sh night" in NIGHTLY
     assert "python -m tests.mutants" in NIGHTLY

@@ -53,13 +53,19 @@ def run_script(folder, *words):
     return done, {line[-1]: line[0] for line in lines if line[1:3] == ["-m", "pytest"]}
 
 
-ALL, SHORT, LIBTPU = "--no-loadscope-reorder", "--short", "tests/analysis/test_ahead_of_time.py"
+# The last words of the commands: of every test, of those that are "not nightly", of the short tier.
+ALL, FULL, SHORT, LIBTPU = "--no-loadscope-reorder", "nightly", "--short", "tests/analysis/test_ahead_of_time.py"
 
 
 def test_full_tier_runs_on_the_newest_python_of_pyenv(tmp_path, install_python):
     install_python("3.12", "pyenv/versions/3.12.1/bin/python")
     install_python("3.13", "pyenv/versions/3.13.0/bin/python")
-    assert run_script(tmp_path, "full")[1] == {ALL: "3.13", LIBTPU: "3.11"}
+    assert run_script(tmp_path, "full")[1] == {FULL: "3.13", LIBTPU: "3.11"}
+
+
+def test_night_leaves_out_no_test(tmp_path, install_python):
+    install_python("3.13", "pyenv/versions/3.13.0/bin/python")
+    assert run_script(tmp_path, "night")[1] == {ALL: "3.13", LIBTPU: "3.11"}
 
 
 def test_short_tier_runs_on_the_default_python(tmp_path, install_python):
@@ -70,16 +76,16 @@ def test_short_tier_runs_on_the_default_python(tmp_path, install_python):
 def test_python_without_venv_is_passed_over(tmp_path, install_python):
     install_python("3.13", "bin/python3.13", without_venv=1)
     install_python("3.12", "bin/python3.12")
-    assert run_script(tmp_path, "full")[1][ALL] == "3.12"
+    assert run_script(tmp_path, "full")[1][FULL] == "3.12"
 
 
 def test_default_python_that_is_the_newest_keeps_its_environment(tmp_path, install_python):
     install_python("3.13", "bin/python3")
-    assert run_script(tmp_path, "full")[1] == {ALL: "3.13", LIBTPU: "3.13"}
+    assert run_script(tmp_path, "full")[1] == {FULL: "3.13", LIBTPU: "3.13"}
     assert not (tmp_path / "venv-newest").exists()
 
 
 def test_missing_newest_python_is_reported(tmp_path, install_python):
     done, runs = run_script(tmp_path, "full")
-    assert runs == {ALL: "3.11", LIBTPU: "3.11"}
+    assert runs == {FULL: "3.11", LIBTPU: "3.11"}
     assert "LEFT OUT: the newest JAX." in done.stderr
