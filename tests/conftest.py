@@ -81,14 +81,13 @@ LEGACY_IN_SHORT_TIER = tuple(
 )  # fmt: skip
 
 
-# Slow tests of tools and of many cases, each of which has a short test as well.
+# Slow tests of tools and of many cases; there are short ones of the same parts.
 NIGHTLY_FILES = tuple(
     f"tests/{name}.py"
     for name in (
-        "analysis/test_best_settings", "analysis/test_coordinates", "analysis/test_explain", "analysis/test_forecast",
-        "analysis/test_memory", "analysis/test_tpu_bytes", "bench/test_race", "bench/test_step_time",
-        "inference/test_lm_eval_kinds", "legacy/test_estimators", "legacy/test_gradient_programs",
-        "legacy/test_operation_programs", "legacy/test_placed_convolutions", "optim/test_seeds",
+        "analysis/test_best_settings", "analysis/test_coordinates", "analysis/test_forecast", "analysis/test_memory",
+        "analysis/test_tpu_bytes", "bench/test_race", "bench/test_step_time", "inference/test_lm_eval_kinds",
+        "legacy/test_gradient_programs", "legacy/test_operation_programs", "optim/test_seeds",
         "scripts/test_example_scripts", "shards/test_float32_sums")
 )  # fmt: skip
 
