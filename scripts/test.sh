@@ -2,8 +2,8 @@
 # The lint, the types and the tests, on the CPU.
 #
 #   scripts/test.sh                        the short tier: every feature once
-#   scripts/test.sh full                   the slow tests too, on the newest JAX, then tpu_compiler.sh
-#   scripts/test.sh night                  every test and every random case, on the newest JAX, then tpu_compiler.sh
+#   scripts/test.sh full                   most of the slow tests too, on the newest JAX, then tpu_compiler.sh
+#   scripts/test.sh night                  every test and every case, on the newest JAX, then tpu_compiler.sh
 #   scripts/test.sh [pytest argument ...]  without lint and types
 #
 # `full` and `night` take the newest Python of 3.13 and 3.12 on the PATH and in pyenv, unless PYTHON names one: 3.11 has
@@ -17,7 +17,7 @@ tier=${1:-short}
 default=$VENV newest=""
 case $tier in
     short | full) ;;
-    night) export ALL_RANDOM_CASES=1 ;;
+    night) export ALL_CASES=1 ;;
     *) tier=chosen ;;
 esac
 if [[ $tier == full || $tier == night ]] && [[ -z ${PYTHON:-} ]]; then

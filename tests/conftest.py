@@ -86,9 +86,10 @@ NIGHTLY_FILES = tuple(
     f"tests/{name}.py"
     for name in (
         "analysis/test_best_settings", "analysis/test_coordinates", "analysis/test_forecast", "analysis/test_memory",
-        "analysis/test_tpu_bytes", "bench/test_race", "bench/test_step_time", "inference/test_lm_eval_kinds",
-        "legacy/test_gradient_programs", "legacy/test_operation_programs", "optim/test_seeds",
-        "scripts/test_example_scripts", "shards/test_float32_sums")
+        "analysis/test_tpu_bytes", "bench/test_race", "bench/test_step_time", "convert/test_hf",
+        "inference/test_lm_eval_kinds", "legacy/test_gradient_programs", "legacy/test_operation_programs",
+        "objectives/test_keys_of_objectives", "optim/test_seeds", "scripts/test_example_scripts",
+        "shards/test_float32_sums", "training/test_keys_of_features")
 )  # fmt: skip
 
 
@@ -126,7 +127,7 @@ def choose_short_tier(items) -> tuple[list, list]:
 
 
 def is_left_out_of_short_tier(item) -> bool:
-    return any(item.get_closest_marker(name) for name in ("slow", "multiprocess", "legacy"))
+    return any(item.get_closest_marker(name) for name in ("slow", "multiprocess", "legacy", "nightly"))
 
 
 def rank_by_length(item) -> int:

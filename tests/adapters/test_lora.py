@@ -123,7 +123,7 @@ def test_the_average_is_that_of_the_weights(tmp_path, text):
     )  # weights of 1e-2 may cancel
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_gradient_metrics_are_written_and_go_on_after_a_resume(tmp_path, text):
     out = tmp_path / "run"
     assert train(text, out, grad_metrics=True, steps=2) == 0

@@ -161,7 +161,7 @@ def test_sweep_rejects_a_config_without_any_mesh():
         plan.sweep(shared.tiny(mesh="auto", batch=3, heads=1), two)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sweep_rows_have_distinct_names():
     plans = plan.sweep(shared.tiny(mesh="auto"), chips.parse_slice("v5e:2x2"))
     assert {p.config.parallel.remat for p in plans} == {"none", preset("gptj_6b").parallel.remat, "full"}

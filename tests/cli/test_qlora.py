@@ -23,7 +23,7 @@ from shardformer.inference.serve.jobs import make_jobs
 from shardformer.layout import resolve
 from shardformer.model import Model
 from shardformer.training.run_folder import Run
-from tests import runs
+from tests import runs, tiers
 from tests.runs import USAGE
 
 ADAPTING = ("lora_rank=2", "mesh=2x1", "zero=3", "batch=8", "steps=4", "save_every=2", "lr=0.01")
@@ -182,7 +182,9 @@ def test_other_forms_of_stored_codes_are_rejected(codes, text, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "form", "mesh"), [("base", "int8", "1x1"), ("adapted", "auto", "2x4")])
+@pytest.mark.parametrize(
+    ("name", "form", "mesh"), [("base", "int8", "1x1"), tiers.at_night(("adapted", "auto", "2x4"))]
+)
 def test_served_bits_are_those_of_generate(request, name, form, mesh):
     """Alone, among others that come and go, and by `generate`."""
     run, prompts = Run.open(request.getfixturevalue(name)), [[1, 2, 3], [4], [5, 6]]

@@ -63,7 +63,7 @@ def test_loss_changes_by_at_most_half_a_percent(score, monkeypatch):
     assert abs(score("weights=int8") / exact - 1) > MOST - 1  # this young model even gains from larger logits
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("form", ["int4", "nf4"])
 def test_loss_changes_little_with_4_bits(score, form, monkeypatch):
     exact, small = score(), score(f"weights={form}")

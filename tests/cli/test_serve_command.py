@@ -106,7 +106,7 @@ def adapted(tmp_path_factory):
     return source, base, out, folder / "peft"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_adapters_are_served_beside_a_hugging_face_folder(adapted, monkeypatch):
     """Each model has the bits that it has alone, and the weights of the base exist once."""
     source, base, run, published = adapted

@@ -16,7 +16,7 @@ from shardformer.parallel import context
 from shardformer.parallel.replicas import Replicated
 from shardformer.parallel.ring_attention import Ring
 from shardformer.shards import Dropout
-from tests import asserts, meshes, shared
+from tests import asserts, meshes, shared, tiers
 
 LOSS, GRADIENT = 1e-6, 1e-5
 # Rows carry documents, whose positions restart, and weights; masks are drawn by position; heads share keys.
@@ -49,7 +49,7 @@ def test_evaluation_of_a_split_context_has_the_sums_of_one_device(name, options)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "options"), MESHES[:2])  # each of the two algorithms
+@pytest.mark.parametrize(("name", "options"), [tiers.at_night(MESHES[0]), MESHES[1]])  # the two algorithms
 def test_compiled_context_equals_the_exact_device(name, options):
     model, params = shared.trainer(mesh=name, **FEATURES, **options).model, shared.drawn(shared.tiny(**FEATURES), 0)
     params_on_mesh, key = jax.device_put(params, model.shardings), np.asarray(KEY)

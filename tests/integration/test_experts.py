@@ -13,7 +13,7 @@ from shardformer.experts import expert_layer, grouped_product
 from shardformer.model import model as model_module
 from shardformer.model.measuring import measure_routes
 from shardformer.parallel.replicas import Replicated
-from tests import asserts, meshes, shared
+from tests import asserts, meshes, shared, tiers
 
 KEYS = {
     "experts": 4, "bias": "none", "block": "sequential", "activation": "swiglu", "d_ff": 32, "balance_loss": 0.1,
@@ -82,7 +82,11 @@ def test_mesh_equals_one_device_and_the_dense_reference(mesh, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "options"), [MESHES[1], MESHES[3]], ids=str)  # experts over mp, and over dp
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [MESHES[3], tiers.at_night(MESHES[1])],
+    ids=str,  # experts over dp, and over mp
+)
 def test_compiled_mesh_equals_the_dense_reference(mesh, options):
     model = shared.trainer(mesh=mesh, **KEYS | options).model
     params, key = jax.device_put(parameters(), model.shardings), np.zeros(2, np.uint32)

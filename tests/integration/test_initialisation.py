@@ -22,9 +22,9 @@ EVERY_MESH_DRAWS = True  # see conftest.py
     [
         ({"zero": 3}, ("4x2",)),
         ({}, ("2x4",)),
-        ({"init_std": None}, ("2x4",)),
+        tiers.at_night(({"init_std": None}, ("2x4",))),
         (GPT2, ("4x2", "1x8")),
-        ({"positions": "t5"}, ("2x4",)),
+        tiers.at_night(({"positions": "t5"}, ("2x4",))),
         ({"lora_rank": 2, "accum": 2}, ("2x2x2",)),
     ],
     ids=["ZeRO", "tiny", "fan-in", "GPT-2", "T5", "LoRA on stages"],

@@ -202,7 +202,7 @@ sys.exit(main([*words[:at], *keys]) or main([*words[at + 1 :], *keys]))
 SMALL = ("train", "tiny", "layers=1", "steps=2", "log_every=1", "decay_steps=8", "eval_batches=1")
 
 
-@pytest.mark.multiprocess
+@pytest.mark.nightly
 def test_pairs_and_rewards_train_as_one(tmp_path):
     """The tokens of each pair are on devices of both processes, which both read it."""
     pairs = [{"prompt": f"{n}? ", "chosen": f"yes {n}", "rejected": f"no, {n}"} for n in range(60)]

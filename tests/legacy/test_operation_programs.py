@@ -1,7 +1,7 @@
 """Random programs of xmap equal a loop over all instances, to 1e-7 of their scale: see operation_programs.py.
 
 Both run in the exact interpreter. Some are compiled as well, and differ by ten times the rounding to float32 at most.
-Five programs of each group run; all 306 with ALL_RANDOM_CASES=1.
+Five programs of each group run; all 306 with ALL_CASES=1.
 """
 
 import functools
@@ -17,7 +17,7 @@ from tests.legacy.gradient_programs import make_psum_without_transpose
 from tests.legacy.instance_operations import OPERATIONS
 from tests.legacy.operation_programs import GROUPS, draw_arguments, programs
 
-PROGRAMS_IN_A_GROUP = 17 if tiers.ALL_RANDOM_CASES else 5
+PROGRAMS_IN_A_GROUP = 17 if tiers.ALL_CASES else 5
 OF_EACH_MODE = (0, 7, 15)  # groups that differ in their layout too
 COMPILED = (2, 9, 13)
 TOLERANCE = 1e-7  # both are in float64: most differ by 1e-16, one that amplifies rounding by 1.5e-9
@@ -70,7 +70,7 @@ def test_all_programs(group):
 @pytest.mark.slow
 @pytest.mark.parametrize("group", COMPILED)
 def test_compiled_programs(group):
-    seeds = seeds_of(group, 6 if tiers.ALL_RANDOM_CASES else 2)
+    seeds = seeds_of(group, 6 if tiers.ALL_CASES else 2)
     rounding = find_errors(seeds, group, functools.partial(run_exactly, floats="stored"))
     errors = find_errors(seeds, group, run_compiled)
     assert {seed: error for seed, error in errors.items() if not error < 1e-3 + 10 * rounding[seed]} == {}

@@ -12,7 +12,7 @@ from shardformer.analysis import verify_exact
 from shardformer.config.names import EXPERT_MATRICES, MATRICES, SHARED_MATRICES
 from shardformer.errors import UsageError
 from shardformer.model import master_weights
-from tests import asserts, meshes, shared
+from tests import asserts, meshes, shared, tiers
 
 STEPS = 3
 BOTH = {"dtype": "bfloat16", "layers": 1}
@@ -24,7 +24,7 @@ CASES = [
     {"mesh": "2x2", "experts": 4, "shared_width": 8, "bias": "none", "balance_loss": 0.5, "d_ff": 16},
 ]
 # A gradient that zero=3 has summed over dp is rounded once, as its parameter is; all else is exact.
-COMPILED = [(CASES[0], 0.0), (CASES[2], 2**-7)]
+COMPILED = [(CASES[0], 0.0), tiers.at_night((CASES[2], 2**-7))]
 HALVES = {*MATRICES, *EXPERT_MATRICES, *SHARED_MATRICES}
 
 

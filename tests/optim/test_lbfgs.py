@@ -92,7 +92,7 @@ def test_frozen_parameters_stay_and_the_others_go_their_own_way():
 SMALL = {"layers": 1, "bias": "none", "positions": "none", "mesh": "2x4"} | SETTINGS
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_trainer_s_loss_falls_at_every_step():
     trainer = shared.trainer(**SMALL)
     state, losses = shared.initial_state(**SMALL), []

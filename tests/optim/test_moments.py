@@ -64,7 +64,7 @@ def test_slow_average_moves_where_nearest_rounding_stands_still():
     assert float(nearest) == 1.0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bfloat16_moments_are_half_as_large_and_train_as_float32():
     """Accumulated gradients are not moments: they stay in float32."""
     options = {"mesh": "4x2", "layers": 1, "optimizer": "muon", "lr_rules": "k=frozen"}

@@ -181,7 +181,7 @@ def test_gradients_equal_dequantised_weights(form, shape, keys):
     assert relative_error(gradients(*make(form, shape, **keys)), compute_densely(stored(form))) < 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_gradients_of_adapters_of_experts():
     model, params = make("nf4", "2x2", EXPERTS, expert_axes="dp", zero=3)
     compute = jax.jit(lambda params: model.loss_and_grad(params, shared.batch(), np.zeros(2, np.uint32))[1])

@@ -54,7 +54,7 @@ def temporary_bytes(remat, **overrides):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_kind_of_remat_takes_less_memory_than_the_next():
     took = [temporary_bytes(kind) for kind in KINDS]
     assert took == sorted(took)

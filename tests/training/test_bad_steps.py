@@ -88,7 +88,7 @@ def final_loss(out) -> float:
     return json.loads((out / "final.json").read_text())["validation"]["loss"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_twenty_bad_steps_hardly_change_the_loss(tmp_path, clean_loss):
     words, expected = clean_loss
     with bad_batches(TWENTY):
@@ -142,7 +142,7 @@ def test_two_processes_go_back_together(spoilt_by_two, spoilt):
     assert float(got) == pytest.approx(float(expected), rel=1e-4)
 
 
-@pytest.mark.multiprocess
+@pytest.mark.nightly
 def test_two_processes_resume_bitwise_through_both(tmp_path, text, spoilt_by_two):
     """The run ends within the row of bad steps, so that its resume goes back."""
     out = tmp_path / "run"

@@ -87,7 +87,7 @@ def train_in_two_processes(devices, *words):
     assert [status for status, *_ in results] == [0, 0], results
 
 
-@pytest.mark.multiprocess
+@pytest.mark.nightly
 def test_texts_of_two_processes_are_those_of_one(tmp_path, text, prompts, capsys):
     """One process generates from the checkpoint that two have written."""
     out = tmp_path / "run"

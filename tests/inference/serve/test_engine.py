@@ -165,7 +165,7 @@ def test_bits_do_not_depend_on_other_requests(chunked):
     assert not differing(*chunked, seeds=range(ORDERS or 8))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES)
 def test_bits_on_a_mesh_do_not_depend_on_other_requests(case, small_chunks):
     """Experts compute the tokens of all rows in the same blocks; a split context joins the results of its shards."""
