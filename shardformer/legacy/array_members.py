@@ -1,8 +1,4 @@
-"""Puts members of arrays, primitives and stages back: `x.device_buffer`, those of GlobalDeviceArray.
-
-`x.device()` stays lost: `x.device` is the device itself today. JAX fails with devices that can be called, and what
-only resembles a device fails in `pmap`, `Mesh` and `jit(device=)`.
-"""
+"""Puts members of arrays, primitives and stages back: `x.device_buffer`, `x.device()`, those of GlobalDeviceArray."""
 
 import contextlib
 import functools
@@ -15,6 +11,7 @@ from jax.extend.core import Primitive
 from jax.stages import Compiled, Lowered
 
 from shardformer.legacy import frozen_dicts, missing_packages, package_stand_ins
+from shardformer.legacy.called_device import CalledDevice
 from shardformer.legacy.lost_names import FLAX_MODELS
 
 # What Python says where a script calls one of them, and the advice.
@@ -23,8 +20,6 @@ ADVICE = {
     "incompatible devices for jitted computation": "jax: the result of a pmap met arrays on one device up to jax 0.4; "
     "today write jax.device_put(x, device) around it, or around the other",
     "cannot import name 'Flax": f"transformers: {FLAX_MODELS}",
-    "Device' object is not callable": "jax: x.device() is x.device today, without the parentheses",
-    "Sharding' object is not callable": "jax: x.device() of an array on several devices is x.devices() today",
 }
 
 
@@ -33,6 +28,7 @@ def put_back(stack: contextlib.ExitStack) -> None:
     _set(stack, Primitive, "map_primitive", False)
     arrays = _classes_of_arrays()
     for array in arrays:
+        _set(stack, array, "device", CalledDevice(array.device))
         _set(stack, array, "device_buffer", property(lambda x: x.addressable_data(0)))
         _set(stack, array, "device_buffers", property(lambda x: [shard.data for shard in x.addressable_shards]))
         _set(stack, array, "local_shards", property(lambda x: x.addressable_shards))

@@ -80,7 +80,7 @@ class _Finder(ValueVisitor):
             self._note_option(node, node.args[0].value)
         member = node.func.attr if isinstance(node.func, ast.Attribute) and function is None else ""
         if member in CALLED_PROPERTIES and not (node.args or node.keywords):
-            self._add(node, f"x.{member}()", NOT_PUT_BACK, CALLED_PROPERTIES[member])
+            self._add(node, f"x.{member}()", COVERED, CALLED_PROPERTIES[member])
         if (today := lost_method(node, self)) is not None:
             self._add(node, f"x.{member}", COVERED, f"{today}(x, ...)")
         if frozen_dicts.unfrozen_result(node, self) is not None:

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from shardformer.__main__ import main
-from shardformer.legacy import install_options, spawned_script, uninstall
+from shardformer.legacy import frozen_dicts, install_options, spawned_script, uninstall
 from shardformer.legacy.install import installed, short_report
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,7 @@ if __name__ == "__main__":
     if action.isdigit(): sys.exit(int(action))
     if action == "message": sys.exit("a last word")
     if action == "interrupted": raise KeyboardInterrupt
-    if action == "device": jax.numpy.ones(3).device()
+    if action == "unfrozen": {}.unfreeze()
 """
 OUTLIVED = """\
 import atexit, os, pickle, sys, threading, time
@@ -187,7 +187,7 @@ def test_it_exits_as_it_likes(script, action, status):
         ("missing", 1, "ModuleNotFoundError: No module named 'no_such_module'"),
         ("open", 1, "FileNotFoundError: [Errno 2] No such file or directory: 'no such file'"),
         ("interrupted", 130, "KeyboardInterrupt"),
-        ("device", 1, "jax: x.device() is x.device today, without the parentheses"),
+        ("unfrozen", 1, frozen_dicts.ADVICE),
     ],
 )
 def test_its_mistakes_are_its_own(script, capsys, action, status, last):
