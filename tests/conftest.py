@@ -76,8 +76,8 @@ LEGACY_IN_SHORT_TIER = tuple(
     f"tests/legacy/test_{name}.py"
     for name in (
         "after_import", "check", "constraint", "custom_transforms", "flax_names",
-        "gradient_programs", "missing_packages", "operation_programs", "package_stand_ins", "pjit", "pmap",
-        "pmap_shardings", "pmap_uses", "removed_parts", "xmap", "xmap_messages")
+        "gradient_programs", "missing_packages", "operation_programs", "package_stand_ins", "partitioned_function",
+        "pjit", "pmap", "pmap_shardings", "pmap_uses", "removed_parts", "xmap", "xmap_messages")
 )  # fmt: skip
 
 

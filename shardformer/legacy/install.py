@@ -217,6 +217,7 @@ def _needs_concrete(checkpoint: Callable) -> bool:
 
 KEEPS_ITS_MEANING = {
     "jax.core.gensym": _accepts_jaxprs,
+    "jax.experimental.custom_partitioning.custom_partitioning": _is_ours,
     "jax.interpreters.ad.linearize": _accepts_separate_primals,
     "jax.jit": _accepts_auto,
     "jax.lax.all_to_all": _exchanges_shared_values,

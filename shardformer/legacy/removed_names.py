@@ -354,6 +354,9 @@ REWRITTEN = {
 
 # Names that are still there and mean less than they did: for xmap's axes, named shapes and einsums, old keywords.
 CHANGED = {
+    "jax.experimental.custom_partitioning.custom_partitioning": (
+        "shardformer.legacy.partitioned_function:custom_partitioning"
+    ),
     "jax.lax.all_to_all": "shardformer.legacy.all_to_all_fix:all_to_all",
     "jax.lax.pswapaxes": "shardformer.legacy.all_to_all_fix:pswapaxes",
     "jax.lax.with_sharding_constraint": "shardformer.legacy.pjit:lax_with_sharding_constraint",
