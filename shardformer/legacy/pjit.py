@@ -97,9 +97,12 @@ def pjit(
     options |= {
         "static_argnums": static_argnums, "static_argnames": static_argnames, "donate_argnums": donate_argnums
     }  # fmt: skip
+    placed = _option_of_device({"in_shardings": inputs, "out_shardings": outputs}, options)
 
     @functools.cache
     def compiled(mesh: Mesh | None):
+        if placed and mesh is not None:
+            raise ValueError(f"pjit got {placed} inside of a mesh, which has the devices; leave out one of them")
         sides = {
             "in_shardings": _shardings(inputs, mesh, "pjit's in_axis_resources"),
             "out_shardings": _shardings(outputs, mesh, "pjit's out_axis_resources"),
@@ -134,8 +137,7 @@ def with_sharding_constraint(x: Any, axis_resources: Any):
     for spec in jax.tree.leaves(axis_resources, is_leaf=_is_none):
         _check_type(spec, "with_sharding_constraint")
     specs = _replace_none(PartitionSpec(), axis_resources)
-    shardings = _shardings(specs, _auto_mesh(current_mesh()), "with_sharding_constraint")
-    return shard_map_helpers.with_sharding_constraint(x, shardings)
+    return _constrain(x, _shardings(specs, _auto_mesh(current_mesh()), "with_sharding_constraint"))
 
 
 def lax_with_sharding_constraint(x: Any, shardings: Any):
@@ -151,7 +153,14 @@ def lax_with_sharding_constraint(x: Any, shardings: Any):
             raise _outside_of_a_mesh("with_sharding_constraint", spec)
         return spec
 
-    return shard_map_helpers.with_sharding_constraint(x, jax.tree.map(resolve, shardings))
+    return _constrain(x, jax.tree.map(resolve, shardings))
+
+
+def _constrain(x: Any, shardings: Any):
+    """Returns x in a layout; an array that has the layout is returned as it is, as it was then."""
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.sharding == shardings:
+        return x
+    return shard_map_helpers.with_sharding_constraint(x, shardings)
 
 
 def _body_in_mesh(fun: Callable, mesh: Mesh | None) -> Callable:
@@ -200,6 +209,17 @@ def _signature(fun: Callable) -> Iterable[inspect.Parameter]:
         return inspect.signature(fun).parameters.values()
     except ValueError:  # a builtin like `max` tells none, and jax then finds no positions either
         return ()
+
+
+def _option_of_device(layouts: dict[str, Any], options: dict[str, Any]) -> str | None:
+    """Returns the option that names a device, with which there are no layouts; None if none does."""
+    places = layouts | {name: options.get(name) for name in ("device", "backend")}
+    given = [name for name, place in places.items() if place is not None and place is not REPLICATED]
+    if not given or given[-1] in layouts:
+        return None
+    if len(given) > 1:
+        raise ValueError(f"pjit got both {given[0]} and {given[-1]}; give one of them")
+    return given[0]
 
 
 def _specs(side: str, resources: Any, shardings: Any):

@@ -4,6 +4,23 @@ import re
 
 TODAYS_WORDS = [
     ("Received incompatible devices for pjitted", "Received incompatible devices for jitted"),
+    ("Got argument x of", r"Got argument x(?:\[0\])? of"),
+    ("pjit inside pjit", "jit inside jit"),
+    (
+        r"If backend or device is specified on jit, then (in|out)_shardings should not be specified.",
+        r"pjit got both \1_shardings and (?:device|backend)",
+    ),
+    ("can't specify both a device and a backend for jit", "pjit got both device and backend"),
+    ("Mesh context manager should not be used with jit when backend or device .*", "pjit got device inside of a mesh"),
+    (
+        "jax.jit only supports `XLACompatibleSharding`s being passed to (in|out)_shardings",
+        r"jit requires a non-empty mesh in context if you are passing `PartitionSpec`s to \1_shardings",
+    ),
+    (
+        r"The sharded dimension must be equal to the number of devices passed to PmapSharding. Got sharded dimension "
+        r"(\d) with value (\d) in shape \\\((\d),\\\) and the number of devices=(\d)",
+        r"array axis \1 is partitioned \4 times, but the dimension size is \2 \(full shape: \(\3,\)",
+    ),
     (r"\] and device ids", "] and with device ids"),
     (r"and argument\s+of", r"and argument x\[1\] of"),
     (r"of.*(P\\\(.*) is undefined", r"of \1 is not found in mesh"),

@@ -230,6 +230,8 @@ def test_outside_of_a_mesh(caught):
         pjit(lambda x: x, P("dp"), P("dp"))(X)
     np.testing.assert_array_equal(jax.jit(lambda x: maybe_shard(x, P("dp")) + 1)(X), X + 1)
     np.testing.assert_array_equal(pjit(lambda x: x + 1)(X), X + 1)  # nothing was asked for
+    with pytest.warns(DeprecationWarning, match="device argument"):
+        assert pjit(lambda x: x + 1, None, None, device=jax.devices()[3])(X).device is jax.devices()[3]
 
 
 @pytest.mark.parametrize("nothing", [None, (None,), [None]])
@@ -266,6 +268,14 @@ def test_an_explicit_mesh(assign):
     out = pjit(body, P("dp"), P("dp"))(x)
     np.testing.assert_array_equal(out, X @ X)
     assert lies(out, "dp")
+
+
+def test_constraint_returns_an_array_that_has_the_layout(mesh_4x2):
+    x = jax.device_put(X, NamedSharding(mesh_4x2, P("dp")))
+    for constrain in (with_sharding_constraint, lax_with_sharding_constraint):
+        assert constrain(x, P("dp")) is x
+        assert lies(constrain(x, P("mp")), "mp")
+    assert lax_with_sharding_constraint({"x": x}, P("dp"))["x"].sharding == x.sharding
 
 
 def test_gradients_and_jit_around_it(mesh_4x2):
@@ -319,6 +329,13 @@ def test_arguments_that_are_static_by_name(mesh_4x2):
          lambda: pjit(lambda x: x, P("dp"), in_shardings=P("dp"))),
         (TypeError, "takes PartitionSpecs, None, or pytrees of them; got 'dp'",
          lambda: pjit(lambda x: x, "dp", None)),
+        (ValueError, "both in_shardings and backend; give one of them",
+         lambda: pjit(lambda x: x, P("dp"), backend="cpu")),
+        (ValueError, "both out_shardings and device; give one of them",
+         lambda: pjit(lambda x: x, out_shardings=P("dp"), device=jax.devices()[0])),
+        (ValueError, "both device and backend; give one of them",
+         lambda: pjit(lambda x: x, device=jax.devices()[0], backend="cpu")),
+        (ValueError, "pjit got device inside of a mesh", lambda: pjit(lambda x: x, device=jax.devices()[0])(X)),
         (ValueError, "nowhere", lambda: pjit(lambda x: x, P("nowhere"), None)(X)),
         (ValueError, "divi", lambda: pjit(lambda x: x, P("dp"), None)(X[:3])),
         (ValueError, "in_axis_resources does not fit the call's 2 arguments",
