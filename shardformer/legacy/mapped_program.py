@@ -16,6 +16,7 @@ jax 0.10.2, 4x2 bfloat16, both interleaved on a busy machine: vmap takes 583 ms 
 memory, shard_map 423 ms and 31.3 MB. XLA copies transposed operands of products for vmap, and folds them for shard_map.
 """
 
+import contextlib
 import functools
 import traceback
 import types
@@ -142,6 +143,21 @@ class MappedProgram:
             message += f"; for {spelled[0]!r} write ({spelled[0]!r},): jax reads a string as its letters"
         error.args = (message,)
 
+    @contextlib.contextmanager
+    def _naming_taken_axes(self):
+        """Raises jax 0.4's type of error where the body splits a value over a mesh axis that a named axis has."""
+        try:
+            yield
+        except Exception as error:
+            taken = {axis: name for name, placement in self.placements.by_name for axis in placement.mesh_axes}
+            axis = next((axis for axis in taken if _is_about_taken_axis(str(error), axis)), None)
+            if axis is None:
+                raise
+            raise jax.errors.JAXTypeError(
+                f"the xmapped {self.name} splits a value over the mesh axis {axis!r}, which axis_resources gives to "
+                f"{taken[axis]!r}; leave it out of the spec ({error})"
+            ) from error
+
     def _report_omitted(self, refused: ValueError):
         varies = "is not known to be the same along" if isinstance(refused, NotProvenEqual) else "varies over"
         message = (
@@ -161,7 +177,8 @@ class MappedProgram:
 
         def body(*leaves):
             # The results travel in one list for each spec, because vmap wants a prefix that describes them.
-            result = self.fun()(*jax.tree.unflatten(self.in_tree, leaves))
+            with self._naming_taken_axes():
+                result = self.fun()(*jax.tree.unflatten(self.in_tree, leaves))
             matched = self.outputs.match(result, self.strict)
             structure["tree"] = jax.tree.structure(result)
             structure["specs"] = [self.outputs.distinct.index(axes) for _, axes in matched]
@@ -308,6 +325,12 @@ def raised_by_jax(error: Exception) -> bool:
     """Returns True if jax itself raised the error, and not the mapped function."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and _library(frames[-1]) == "jax"
+
+
+def _is_about_taken_axis(message: str, axis: str) -> bool:
+    """Returns True for what jax says of a pjit and of a constraint that split a value over an axis of vmap."""
+    is_of_constraint = "spmd_axis_name" in message and "cannot appear in with_sharding_constraint" in message
+    return f"duplicate entries for `{axis}`" in message or (is_of_constraint and repr(axis) in message)
 
 
 def _is_about_gradients(error: Exception) -> bool:

@@ -1,5 +1,6 @@
 """`pjit` and `with_sharding_constraint` of `jax.experimental.pjit`: their specs refer to the mesh around the call."""
 
+import contextvars
 import functools
 import inspect
 import operator
@@ -112,6 +113,7 @@ def pjit(
 
     def prepared(args):
         mesh = _auto_mesh(current_mesh())
+        _check_nested(mesh)
         jitted, wanted = compiled(mesh)
         # A static argument left at its default has no place among args; jax counts a negative one from their end.
         statics = {position + len(args) if position < 0 else position for position in static_argnums}
@@ -169,12 +171,12 @@ def _body_in_mesh(fun: Callable, mesh: Mesh | None) -> Callable:
     jax caches traces by function, but `fun` may look up the mesh. Programs pjit one function again at each step.
     """
     if not isinstance(fun, types.FunctionType):
-        return _wrap(fun)
+        return _wrap(fun, mesh)
     bodies = fun.__dict__.get(BODIES)
     if bodies is None or bodies.owner is not fun:  # functools.wraps gives a function the attributes of another
         bodies = fun.__dict__[BODIES] = _Bodies(fun, {})
     if mesh not in bodies.by_mesh:
-        bodies.by_mesh[mesh] = _wrap(fun)
+        bodies.by_mesh[mesh] = _wrap(fun, mesh)
     return bodies.by_mesh[mesh]
 
 
@@ -188,8 +190,28 @@ class _Bodies(NamedTuple):
     by_mesh: dict[Mesh | None, Callable]
 
 
-def _wrap(fun: Callable) -> Callable:
-    return functools.wraps(fun)(lambda *args, **kwargs: fun(*args, **kwargs))
+def _wrap(fun: Callable, mesh: Mesh | None) -> Callable:
+    @functools.wraps(fun)
+    def body(*args, **kwargs):
+        token = _enclosing.set(mesh)
+        try:
+            return fun(*args, **kwargs)
+        finally:
+            _enclosing.reset(token)
+
+    return body
+
+
+_enclosing: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("the mesh of a traced pjit", default=None)
+
+
+def _check_nested(mesh: Mesh | None) -> None:
+    outer = _enclosing.get()
+    if mesh is not None and outer is not None and set(mesh.devices.flat) != set(outer.devices.flat):
+        raise RuntimeError(
+            f"a pjit in the mesh {mesh} is called inside of one in {outer}; the physical mesh cannot change inside of "
+            "a pjit; enter one mesh around both"
+        )
 
 
 def _static_positions(fun: Callable, numbers: int | Sequence[int] | None, names: str | Sequence[str] | None):

@@ -21,6 +21,12 @@ TODAYS_WORDS = [
         r"(\d) with value (\d) in shape \\\((\d),\\\) and the number of devices=(\d)",
         r"array axis \1 is partitioned \4 times, but the dimension size is \2 \(full shape: \(\3,\)",
     ),
+    (
+        r"(?:pjit|with_sharding_constraint) (?:in|out)put has an axis resources specification of .*"
+        r"already used by xmap .*use mesh axes `(\w)`.*",
+        r"splits a value over the mesh axis '\1', which axis_resources gives to 'i'",
+    ),
+    ("Changing the physical mesh is not allowed.*", "the physical mesh cannot change inside of a pjit"),
     (r"\] and device ids", "] and with device ids"),
     (r"and argument\s+of", r"and argument x\[1\] of"),
     (r"of.*(P\\\(.*) is undefined", r"of \1 is not found in mesh"),

@@ -278,6 +278,20 @@ def test_constraint_returns_an_array_that_has_the_layout(mesh_4x2):
     assert lax_with_sharding_constraint({"x": x}, P("dp"))["x"].sharding == x.sharding
 
 
+def test_mesh_of_other_devices_inside_of_a_pjit(mesh_4x2):
+    def nested(inner):
+        def body(x):
+            with inner:
+                return pjit(lambda x: 2 * x, P("dp"), P("dp"))(x)
+
+        return pjit(body, P("dp"), P("dp"))(X)
+
+    np.testing.assert_array_equal(nested(Mesh(devices(2, 4), ("dp", "mp"))), 2 * X)
+    with pytest.raises(RuntimeError, match="the physical mesh cannot change inside of a pjit; enter one mesh"):
+        nested(Mesh(devices(4, 2)[:2], ("dp", "mp")))
+    np.testing.assert_array_equal(pjit(lambda x: x, P("dp"), P("dp"))(X), X)
+
+
 def test_gradients_and_jit_around_it(mesh_4x2):
     loss = pjit(lambda w, x: jnp.sum(jnp.sin(maybe_shard(x @ w, P("dp", "mp")))), (P(None, "mp"), P("dp")), None)
     expected = jax.grad(lambda w: jnp.sum(jnp.sin(X @ w)))(X)

@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from shardformer.legacy import mesh, xmap
+from shardformer.legacy.pjit import pjit, with_sharding_constraint
 from tests.legacy.test_xmap import ROWS, devices, double
 
 
@@ -161,3 +163,23 @@ def test_missing_gradient_is_no_matter_of_the_mesh(mesh_axis):
     ):
         gradient(jnp.arange(2.0))
     assert "mesh" not in str(raised.value)
+
+
+def test_spec_of_a_taken_mesh_axis_is_named():
+    def constrain(x):
+        return with_sharding_constraint(x, PartitionSpec("dp"))
+
+    bodies = [constrain, pjit(double, PartitionSpec("dp"), None), pjit(double, None, PartitionSpec("dp"))]
+    with mesh(devices(4, 2), ("dp", "mp")):
+        for body in bodies:
+            placed = xmap(body, ["i", ...], ["i", ...], axis_resources={"i": "dp"})
+            with pytest.raises(
+                jax.errors.JAXTypeError, match=r"mesh axis 'dp', which axis_resources gives to 'i'; leave"
+            ):
+                placed(np.ones((4, 4), np.float32))
+            free = xmap(body, ["i", ...], ["i", ...], axis_resources={"i": "mp"})
+            assert free(np.ones((4, 4), np.float32)).shape == (4, 4)
+        with pytest.raises(ValueError, match="twice"):  # is not about the xmap
+            xmap(pjit(double, PartitionSpec("mp", "mp"), None), ["i", ...], ["i", ...], axis_resources={"i": "dp"})(
+                ROWS
+            )
