@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
+from jax.sharding import PartitionSpec
 from jax.stages import Compiled, Lowered
 
 from shardformer.legacy import frozen_dicts, missing_packages, package_stand_ins
@@ -39,10 +40,16 @@ def put_back(stack: contextlib.ExitStack) -> None:
     for member in ("as_text", "compiler_ir"):
         _set(stack, Lowered, member, _naming_mhlo(getattr(Lowered, member)))
     _set(stack, Compiled, "compiler_ir", lambda compiled: compiled.runtime_executable().hlo_modules())
+    _set(stack, PartitionSpec, "__eq__", _equals_tuple)
     for owner in (*arrays, jax.Array, jax.core.Tracer):
         _set(stack, owner, "split", jnp.split)
         _set(stack, owner, "broadcast", jax.lax.broadcast)
         _set(stack, owner, "broadcast_in_dim", jax.lax.broadcast_in_dim)
+
+
+def _equals_tuple(spec: PartitionSpec, other) -> bool:
+    """A PartitionSpec was a tuple; `P("x") == ("x",)` would be False without an error."""
+    return spec is other or (isinstance(other, tuple) and spec.partitions == other)
 
 
 def _naming_mhlo(method: Callable) -> Callable:

@@ -100,6 +100,17 @@ def test_device_can_be_called_and_is_jax_own():
         x.device()
 
 
+def test_partition_spec_equals_its_tuple():
+    spec, entries = PartitionSpec("a", None, ("b", "c")), ("a", None, ("b", "c"))
+    with installed():
+        assert spec == entries
+        assert entries == spec
+        assert spec != entries[:2]
+        assert spec != PartitionSpec("a")
+        assert {spec: 1}[PartitionSpec(*entries)] == 1
+    assert spec != entries
+
+
 @pytest.mark.parametrize("home", [replacements, shard_map_helpers])
 @pytest.mark.parametrize("places", [[0, 0, 0, 0], [3, 2, 1, 0]])
 def test_arrays_over_devices(home, places):
