@@ -29,7 +29,7 @@ def put_back(stack: contextlib.ExitStack) -> None:
     _set(stack, Primitive, "map_primitive", False)
     arrays = _classes_of_arrays()
     for array in arrays:
-        _set(stack, array, "device", CalledDevice(array.device))
+        _set(stack, array, "device", CalledDevice(vars(array)["device"]))
         _set(stack, array, "device_buffer", property(lambda x: x.addressable_data(0)))
         _set(stack, array, "device_buffers", property(lambda x: [shard.data for shard in x.addressable_shards]))
         _set(stack, array, "local_shards", property(lambda x: x.addressable_shards))
