@@ -154,7 +154,7 @@ class EvalOptions:
     mesh: str = key("auto", "devices as DPxMP (data parallel x model parallel), DPxMPxPP, or by name as dp2.cp2.mp2")
     step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
     ema: bool = key(False, "use the average of the weights, of a run that was trained with ema")
-    reward: str = key("", "of a run with objective=grpo: FILE.py:FUNCTION, match or length:N, as `train` takes it")
+    reward: str = key("", "of a run with objective=grpo: FILE.py:FUNCTION, match, length:N or RUN, as `train` takes it")
     task: str = key("", "of a run with a task: FILE.py:NAME, as `train` takes it")
     weights: Literal["auto", "float", "int8", "int4", "nf4"] = key("auto", OF_A_RUN)
 

@@ -105,7 +105,7 @@ def finish(trained: Trained, stop: StopSignal) -> None:
     A stop ends it; `train --resume` repeats it.
     """
     run, plan = trained.run, "ending the final evaluation; the run is saved"
-    ending: FinalSample | TaskReport = TaskReport(trained) if run.config.start.task else FinalSample(trained)
+    ending = choose_ending(trained)
     with stop.printed_by(print_line, plan=plan), ending:
         try:
             if splits := [*trained.evaluator.corpus.held_out]:
@@ -120,16 +120,31 @@ def finish(trained: Trained, stop: StopSignal) -> None:
             say_how_to_resume(run)
 
 
-class TaskReport(contextlib.nullcontext):
-    """The lines that a user's task prints of its best parameters."""
+class Ending(contextlib.nullcontext):
+    """The end of a run that prints no more than its losses."""
 
     def __init__(self, trained: Trained):
         super().__init__()
         self.model = trained.evaluator.trainer.model
 
     def write(self, params, stop: StopSignal) -> str:
+        """Returns the text that follows the losses."""
+        return ""
+
+
+class TaskReport(Ending):
+    """The lines that a user's task prints of its best parameters."""
+
+    def write(self, params, stop: StopSignal) -> str:
         """Returns the lines, of parameters on the host."""
         return "\n".join(self.model.task.report(processes.gather_arrays(params)))
+
+
+def choose_ending(trained: Trained) -> "Ending | FinalSample":
+    """Returns what a run prints of its best parameters."""
+    if trained.run.config.start.task:
+        return TaskReport(trained)
+    return FinalSample(trained) if trained.run.config.objective.has_vocabulary else Ending(trained)
 
 
 class FinalSample:

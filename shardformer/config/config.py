@@ -21,7 +21,7 @@ from shardformer.config.run_keys import LaunchKeys, ProcessKeys, RunKeys
 from shardformer.config.training_keys import BadStepKeys, TrainingKeys
 from shardformer.errors import RunError, UsageError
 from shardformer.experts.expert_keys import ExpertKeys, Mixture
-from shardformer.objectives.objective import OBJECTIVES, Objective
+from shardformer.objectives.objective import Objective, choose_objective
 from shardformer.objectives.objective_keys import ObjectiveKeys
 from shardformer.quantized.weight_keys import WeightKeys
 
@@ -86,7 +86,7 @@ class Config:
     @functools.cached_property
     def objective(self) -> Objective:
         """The objective, which answers all questions about what the run trains."""
-        return OBJECTIVES[self.preferences.objective](self)
+        return choose_objective(self.preferences.objective)(self)
 
     @functools.cached_property
     def mixture(self) -> Mixture:

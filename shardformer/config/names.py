@@ -55,3 +55,4 @@ class Stream(enum.IntEnum):
     DROPOUT = 1 << 20
     LORA = 1 << 21
     ROUNDING = 1 << 22
+    SCORE = 1 << 23

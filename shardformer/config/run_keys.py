@@ -53,7 +53,8 @@ class LaunchKeys(KeyGroup):
     reward: str = key(
         "",
         "reward of objective=grpo: FILE.py:FUNCTION, called with (prompt, answer, expected) as text; match: 1 if the "
-        "answer is the record's, else 0; length:N: 1 for N characters, less by 1/N for each that differs",
+        "answer is the record's, else 0; length:N: 1 for N characters, less by 1/N for each that differs; RUN: the "
+        "number that a run with objective=reward gives",
     )
     task: object = key(
         "",

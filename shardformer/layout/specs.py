@@ -34,6 +34,7 @@ RULES = (
     ("*/relative_bias/*", P(None, "mp")),  # of any position encoding: [rows, heads]
     ("*/head/w", P(None, "mp")),
     ("*/head/bias", P("mp")),
+    ("*/score/w", P()),  # of a reward model
     ("*norm/*", P()),
 )
 

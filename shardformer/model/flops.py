@@ -20,7 +20,7 @@ def flops_per_token(config: Config) -> float:
     """
     if (of_a_row := choose_task(config).count_flops(config)) is not None:
         return of_a_row
-    shapes = Model.abstract_parameters(config)
+    shapes = choose_task(config).abstract_parameters(config)
     trainable = _count_multiplying(select_trainable(shapes, config), config)
     return 4 * _count_multiplying(shapes, config) + 2 * trainable + 3 * attention_flops(config)
 
@@ -54,7 +54,8 @@ def attention_flops(config: Config) -> int:
 def _count_multiplying(parameters: dict, config: Config) -> int:
     """Counts the parameters that multiply an activation."""
     table = specs.count_parameters(parameters.get(EMBED, {}))
-    tied_head = config.model.padded_vocab * config.model.d_model if config.model.tied and EMBED in parameters else 0
+    has_tied_head = config.model.tied and config.objective.has_vocabulary and EMBED in parameters
+    tied_head = config.model.padded_vocab * config.model.d_model if has_tied_head else 0
     return _count_active(parameters, config) - table + tied_head
 
 

@@ -40,11 +40,13 @@ class Model(TaskOnMesh):
     """The language model of one layout and mesh, trained by the loss of every token."""
 
     shard_class = CausalTransformerShard
+    has_vocabulary = True  # it gives a distribution over tokens
 
     def __init__(self, layout: Layout, mesh: Mesh):
         config = layout.config
-        if not config.objective.is_language_model:
-            raise UsageError("this run trained a task of yours: it has no language model, which this command reads")
+        if self.has_vocabulary and not config.objective.has_vocabulary:
+            trained = config.objective.trained
+            raise UsageError(f"this run trained {trained}: it has no language model, which this command reads")
         self._weights = layout.weights
         shapes = self._weights.store(self.abstract_parameters(config))
         super().__init__(layout, mesh, shapes, specs.parameter_specs(shapes, config), choose_trainable(config))

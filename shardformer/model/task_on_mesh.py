@@ -138,6 +138,10 @@ class TaskOnMesh:
         """Returns the stored form of float parameters."""
         return params
 
+    def make_base_model(self, base: Config) -> "TaskOnMesh":
+        """Returns the task that has the parameters of a base."""
+        return self
+
     def check_attention(self) -> None:
         """Raises UsageError if the mesh's devices lack a kernel."""
 

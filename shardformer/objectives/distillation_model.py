@@ -152,6 +152,11 @@ def check_teacher(config: Config, teacher: Config, name: str) -> None:
             f"teacher={name} has adapters, expected full weights; merge them first: convert {name} MERGED "
             "merge_lora=true"
         )
+    if not teacher.objective.has_vocabulary:
+        raise UsageError(
+            f"teacher={name} trained {teacher.objective.trained}, which gives no distribution over tokens; give a run "
+            "of a language model"
+        )
     if config.model.vocab and sizes[0] != sizes[1]:
         mine, others = (f"vocab={c.model.vocab} vocab_multiple={c.model.vocab_multiple}" for c in (config, teacher))
         raise UsageError(

@@ -8,10 +8,7 @@ neither pairs nor a teacher. README.md follows a batch.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from shardformer.config.keys import keys_of, next_multiple, require
-from shardformer.config.optimizer_keys import OptimizerKeys
-from shardformer.config.run_keys import LaunchKeys, ProcessKeys, RunKeys
-from shardformer.config.training_keys import BadStepKeys
+from shardformer.config.keys import next_multiple, require
 from shardformer.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,6 +21,8 @@ class Objective:
     task = "shardformer.model.model:Model"  # the subclass of TaskOnMesh
     host_feature = ""  # the subclass of HostFeature; empty: nothing
     is_language_model = True  # False: a row has arrays of its own, and no tokens
+    has_vocabulary = True  # False: the model gives no distribution over tokens
+    trained = "a language model"
     has_plain_batches = True  # tokens, targets and weights, as analysis/dense_reference.py takes them
     verified_against = "a plain dense model"
     has_bound_of_bytes = True  # the formula of analysis/needed_bytes.py is above the bytes of a step
@@ -199,48 +198,17 @@ class SampledAnswers(_OneProgram):
         return self.config.replace(objective="lm", reward="")
 
 
-OF_LANGUAGE_MODELS = {"param_dtype", "offload", "eval_tasks", "eval_limit", "eval_prompts", "reward"}
-OF_ANY_TASK = {
-    *(name for group in (OptimizerKeys, BadStepKeys, RunKeys, LaunchKeys, ProcessKeys) for name in keys_of(group)),
-    *("mesh", "zero", "grad_dtype", "batch", "steps", "seed", "accum", "accum_mode", "ema", "objective"),
-    *("vocab", "data", "tokenizer"),  # written by the run: a name of the data, without tokens
-} - OF_LANGUAGE_MODELS
-
-
-class UserTask(Objective):
-    """A module of the user with its own loss and data, task=FILE.py:NAME: model/task.py."""
-
-    task = "shardformer.model.own_task:OwnTask"
-    host_feature = "shardformer.objectives.task_data:TaskData"
-    is_language_model = has_plain_batches = has_bound_of_bytes = False
-    verified_against = "one device"
-    evaluation_titles = "loss", "accuracy", "rows"
-    unit = "rows"
-
-    def __init__(self, config: "Config"):
-        super().__init__(config)
-        self.row_tokens = 1
-
-    def check(self) -> None:
-        """Raises UsageError for a key that has no effect on a user's task, or that a task cannot have."""
-        c = self.config
-        for name, field in keys_of(type(c)).items():
-            require(
-                name in OF_ANY_TASK or c.get(name) == field.default,
-                f"{name} is a key of the language model and does nothing with a task; leave it out, got "
-                f"{name}={c.shown(name)}",
-            )
-        require(
-            c.parallel.mesh == "auto" or c.parallel.pp == c.parallel.cp == 1,
-            f"a task is split over dp and mp, got mesh={c.parallel.mesh}; give a mesh DPxMP",
-        )
-
-
-OBJECTIVES: dict[str, type[Objective]] = {
-    "lm": Objective, "distill": Distillation, "task": UserTask,
-    **dict.fromkeys(("grpo", "dr_grpo", "gspo", "rloo"), SampledAnswers),
-    **dict.fromkeys(("dpo", "ipo", "kto", "orpo", "simpo"), Pairs),
+OBJECTIVES = {  # FILE:CLASS of each, in this folder
+    "lm": "objective:Objective", "distill": "objective:Distillation", "reward": "reward_objective:PairedRewards",
+    "task": "user_task_objective:UserTask",
+    **dict.fromkeys(("grpo", "dr_grpo", "gspo", "rloo"), "objective:SampledAnswers"),
+    **dict.fromkeys(("dpo", "ipo", "kto", "orpo", "simpo"), "objective:Pairs"),
 }  # fmt: skip
+
+
+def choose_objective(name: str) -> type[Objective]:
+    """Returns the class of objective=name."""
+    return import_class(f"shardformer.objectives.{OBJECTIVES[name]}")
 
 
 def import_class(path: str) -> Any:

@@ -5,22 +5,23 @@ import functools
 from typing import Literal
 
 from shardformer.config.keys import KeyGroup, UsedIf, key, require
-from shardformer.objectives.objective import OBJECTIVES
+from shardformer.objectives.objective import choose_objective
 
 WITH_PAIRS = UsedIf(
-    lambda keys: OBJECTIVES[keys.objective].reads_pairs, "without pairs; give objective=dpo or another of pairs"
+    lambda keys: keys.compares_likelihoods, "without pairs and their likelihoods; give objective=dpo or another of them"
 )
+WITH_REWARD_MODEL = UsedIf(lambda keys: keys.objective == "reward", "with another objective; give objective=reward")
 WITH_TEACHER = UsedIf(lambda keys: keys.objective == "distill", "with another objective; give objective=distill")
 WITH_BETA = UsedIf(
-    lambda keys: OBJECTIVES[keys.objective].reads_pairs or OBJECTIVES[keys.objective].takes_reward,
+    lambda keys: keys.compares_likelihoods or choose_objective(keys.objective).takes_reward,
     "without pairs or rewards; give objective=dpo, grpo or another of them",
 )
 WITH_REWARDS = UsedIf(
-    lambda keys: OBJECTIVES[keys.objective].takes_reward, "with another objective; give objective=grpo"
+    lambda keys: choose_objective(keys.objective).takes_reward, "with another objective; give objective=grpo"
 )
 WITH_GRPO = UsedIf(lambda keys: keys.objective == "grpo", "with another objective, which fixes it; give objective=grpo")
 WITH_REUSED_ANSWERS = UsedIf(
-    lambda keys: OBJECTIVES[keys.objective].takes_reward and keys.rollout_steps > 1,
+    lambda keys: choose_objective(keys.objective).takes_reward and keys.rollout_steps > 1,
     "while a step learns from answers of its own weights, whose ratio is 1; give objective=grpo and rollout_steps=2 or "
     "more",
 )
@@ -40,12 +41,12 @@ class ObjectiveKeys(KeyGroup):
     """Objective"""
 
     objective: Literal[
-        "lm", "distill", "grpo", "dr_grpo", "gspo", "rloo", "dpo", "ipo", "kto", "orpo", "simpo", "task"
+        "lm", "distill", "grpo", "dr_grpo", "gspo", "rloo", "reward", "dpo", "ipo", "kto", "orpo", "simpo", "task"
     ] = key(
         "lm",
         "loss; lm: of every token; distill: of a teacher's distributions; grpo, dr_grpo, gspo, rloo: of sampled "
         "answers with rewards; task: that of task=; the others: of pairs of a chosen and a rejected answer (batch "
-        "counts rows of pairs)",
+        "counts rows of pairs), reward: of the numbers that a reward model gives them",
         fixed=True,
     )  # fmt: skip
     beta: float = key(
@@ -66,6 +67,11 @@ class ObjectiveKeys(KeyGroup):
     sft_tokens: Literal["answer", "all"] = key(
         "answer", "tokens of that loss; all: those of the prompts too, as TRL's ORPO", used_if=WITH_SFT_TERM
     )
+
+    reward_center: float = key(
+        0.0, "weight of the square of a pair's sum of rewards, which draws their mean to 0 (TRL's "
+        "center_rewards_coefficient)", least=0, used_if=WITH_REWARD_MODEL,
+    )  # fmt: skip
 
     teacher: str = key(
         "", "run whose best weights are the teacher of objective=distill, or a Hugging Face folder, which `train` "
@@ -107,10 +113,16 @@ class ObjectiveKeys(KeyGroup):
 
     @functools.cached_property
     def has_sft_term(self) -> bool:
-        return OBJECTIVES[self.objective].reads_pairs and self.sft > 0
+        return self.compares_likelihoods and self.sft > 0
+
+    @functools.cached_property
+    def compares_likelihoods(self) -> bool:
+        """Whether the loss is of the log-probabilities of pairs."""
+        objective = choose_objective(self.objective)
+        return objective.reads_pairs and objective.has_vocabulary
 
     def check(self) -> None:
-        of_pairs = OBJECTIVES[self.objective].reads_pairs
+        of_pairs = choose_objective(self.objective).reads_pairs
         require(
             self.beta > 0 or (self.beta == 0 and not of_pairs),
             f"beta must be {'above' if of_pairs else 'at least'} 0, got {self.beta}; try beta=0.1",

@@ -4,7 +4,7 @@ A batch row is one or more pairs: `tokens`, `targets` and `scored` are [B, 2, T]
 microbatches and processes split between pairs. Every mean is over the pairs of the global batch.
 """
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -162,7 +162,7 @@ class PreferenceModel(Model):
     def local_records(self, params, batch, dropout_key=None):
         return super().local_records(params, self._flatten(batch), dropout_key)
 
-    def _compare(self, params, batch, dropout_key=None, counts=None) -> tuple[Losses, Sides, tuple]:
+    def _compare(self, params, batch, dropout_key=None, counts=None) -> tuple[Losses, Any, Any]:
         """Returns the losses of the pairs, the sums of their sides, and (nats, log-partitions, records' objective)."""
         constants, kl = counts if self.pairs.measures_kl else (counts, 0.0)
         sides, measured = self._measure(params, batch, dropout_key, constants)
@@ -179,15 +179,18 @@ class PreferenceModel(Model):
             params, local["tokens"], local["targets"], dropout, local.get("documents"), counts
         )
         nats_b2T, log_z_b2T = (x.reshape(-1, 2, x.shape[-1]) for x in (token.nats_BT, token.log_z_BT))
-        scored_b2T, slots = local["scored"].reshape(nats_b2T.shape), batch["pairs"].shape[1]
-        of_pair_b2TK = jnp.ones((*nats_b2T.shape, 1))
-        if "documents" in batch:
-            documents_b2T = self._take(batch, "documents", as_targets=True)
-            of_pair_b2TK = (documents_b2T[..., None] == jnp.arange(slots)[None, None, None]).astype(jnp.float32)
-        sums = jnp.einsum("xbst,bstk->xbsk", jnp.stack([-nats_b2T * scored_b2T, scored_b2T]), of_pair_b2TK)
-        logp_b2K, tokens_b2K = self._sum_over_context(sums)
+        scored_b2T = local["scored"].reshape(nats_b2T.shape)
+        logp_b2K, tokens_b2K = self._sum_sides(batch, -nats_b2T * scored_b2T, scored_b2T)
         reference_b2K = batch["references"] if with_references else jnp.zeros_like(logp_b2K)
         return Sides(logp_b2K, reference_b2K, tokens_b2K), (nats_b2T, log_z_b2T, of_records)
+
+    def _sum_sides(self, batch, *values_b2T):
+        """Returns the sums [n, b, 2, K] of n arrays over the tokens of each side of each pair."""
+        of_pair_b2TK = jnp.ones((*values_b2T[0].shape, 1))
+        if "documents" in batch:
+            documents_b2T, slots = self._take(batch, "documents", as_targets=True), batch["pairs"].shape[1]
+            of_pair_b2TK = (documents_b2T[..., None] == jnp.arange(slots)[None, None, None]).astype(jnp.float32)
+        return self._sum_over_context(jnp.einsum("xbst,bstk->xbsk", jnp.stack(values_b2T), of_pair_b2TK))
 
     def _take(self, batch, name: str, as_targets: bool = False):
         """Returns this shard's tokens of an array [b, 2, T]; documents too, which attention needs complete."""

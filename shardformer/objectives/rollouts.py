@@ -8,7 +8,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from shardformer.model import Model, Sums
 from shardformer.model.measuring import Measures
 from shardformer.objectives.objective import SampledAnswers
 from shardformer.objectives.objective_keys import ObjectiveKeys
+from shardformer.objectives.reward_run import RewardOfRun, names_run
 from shardformer.objectives.weight_digests import check_weights, digest_weights
 from shardformer.tables import format_count
 from shardformer.training.evaluation import Evaluator
@@ -45,7 +46,7 @@ from shardformer.user_code import import_function
 
 FILE = "reference.json"
 Reward = Callable[[str, str, str], float]
-TAKES = "reward takes FILE.py:FUNCTION, match or length:N"
+TAKES = "reward takes FILE.py:FUNCTION, match, length:N or the folder of a run with objective=reward"
 SMALLEST_SPREAD = 1e-4  # added to the deviation of a group's rewards, as TRL adds it
 
 
@@ -99,10 +100,59 @@ class Reference:
         return self._measure(remove_adapters(params) if self._params is None else self._params, tokens, targets)
 
 
+class RewardSource(Protocol):
+    """The rewards of answers. Its methods are called in this order."""
+
+    def check(self, run: Run, corpus: Data) -> None:
+        """Raises UsageError for a reward that does not fit a run, before any device starts."""
+
+    def open(self, run: Run, trainer: Trainer) -> None:
+        """Loads what `compute` needs."""
+
+    def check_unchanged(self, run: Run) -> None:
+        """Raises RunError if a training run has had other rewards before."""
+
+    def compute(self, rows: list[PromptRow], answers: list[Continuation]) -> np.ndarray:
+        """Returns the reward of every answer, on every process."""
+
+
+class RewardOfText:
+    """The rewards of a function of texts, which the first process calls."""
+
+    def __init__(self, name: str, objective: str):
+        self._name, self._function = name, open_reward(name, objective)
+
+    def check(self, run: Run, corpus: Data) -> None:
+        """Raises UsageError if the function gives no number for the first record of a run."""
+        splits = [split for name, split in corpus.named_splits().items() if name.endswith("/train")]
+        for split in splits[:1]:
+            windows, answers = split.make_windows(choose_row_layout(run.config)), Answers.of(run)
+            rows = read_prompts(windows.gather(np.arange(min(windows.count, SCANNED))))
+            for row in [row for row in rows if row.prompt][:1]:
+                try_reward(self._name, answers.decode(row.prompt), answers.read(row.expected))
+
+    def open(self, run: Run, trainer: Trainer) -> None:
+        self._answers = Answers.of(run)
+
+    def check_unchanged(self, run: Run) -> None:
+        """A user may change the code of a reward."""
+
+    def compute(self, rows: list[PromptRow], answers: list[Continuation]) -> np.ndarray:
+        def compute_here() -> np.ndarray:
+            if jax.process_index():
+                return np.zeros(len(rows), np.float64)
+            read = self._answers.read
+            texts = [(self._answers.decode(row.prompt), read(answer.ids), read(row.expected))
+                     for row, answer in zip(rows, answers, strict=True)]  # fmt: skip
+            return np.array([compute_reward(self._function, *text) for text in texts], np.float64)
+
+        return processes.array_of_first_process(processes.succeed_or_fail_together(compute_here))
+
+
 class Rollouts:
     """The rollouts and the evaluations of one run."""
 
-    def __init__(self, run: Run, model: Model, reference: Reference | None, reward: Reward):
+    def __init__(self, run: Run, model: Model, reference: Reference | None, reward: RewardSource):
         self._config, self._model, self._reference, self._reward = run.config, model, reference, reward
         self._answers, self._size = Answers.of(run), len(run.vocabulary)
         self._generator = Generator(model)
@@ -122,7 +172,7 @@ class Rollouts:
         )  # fmt: skip
         answers = self._sample(params, rows, sampling)
         repeated = [row for row in rows for _ in range(keys.group_size)]
-        rewards = self._compute_rewards(repeated, answers)
+        rewards = self._reward.compute(repeated, answers)
         arrays = self._lay_out(repeated, answers, rewards)
         placed = {name: self._to_rows(values) for name, values in arrays.items()}
         if self._reference:
@@ -135,7 +185,7 @@ class Rollouts:
         """Returns sums over greedy answers: their number, minus their rewards, and those with a reward above 0."""
         rows = [row for row in read_prompts(batch) if row.prompt]  # not padding
         sampling = Sampling(self._config.preferences.answer_tokens, temperature=0.0)
-        rewards = self._compute_rewards(rows, self._sample(params, rows, sampling))
+        rewards = self._reward.compute(rows, self._sample(params, rows, sampling))
         return Sums(len(rows), -rewards.sum(), (rewards > 0).sum(), 0)  # type: ignore[arg-type]
 
     def _sample(self, params, rows: list[PromptRow], sampling: Sampling) -> list[Continuation]:
@@ -143,19 +193,6 @@ class Rollouts:
         return self._generator.continue_prompts(
             params, prompts, sampling, self._size, self._answers.stops, batch=self._config.training.batch, apart=True
         )
-
-    def _compute_rewards(self, rows: list[PromptRow], answers: list[Continuation]) -> np.ndarray:
-        """Returns the reward of every answer, which the first process computes."""
-
-        def compute() -> np.ndarray:
-            if jax.process_index():
-                return np.zeros(len(rows), np.float64)
-            read = self._answers.read
-            texts = [(self._answers.decode(row.prompt), read(answer.ids), read(row.expected))
-                     for row, answer in zip(rows, answers, strict=True)]  # fmt: skip
-            return np.array([compute_reward(self._reward, *text) for text in texts], np.float64)
-
-        return processes.array_of_first_process(processes.succeed_or_fail_together(compute))
 
     def _lay_out(self, rows: list[PromptRow], answers: list[Continuation], rewards: np.ndarray) -> Batch:
         """Returns the arrays of a step: each row is a prompt and its answer."""
@@ -242,17 +279,13 @@ class RolloutsOfRun(HostFeature):
     """The reward of a start, and the trainer that samples the answers."""
 
     def __init__(self, config: Config):
-        self._name = config.start.reward
-        self._reward = open_reward(self._name, config.preferences.objective)
+        name = config.start.reward
+        self._reward: RewardSource = (
+            RewardOfRun(name) if names_run(name) else RewardOfText(name, config.preferences.objective)
+        )
 
     def check(self, run: Run, corpus: Data) -> None:
-        """Raises UsageError if the reward gives no number for the first record of a run."""
-        splits = [split for name, split in corpus.named_splits().items() if name.endswith("/train")]
-        for split in splits[:1]:
-            windows, answers = split.make_windows(choose_row_layout(run.config)), Answers.of(run)
-            rows = read_prompts(windows.gather(np.arange(min(windows.count, SCANNED))))
-            for row in [row for row in rows if row.prompt][:1]:
-                try_reward(self._name, answers.decode(row.prompt), answers.read(row.expected))
+        self._reward.check(run, corpus)
 
     def prepare(self, run: Run, evaluator: Evaluator, state: TrainState, is_stopped: Callable[[], bool]) -> None:
         keys = run.config.preferences
@@ -263,16 +296,18 @@ class RolloutsOfRun(HostFeature):
             "val_loss is minus the mean reward of greedy answers"
         )
         self._sample_with(run, evaluator, reference)
+        self._reward.check_unchanged(run)
 
     def prepare_evaluation(self, run: Run, evaluator: Evaluator) -> None:
         self._sample_with(run, evaluator, None)
 
     def _sample_with(self, run: Run, evaluator: Evaluator, reference: Reference | None) -> None:
+        self._reward.open(run, evaluator.trainer)
         rollouts = Rollouts(run, evaluator.trainer.model, reference, self._reward)
         evaluator.trainer = RolloutTrainer(evaluator.trainer, rollouts)
 
 
-# Rewards: a function of the user's file, or one of two that are built in.
+# Rewards of texts: a function of the user's file, or one of two that are built in.
 
 
 def match(prompt: str, answer: str, expected: str) -> float:

@@ -265,7 +265,7 @@ class Run:
         if step := self.config.training.base_step:
             known = checkpoint.list_steps(base.out)
             return base._read_on_all(lambda folder: _restore_state(folder, trainer), base.choose_step(step), known)
-        _, params = base.restore_params(trainer.model, has_adapters=False)
+        _, params = base.restore_params(trainer.model.make_base_model(base.config), has_adapters=False)
         exact = master_weights.make_exact(params)
         if self.config.stored.quantized:
             return trainer.start(replace_trainable(exact, trainer.model.init_trainable(self.config.training.seed)))
@@ -409,6 +409,9 @@ def _take_vocab_of_base(config: Config, base: Config) -> Config:
             f"base={config.training.base} has adapters; merge them first: convert {config.training.base} MERGED "
             "merge_lora=true"
         )
+    if config.objective.has_vocabulary and not base.objective.has_vocabulary:
+        raise UsageError(f"base={config.training.base} trained {base.objective.trained}, which is no language model; "
+                         "give another base, or objective=reward")  # fmt: skip
     if config.model.vocab not in (0, base.model.vocab):
         raise UsageError(
             f"base={config.training.base} knows {base.model.vocab} tokens; give vocab={base.model.vocab}, got "

@@ -10,6 +10,8 @@ def compute_objective(config, params, batch, teacher=None):
     """Returns the minimised loss; `teacher` is the configuration of the parameters `batch["teacher"]`."""
     if config.preferences.objective == "distill":
         return distill(config, teacher, params, batch)
+    if config.preferences.objective == "reward":
+        return compare_rewards(config, params, batch)
     return learn_rewards(config, params, batch) if config.objective.takes_reward else compare(config, params, batch)
 
 
@@ -43,6 +45,22 @@ def compare(config, params, batch):
         loss = 1 - gain / 2
     total = mean(loss, batch["pairs"]) + config.training.z_loss * mean(squares, batch["scored"])
     return total + keys.sft * mean(nats[:, 0], batch["sft"]) if "sft" in batch else total
+
+
+def compare_rewards(config, params, batch):
+    """Returns the loss of a reward model, whose numbers are the only logits of a model with that head."""
+    plain = config.replace(objective="lm", reward_center=0.0, tied=False, logits_scale=1.0, logits_cap=None)
+    params = params | {"transformer/head": params["transformer/score"]}
+    documents, tokens = batch.get("documents"), batch["tokens"]
+    flat = [x if x is None else x.reshape(-1, x.shape[-1]) for x in (tokens, documents)]
+    marked = (
+        dense_reference.logits(plain, params, flat[0], None, flat[1])[..., 0].reshape(tokens.shape) * batch["scored"]
+    )
+    slots = range(batch["pairs"].shape[1])
+    own = [marked if documents is None else jnp.where(documents == slot, marked, 0) for slot in slots]
+    chosen, rejected = jnp.moveaxis(jnp.stack(own, -1).sum(2), 1, 0)
+    loss = jnp.log(1 + jnp.exp(rejected - chosen)) + config.preferences.reward_center * (chosen + rejected) ** 2
+    return mean(loss, batch["pairs"])
 
 
 def smooth(margin, share):

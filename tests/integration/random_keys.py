@@ -101,6 +101,8 @@ def draw_keys(seed: int, teacher: str) -> dict:
         keys["objective"] = choose(OF_ANSWERS)
     if "lora_rank" not in keys and draw.random() < 0.15:
         keys["quantize_aware"] = choose(("int8", "int4", "nf4"))
+    if keys.get("objective") == "simpo" and draw.random() < 0.6:
+        keys |= {"objective": "reward", "reward_center": choose((0.0, 0.2))}
     if keys.get("positions", "rotary") != "rotary":  # commands reject it
         keys.pop("rotary_scaling", None)
     return keys

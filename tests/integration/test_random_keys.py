@@ -124,6 +124,11 @@ def test_objective_equals_its_formula(objective, teacher):
     assert find_wrong(shared.tiny(mesh="2x2", objective=objective, z_loss=0.01, **keys)) == []
 
 
+def test_rewards_of_pairs_equal_their_formula():
+    keys = {"documents": "masked", "reward_center": 0.2, "logits_cap": 2.0, "logits_scale": 0.4}
+    assert find_wrong(shared.tiny(mesh="2x2", objective="reward", **keys)) == []
+
+
 @pytest.mark.parametrize("keys", [{"documents": "masked"}, {"length_norm": True, "label_smoothing": 0.1}], ids=str)
 def test_options_of_pairs_equal_their_formula(keys):
     assert find_wrong(shared.tiny(mesh="2x2", objective="dpo", sft_weight=0.4, **keys)) == []

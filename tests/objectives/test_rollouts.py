@@ -126,7 +126,7 @@ def test_rewards_that_are_built_in():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("other", "reward takes FILE.py:FUNCTION, match or length:N; got reward=other"),
+        ("other", "match, length:N or the folder of a run with objective=reward; got reward=other"),
         ("length:x", "reward=length:N takes a number of characters of at least 1, got 'x'"),
         ("no.py:score", "reward=no.py:score: no.py is not a file"),
         ("{}/bad.py:score", "bad.py:score cannot be imported: division by zero"),
@@ -195,14 +195,23 @@ class _Away:
         return jnp.where(targets > 0, -1.0, 0.0) + 1.0
 
 
+class _OneAndZero(rollouts.RewardOfText):
+    """A reward of 1 for the first of two answers."""
+
+    def __init__(self):
+        super().__init__("match", "grpo")
+
+    def compute(self, rows, answers):
+        return np.array([1.0, 0.0])
+
+
 def test_rewards_of_rloo_lose_the_divergence(monkeypatch):
     config = shared.tiny(mesh="1x1", objective="rloo", group_size=2, answer_tokens=8, batch=2, beta=0.5)
     run = SimpleNamespace(config=config, vocabulary=[0] * 16, special_tokens=None)
     monkeypatch.setattr(rollouts.Answers, "of", lambda run: None)
-    made = rollouts.Rollouts(run, Model.on(config, mesh.make(config)), _Away(), rollouts.match)
+    made = rollouts.Rollouts(run, Model.on(config, mesh.make(config)), _Away(), _OneAndZero())
     answers = [Continuation([5, 6, 7], [-1.0] * 3, True), Continuation([9], [-1.0], True)]
     monkeypatch.setattr(made, "_sample", lambda *_: answers)
-    monkeypatch.setattr(made, "_compute_rewards", lambda *_: np.array([1.0, 0.0]))
     monkeypatch.setattr(rollouts, "read_prompts", lambda batch: [PromptRow([1, 2], [])])
     arrays = made.make({}, {}, 0)
     # The divergence is minus the number of tokens: the rewards are 1 + 0.5 * 3 and 0 + 0.5 * 1.
@@ -215,8 +224,7 @@ def test_answers_are_drawn_among_the_likely_tokens(monkeypatch):
     params, model = verify_exact.draw_parameters(config), Model.on(config, mesh.make(config))
     run = SimpleNamespace(config=config, vocabulary=range(shared.VOCAB), special_tokens=None)
     monkeypatch.setattr(rollouts.Answers, "of", lambda run: SimpleNamespace(stops=never_stop))
-    made, placed = rollouts.Rollouts(run, model, None, rollouts.match), jax.device_put(params, model.shardings)
-    monkeypatch.setattr(made, "_compute_rewards", lambda *_: np.array([1.0, 0.0]))
+    made, placed = rollouts.Rollouts(run, model, None, _OneAndZero()), jax.device_put(params, model.shardings)
     monkeypatch.setattr(rollouts, "read_prompts", lambda batch: [PromptRow([1, 2], [])])
 
     def draw(**keys):

@@ -56,7 +56,9 @@ class PreferenceWindows(Windows):
         ends = np.asarray(split.ends, np.int64)
         self._starts = np.concatenate([[0], ends[:-1]]).astype(np.int64).reshape(-1, 2)
         self._lengths = ends.reshape(-1, 2) - self._starts
-        fits = (self._lengths <= self.capacity).all(1)
+        # The token behind the last one of a row is a target only.
+        self._longest = layout.seq if layout.marks_last else self.capacity
+        fits = (self._lengths <= self._longest).all(1)
         has_score = (split.scored > 0).all(1)
         self.too_long, self.without_score = int((~fits).sum()), int((fits & ~has_score).sum())
         self.pairs = np.flatnonzero(fits & has_score)
@@ -69,7 +71,7 @@ class PreferenceWindows(Windows):
         """Returns the pairs of each row."""
         if not (self.layout.pack and self.layout.mask_documents):
             return [[int(pair)] for pair in self.pairs]
-        rows = pack_best_fit(self._lengths[self.pairs].max(1), self.capacity)
+        rows = pack_best_fit(self._lengths[self.pairs].max(1), self._longest)
         parts = [row[n : n + MOST_PAIRS] for row in map(sorted, rows) for n in range(0, len(row), MOST_PAIRS)]
         return [[int(self.pairs[n]) for n in part] for part in parts]
 
@@ -81,6 +83,7 @@ class PreferenceWindows(Windows):
     def gather(self, rows: np.ndarray, shifts: np.ndarray | int = 0, weighted: bool = True) -> Batch:
         """Returns tokens, targets and `scored` [R, 2, T], and `pairs` [R, K]: 1 for every pair of a row.
 
+        `scored` is 1 for the targets of an answer, or with marks_last at the last token of each side.
         `documents` [R, 2, T] number the pairs of packed rows; `references` are [R, 2, K].
         """
         shape, slots = (len(rows), 2, self.capacity), self.pairs_of_a_row
@@ -106,6 +109,9 @@ class PreferenceWindows(Windows):
         """Writes one side of the pairs of a row."""
         starts, lengths = self._starts[members, side].tolist(), self._lengths[members, side].tolist()
         fill_row(self.split, list(zip(starts, lengths, strict=True)), ids, scored, documents)
+        if self.layout.marks_last:
+            scored[:] = 0
+            scored[np.cumsum(lengths, dtype=np.int64)] = 1  # of the target behind the last token
 
     def _gather_mismatched(self, rows: np.ndarray) -> Batch:
         """Returns each prompt with the answers of the pair before it, as in TRL: `kl_pairs` [R, 2] is 1 where one fits.

@@ -1,4 +1,4 @@
-"""The answers to another prompt that KTO's divergence is measured on, and pairs that do not fit."""
+"""The answers to another prompt that KTO's divergence is measured on, last tokens, and pairs that do not fit."""
 
 import numpy as np
 import pytest
@@ -46,3 +46,21 @@ def test_pair_with_one_long_side_is_left_out():
     """Rows of three tokens hold each rejected side, and no chosen one."""
     with pytest.raises(UsageError, match="left out: a side is longer than seq=2"):
         make_windows(seq=2)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_last_token_of_each_side_is_marked(is_packed):
+    """Also that of a side as long as a row, whose last token is no target of a language model's row."""
+    windows = make_windows(seq=8 if is_packed else 4, marks_last=True, mask_documents=is_packed)
+    batch = windows.gather(np.arange(windows.count))
+    last = batch["tokens"][batch["scored"] > 0].reshape(windows.count, 2, -1)
+    expected = [[side[-1] for side in answers] for answers in ANSWERS]
+    by_pair = last.transpose(0, 2, 1).reshape(-1, 2).tolist()
+    assert by_pair == [expected[pair] for row in range(windows.count) for pair in windows.rows_of_pairs(row)]
+    assert (windows.count, len(by_pair)) == (2 if is_packed else 3, 3)
+
+
+def test_side_without_room_for_its_last_token_is_left_out():
+    assert make_windows(seq=3).count == 3
+    with pytest.raises(UsageError, match="left out: a side is longer than seq=3"):
+        make_windows(seq=3, marks_last=True)

@@ -1,0 +1,108 @@
+"""Rewards that a run of objective=reward gives: its weights on the devices of the run that learns from them."""
+
+import math
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from shardformer import storage
+from shardformer.config import Config, is_hugging_face
+from shardformer.config.keys import keys_of, next_multiple
+from shardformer.config.parallel_keys import ParallelKeys
+from shardformer.config.registries import names_code
+from shardformer.data import Data
+from shardformer.data.prompt_windows import PromptRow
+from shardformer.devices import processes, programs
+from shardformer.errors import RunError, UsageError
+from shardformer.inference.generator import Continuation, place
+from shardformer.messages import log
+from shardformer.objectives.reward_model import RewardModel
+from shardformer.objectives.weight_digests import check_weights, digest_weights
+from shardformer.training.run_folder import Run
+from shardformer.training.trainer import Trainer
+
+FILE = "reward.json"
+TILE = 128  # tokens: rows are as long as a multiple of it
+
+
+def names_run(name: str) -> bool:
+    """Returns whether reward= names a folder, of a run it is to be hoped."""
+    return bool(name) and not names_code(name) and (storage.location(name) / "config.json").exists()
+
+
+class RewardOfRun:
+    """The rewards of the best weights of a run, which reads the ids of prompts and answers."""
+
+    def __init__(self, name: str):
+        self._name = name
+        if is_hugging_face((storage.location(name) / "config.json").read_bytes()):
+            raise UsageError(
+                f"reward={name} is in Hugging Face's format, expected a run; train one on pairs: train base={name} "
+                "data=PAIRS objective=reward"
+            )
+        self._run = Run.open(name)
+        objective = self._run.config.preferences.objective
+        if objective != "reward":
+            raise UsageError(f"reward={name} was trained with objective={objective}, expected objective=reward")
+        self._run.choose_step()  # raises if there is none
+
+    def check(self, run: Run, corpus: Data) -> None:
+        """Raises UsageError unless the reward model reads the tokens and the rows of a run."""
+        if self._run.vocabulary.without_options().sha256 != run.vocabulary.without_options().sha256:
+            raise UsageError(
+                f"reward={self._name} has tokenizer={self._run.vocabulary.name}, and this run "
+                f"tokenizer={run.vocabulary.name}: it reads other tokens; give a reward model with this tokenizer"
+            )
+        fit_rows(self._run.config, run.config)
+
+    def open(self, run: Run, trainer: Trainer) -> None:
+        """Loads the weights."""
+        self._config = fit_rows(self._run.config, run.config)
+        self._model = RewardModel.on(self._config, trainer.model.mesh)
+        step, self._params = self._run.restore_params(self._model)
+        self._digest = step, digest_weights(self._params, self._model.sharding(P()))
+        self._score = programs.jit(self._model.score, out_shardings=self._model.sharding(P()))
+        log.info(f"reward: step {step} of {self._run.out}, weights {self._digest[1][:12]}")
+
+    def check_unchanged(self, run: Run) -> None:
+        """Raises RunError if the weights are not those of the run's first start."""
+        step, weights = self._digest
+        processes.run_on_first_process(lambda: check_weights(run, FILE, f"reward={self._name}", weights, step))
+
+    def compute(self, rows: list[PromptRow], answers: list[Continuation]) -> np.ndarray:
+        """Returns the reward of every answer."""
+        size, width = self._config.training.batch, self._config.model.seq
+        count = next_multiple(len(rows), size)
+        ids, last = np.zeros((count, width), np.int32), np.zeros((count, width), np.float32)
+        for n, (row, answer) in enumerate(zip(rows, answers, strict=True)):
+            text = [*row.prompt, *answer.ids]
+            ids[n, : len(text)], last[n, len(text) - 1] = text, 1
+        parts = [self._compute_part(ids[i : i + size], last[i : i + size]) for i in range(0, count, size)]
+        rewards = np.concatenate(parts)[: len(rows)].astype(np.float64)
+        if not np.isfinite(rewards).all():
+            raise RunError(f"reward={self._name} gave a number that is not finite; its weights are damaged")
+        return rewards
+
+    def _compute_part(self, ids: np.ndarray, last: np.ndarray) -> np.ndarray:
+        rows = self._model.sharding(self._model.row_spec)
+        batch: dict[str, jax.Array] = {"tokens": place(ids, rows), "scored": place(last, rows)}
+        return np.asarray(self._score(self._params, batch))
+
+
+def fit_rows(reward: Config, policy: Config) -> Config:
+    """Returns the configuration of a reward model on the policy's mesh, for rows that hold all tokens of the policy's.
+
+    Raises UsageError if its table of learned positions is shorter.
+    """
+    longest, seq = policy.model.seq + 1, reward.model.seq
+    if reward.model.positions != "learned":
+        seq = next_multiple(longest, math.lcm(TILE, 2 * policy.parallel.mp * policy.parallel.cp))
+    elif seq < longest:
+        raise UsageError(
+            f"reward={reward.run.out} has learned positions for seq={seq}, and a prompt and its answer have up to "
+            f"{longest} tokens; give seq={seq - 1}"
+        )
+    of_mesh = {name: policy.get(name) for name in keys_of(ParallelKeys) if name != "dtype"}
+    of_rows = {"batch": policy.training.batch, "accum": 1, "documents": "padded", "seq": seq}
+    return reward.replace(**of_mesh | of_rows).without_gradients()
