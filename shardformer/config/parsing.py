@@ -58,6 +58,8 @@ log_every: logging_steps log_interval
 lora_rank: lora_r
 lora_targets: target_modules
 group_size: num_generations
+reward: reward_funcs
+reward_center: center_rewards_coefficient
 answer_tokens: max_completion_length
 rollout_steps: num_iterations
 rollout_top_p: top_p

@@ -43,6 +43,8 @@ def open_state(
     `with_codes` asks for them. Parameters of `quantize_aware` are rounded, unless `before_rounding` asks for their
     masters.
     """
+    if not run.config.objective.has_vocabulary:
+        raise UsageError(f"{run.out} trained {run.config.objective.trained}: only language models are converted")
     trainer = _trainer(run.config)
     step = run.choose_step(step, averaged)
     folder = checkpoint.step_folder(run.out, step)

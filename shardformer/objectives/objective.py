@@ -77,7 +77,7 @@ class Objective:
         return self.config
 
 
-class _OneProgram(Objective):
+class OneProgram(Objective):
     """An objective whose mean over all microbatches is found in one program."""
 
     has_plain_batches = False
@@ -99,7 +99,7 @@ class _OneProgram(Objective):
         )
 
 
-class Pairs(_OneProgram):
+class Pairs(OneProgram):
     """Preference pairs of a chosen and a rejected answer: objective=dpo, ipo, kto, orpo, simpo."""
 
     task = "shardformer.objectives.preference_model:PreferenceModel"
@@ -136,19 +136,7 @@ class Pairs(_OneProgram):
         return {"documents": "padded"} if is_chat and self.config.data.documents == "packed" else {}
 
 
-class Distillation(_OneProgram):
-    """The distributions of a teacher, objective=distill."""
-
-    task = "shardformer.objectives.distillation_model:DistillationModel"
-    host_feature = "shardformer.objectives.teacher:Teacher"
-    has_bound_of_bytes = False
-
-    def check(self) -> None:
-        super().check()
-        self.check_stages("needs all layers of the teacher in each stage, which has room for some of them")
-
-
-class SampledAnswers(_OneProgram):
+class SampledAnswers(OneProgram):
     """Answers that the model samples, and their rewards: objective=grpo, dr_grpo, gspo, rloo."""
 
     task = "shardformer.objectives.policy_model:PolicyModel"
@@ -199,8 +187,8 @@ class SampledAnswers(_OneProgram):
 
 
 OBJECTIVES = {  # FILE:CLASS of each, in this folder
-    "lm": "objective:Objective", "distill": "objective:Distillation", "reward": "reward_objective:PairedRewards",
-    "task": "user_task_objective:UserTask",
+    "lm": "objective:Objective", "distill": "distillation_objective:Distillation",
+    "reward": "reward_objective:PairedRewards", "task": "user_task_objective:UserTask",
     **dict.fromkeys(("grpo", "dr_grpo", "gspo", "rloo"), "objective:SampledAnswers"),
     **dict.fromkeys(("dpo", "ipo", "kto", "orpo", "simpo"), "objective:Pairs"),
 }  # fmt: skip

@@ -73,9 +73,10 @@ class Run:
 
     @property
     def resume_arguments(self) -> str:
-        """The folder, and the code of the user that this start names, as arguments of `train --resume`."""
-        named = ((name, self.config.get(name)) for name in ("task", "optimizer", "reward"))
-        return shlex.join([str(self.out), *(f"{name}={value}" for name, value in named if names_code(value))])
+        """The folder, and the reward and the user's code that this start names, as arguments of `train --resume`."""
+        named = {name: value for name in ("task", "optimizer") if names_code(value := self.config.get(name))}
+        named |= {"reward": self.config.start.reward} if self.config.start.reward else {}
+        return shlex.join([str(self.out), *(f"{name}={value}" for name, value in named.items())])
 
     @staticmethod
     def create(config: Config, corpus: Data) -> "Run":

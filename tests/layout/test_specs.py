@@ -11,12 +11,13 @@ from shardformer import optim
 from shardformer.config import presets
 from shardformer.config.names import LORA_IN, LORA_OUT
 from shardformer.layout import specs
-from shardformer.model import Model
+from shardformer.model.task_on_mesh import choose_task
 
 OPTIONS = [
     {}, {"block": "sequential"}, {"norm": "rmsnorm"}, {"positions": "learned"}, {"positions": "t5"},
     {"positions": "none"}, {"bias": "none"}, {"bias": "all"}, {"scan": False}, {"remat": "full"},
     {"tied": True},
+    {"objective": "reward"},
     {"block": "sequential", "positions": "learned", "bias": "all", "norm": "rmsnorm"},
     {"embed": "bias"}, {"embed": "norm", "positions": "alibi"}, {"positions": "sinusoids"},
     {"lora_rank": 2, "lora_targets": "q,k,v,o,up,down"},
@@ -35,7 +36,7 @@ OPTIONS = [
 def parameters(preset, **overrides):
     """(settings, {full name: shape}, tree)."""
     settings = presets.preset(preset).replace(**{"mesh": "1x4", "vocab": 61} | overrides)
-    tree = Model.abstract_parameters(settings)
+    tree = choose_task(settings).abstract_parameters(settings)
     return (
         settings,
         {f"{module}/{name}": leaf for module, leaves in tree.items() for name, leaf in leaves.items()},

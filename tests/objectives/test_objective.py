@@ -36,7 +36,7 @@ def test_declared_class_is_a_task(name):
 
 def find_comparisons(source: str) -> list[str]:
     """Returns the comparisons with the name of an objective."""
-    names = OBJECTIVES.keys() - {"task"}  # also the word of other things
+    names = OBJECTIVES.keys() - {"task", "reward"}  # also the words of other things
     if "preferences" not in source and not any(f"{quote}{name}{quote}" in source for name in names for quote in "'\""):
         return []  # parsing takes all of the time
     texts = [ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Compare)]

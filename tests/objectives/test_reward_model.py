@@ -14,13 +14,13 @@ from shardformer.errors import UsageError
 from tests import meshes, shared
 from tests.objectives import pairs
 
-KEYS = {"objective": "reward", "layers": 2, "d_model": 16, "heads": 8, "d_ff": 16, "seq": 16, "batch": 8,
+KEYS = {"objective": "reward", "layers": 1, "d_model": 16, "heads": 8, "d_ff": 16, "seq": 16, "batch": 8,
         "reward_center": 0.3}  # fmt: skip
 SPLIT = (
     {"mesh": "4x2", "zero": 3, "accum": 2},
     {"mesh": "2x4", "sequence_parallel": True, "documents": "masked"},
     {"mesh": "dp2.cp2.mp2", "sequence_parallel": True},
-    {"mesh": "1x1x2", "accum": 2},
+    {"mesh": "1x1x2", "accum": 2, "layers": 2},
 )
 
 

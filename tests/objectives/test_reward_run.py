@@ -1,0 +1,175 @@
+"""A run that learns from the rewards of another run: its numbers, its errors and its resume."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from shardformer import exact
+from shardformer.__main__ import main
+from shardformer.config import Config
+from shardformer.data.prompt_windows import PromptRow
+from shardformer.errors import UsageError
+from shardformer.inference.generator import Continuation
+from shardformer.layout import mesh
+from shardformer.objectives.reward_run import RewardOfRun, fit_rows
+from shardformer.objectives.rollouts import RolloutsOfRun
+from shardformer.training.run_folder import Run
+from tests import runs, shared
+from tests.convert.hf_models import FOLDER
+from tests.data.chat.chats import write_lines
+from tests.objectives.test_reward_model import read_scores
+from tests.surroundings import let_fail
+
+NEW = ["tiny", "tokenizer=chars", "seq=8", "layers=1", "lr=0.01"]
+KEYS = ["batch=16", "eval_batches=1", "eval_every=12", "log_every=1"]
+POLICY = [*NEW, *KEYS, "mesh=2x1", "objective=grpo", "group_size=4", "answer_tokens=1", "beta=0", "steps=12"]
+
+
+@pytest.fixture(scope="module")
+def rewards(tmp_path_factory):
+    """Returns the folder of a run that prefers even digits, beside prompts for a policy."""
+    folder = tmp_path_factory.mktemp("rewards")
+    pairs = [
+        {"prompt": f"{n % 10} {n // 10 % 10} ", "chosen": str(2 * (n % 5)), "rejected": str(2 * (n % 5) + 1)}
+        for n in range(200)
+    ]
+    tasks = [{"prompt": f"{n % 10} {n // 10} ", "completion": str(n % 10)} for n in range(100)]
+    write_lines(folder / "tasks.jsonl", tasks)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDFORMER_CACHE", str(folder / "cache"))
+        data = write_lines(folder / "pairs.jsonl", pairs)
+        words = [*NEW, *KEYS, "mesh=1x1", "objective=reward", "steps=12", f"data={data}", f"out={folder}/rewards"]
+        assert runs.train(*words) == 0
+        yield folder / "rewards"
+
+
+def make_policy(**keys) -> Config:
+    keys = {"objective": "grpo", "group_size": 2, "batch": 4, "answer_tokens": 2, "seq": 8, "mesh": "1x1"} | keys
+    return shared.tiny(**keys)
+
+
+def test_pairs_are_put_in_order(rewards):
+    rows = runs.rows(rewards)
+    assert float(rows[-1]["accuracy"]) == 1
+    assert float(rows[-1]["reward_margin"]) > 1
+    assert {row["z_loss"] for row in rows} == {""}
+
+
+def test_reward_is_the_number_of_the_last_token(rewards):
+    """Of answers that are more than a batch, of different lengths."""
+    run, config = Run.open(rewards), make_policy(zero=3, mesh="2x2")
+    source = RewardOfRun(str(rewards))
+    source.open(SimpleNamespace(config=config), SimpleNamespace(model=SimpleNamespace(mesh=mesh.make(config))))
+    prompts, answers = [[1, 2], [3], [2, 4, 6], [1], [5, 7]], [[1], [2, 3], [4], [5, 6], [7]]
+    got = source.compute([PromptRow(ids, []) for ids in prompts], [Continuation(ids, [], True) for ids in answers])
+    _, params = run.restore_params(shared._trainer(run.config).model)
+    for prompt, answer, reward in zip(prompts, answers, got, strict=True):
+        tokens = np.array([prompt + answer])
+        expected = exact.run(lambda p, ids=tokens: read_scores(run.config, p, ids)[0, -1], shared.on_host(params))
+        assert reward == pytest.approx(float(expected.outputs), rel=1e-5)
+
+
+def change_config(rewards, tmp_path, **keys):
+    """Returns the folder of a copy of the run, whose configuration has other keys."""
+    shutil.copytree(rewards, tmp_path / "copy")
+    path = tmp_path / "copy" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+    return tmp_path / "copy"
+
+
+@pytest.mark.parametrize(
+    ("find", "message"),
+    [
+        (lambda run, path: FOLDER / "gpt2", "gpt2 is in Hugging Face's format, expected a run; train one on pairs"),
+        (lambda run, path: change_config(run, path, objective="dpo"), "was trained with objective=dpo, expected"),
+        (lambda run, path: run / "step_00000012", "is a checkpoint; name its run"),
+        (lambda run, path: run / "nowhere", "or the folder of a run with objective=reward; got reward="),
+    ],
+    ids=["hugging_face", "another_objective", "checkpoint", "no_folder"],
+)
+def test_folder_without_rewards_is_rejected(rewards, tmp_path, find, message):
+    with pytest.raises(UsageError, match=message):
+        RolloutsOfRun(make_policy(reward=str(find(rewards, tmp_path))))
+
+
+def test_other_tokens_are_rejected_before_any_device(rewards, tmp_path, monkeypatch, capsys):
+    let_fail(monkeypatch, mesh, "start", AssertionError("it has started the devices"))
+    monkeypatch.setenv("SHARDFORMER_CACHE", str(tmp_path))
+    data = write_lines(tmp_path / "letters.jsonl", [{"prompt": f"{n} ", "completion": "c"} for n in range(99)])
+    assert runs.train(*POLICY, f"data={data}", f"reward={rewards}", f"out={tmp_path}/run") == runs.USAGE
+    assert "it reads other tokens; give a reward model with this tokenizer" in capsys.readouterr().err
+
+
+def test_short_table_of_positions_is_rejected():
+    """A row of the policy has a prompt and an answer of up to seq + 1 tokens."""
+    reward = shared.tiny(objective="reward", positions="learned", seq=8)
+    assert fit_rows(reward, make_policy(seq=7)).model.seq == 8
+    with pytest.raises(UsageError, match="have up to 9 tokens; give seq=7"):
+        fit_rows(reward, make_policy(seq=8))
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["sample", "{run}"], "this run trained a reward model: it has no language model, which this command reads"),
+        (["convert", "{run}", "{out}", "format=hf"], "trained a reward model: only language models are converted"),
+        (["train", "base={run}", "data={data}", "out={out}"], "trained a reward model, which is no language model"),
+        (["train", *NEW, "mesh=1x1", "data={data}", "objective=distill", "teacher={run}", "out={out}"],
+         "trained a reward model, which gives no distribution over tokens"),
+    ],
+    ids=["sample", "convert", "base", "teacher"],
+)  # fmt: skip
+def test_command_that_needs_a_vocabulary_rejects_a_reward_model(rewards, tmp_path, capsys, command, message):
+    data = rewards.parent / "tasks.jsonl"
+    assert main([word.format(run=rewards, out=tmp_path / "out", data=data) for word in command]) == runs.USAGE
+    assert message in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def policy(rewards):
+    """Returns the folder of a run that was stopped after 6 of 12 steps, and resumed."""
+    out = rewards.with_name("policy")
+    words = [*POLICY, f"data={rewards.parent}/tasks.jsonl", f"reward={rewards}", f"out={out}"]
+    assert runs.train(*words, stop_after=6) == 0
+    assert runs.train("--resume", str(out), f"reward={rewards}") == 0
+    return out
+
+
+@pytest.mark.slow
+def test_policy_learns_from_the_rewards(policy):
+    rows = [float(row["reward"]) for row in runs.rows(policy)]
+    assert len(rows) == 12
+    assert np.mean(rows[-3:]) > np.mean(rows[:3]) + 1
+
+
+@pytest.mark.slow
+def test_changed_rewards_are_rejected(policy, rewards, capsys):
+    path = policy / "reward.json"
+    stored = path.read_text()
+    path.write_text(json.dumps({"weights": "0" * 64, "step": 1}))
+    assert runs.train("--resume", str(policy), "steps=13", f"reward={rewards}") == runs.FAILED
+    assert f"reward={rewards} has changed: the run started with weights of sha256 000" in capsys.readouterr().err
+    path.write_text(stored)
+
+
+@pytest.mark.slow
+def test_rewards_start_from_a_base(rewards):
+    """Of a language model, whose head is left out, and of rewards, whose head is read."""
+    folder, keys = rewards.parent, [*KEYS, "mesh=2x1", "steps=1"]
+    assert runs.train(*NEW, *keys, f"data={folder}/tasks.jsonl", f"out={folder}/words") == 0
+    for base in (folder / "words", rewards):
+        out, given = folder / f"from_{base.name}", [*keys, f"data={folder}/pairs.jsonl", "objective=reward"]
+        assert runs.train(f"base={base}", *given, "lr=1e-12", "lr_min=0", "warmup=0", f"out={out}") == 0
+        got, expected = (read_params(each) for each in (out, base))
+        assert set(expected) - set(got) == ({"transformer/head"} if base != rewards else set())
+        for module in got.keys() & expected.keys():
+            for name, leaf in expected[module].items():
+                np.testing.assert_allclose(got[module][name], leaf, atol=1e-9)
+
+
+def read_params(folder) -> dict:
+    run = Run.open(folder)
+    return shared.on_host(run.restore_params(shared._trainer(run.config).model)[1])
