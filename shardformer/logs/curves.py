@@ -26,7 +26,7 @@ _SMALL_PANELS = (
 _PAIR_PANELS = (
     ("reward_margin", "Reward margin", "chosen minus rejected"),
     ("accuracy", "Right order", "share of pairs"),
-    ("chosen_reward", "Reward of chosen", "nats, scaled by beta"),
+    ("chosen_reward", "Reward of chosen", "nats times beta, or a model's number"),
 )
 _REWARD_PANELS = (
     ("reward", "Reward", "mean of the sampled answers"),

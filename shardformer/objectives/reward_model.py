@@ -25,7 +25,7 @@ class RewardLoss(NamedTuple):
     """Means over the pairs of a batch; the first three stand where those of `Loss` do."""
 
     loss: jax.Array  # the minimised loss
-    z_loss: jax.Array  # 0: there are no logits
+    z_loss: jax.Array  # 0, as the model has no logits
     accuracy: jax.Array  # share of pairs whose chosen side has the larger reward
     chosen_reward: jax.Array
     rejected_reward: jax.Array

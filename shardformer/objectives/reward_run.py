@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from shardformer import storage
+from shardformer import checkpoint, storage
 from shardformer.config import Config, is_hugging_face
 from shardformer.config.keys import keys_of, next_multiple
 from shardformer.config.parallel_keys import ParallelKeys
@@ -45,7 +45,8 @@ class RewardOfRun:
         objective = self._run.config.preferences.objective
         if objective != "reward":
             raise UsageError(f"reward={name} was trained with objective={objective}, expected objective=reward")
-        self._run.choose_step()  # raises if there is none
+        if not checkpoint.list_steps(self._run.out):  # choosing one would start JAX
+            raise UsageError(f"reward={name} has no checkpoint yet")
 
     def check(self, run: Run, corpus: Data) -> None:
         """Raises UsageError unless the reward model reads the tokens and the rows of a run."""
@@ -54,7 +55,7 @@ class RewardOfRun:
                 f"reward={self._name} has tokenizer={self._run.vocabulary.name}, and this run "
                 f"tokenizer={run.vocabulary.name}: it reads other tokens; give a reward model with this tokenizer"
             )
-        fit_rows(self._run.config, run.config)
+        check_positions(self._run.config, run.config)
 
     def open(self, run: Run, trainer: Trainer) -> None:
         """Loads the weights."""
@@ -90,19 +91,24 @@ class RewardOfRun:
         return np.asarray(self._score(self._params, batch))
 
 
-def fit_rows(reward: Config, policy: Config) -> Config:
-    """Returns the configuration of a reward model on the policy's mesh, for rows that hold all tokens of the policy's.
-
-    Raises UsageError if its table of learned positions is shorter.
-    """
+def check_positions(reward: Config, policy: Config) -> None:
+    """Raises UsageError if a reward model's table of learned positions is shorter than a prompt and its answer."""
     longest, seq = policy.model.seq + 1, reward.model.seq
-    if reward.model.positions != "learned":
-        seq = next_multiple(longest, math.lcm(TILE, 2 * policy.parallel.mp * policy.parallel.cp))
-    elif seq < longest:
+    if reward.model.positions == "learned" and seq < longest:
         raise UsageError(
             f"reward={reward.run.out} has learned positions for seq={seq}, and a prompt and its answer have up to "
             f"{longest} tokens; give seq={seq - 1}"
         )
+
+
+def fit_rows(reward: Config, policy: Config) -> Config:
+    """Returns the configuration of a reward model on the policy's mesh, for rows that hold all tokens of the policy's.
+
+    A table of learned positions keeps its length.
+    """
+    seq = reward.model.seq
+    if reward.model.positions != "learned":
+        seq = next_multiple(policy.model.seq + 1, math.lcm(TILE, 2 * policy.parallel.mp * policy.parallel.cp))
     of_mesh = {name: policy.get(name) for name in keys_of(ParallelKeys) if name != "dtype"}
     of_rows = {"batch": policy.training.batch, "accum": 1, "documents": "padded", "seq": seq}
     return reward.replace(**of_mesh | of_rows).without_gradients()

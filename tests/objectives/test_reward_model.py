@@ -98,7 +98,7 @@ def test_token_before_the_last_is_noticed():
 
 
 def test_compiled_score_is_that_of_the_last_token():
-    """Of rows without pairs, as a policy's answers are read."""
+    """The rows have no pairs, as those of a policy's answers."""
     config = make_config(batch=4, zero=3, mesh="2x2")
     trainer, params = (
         shared.trainer(**KEYS | {"batch": 4, "zero": 3, "mesh": "2x2"}),

@@ -4,6 +4,7 @@ import json
 import shutil
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
@@ -14,7 +15,7 @@ from shardformer.data.prompt_windows import PromptRow
 from shardformer.errors import UsageError
 from shardformer.inference.generator import Continuation
 from shardformer.layout import mesh
-from shardformer.objectives.reward_run import RewardOfRun, fit_rows
+from shardformer.objectives.reward_run import RewardOfRun, check_positions, fit_rows
 from shardformer.objectives.rollouts import RolloutsOfRun
 from shardformer.training.run_folder import Run
 from tests import runs, shared
@@ -59,7 +60,7 @@ def test_pairs_are_put_in_order(rewards):
 
 
 def test_reward_is_the_number_of_the_last_token(rewards):
-    """Of answers that are more than a batch, of different lengths."""
+    """The answers are more than a batch, and have different lengths."""
     run, config = Run.open(rewards), make_policy(zero=3, mesh="2x2")
     source = RewardOfRun(str(rewards))
     source.open(SimpleNamespace(config=config), SimpleNamespace(model=SimpleNamespace(mesh=mesh.make(config))))
@@ -80,15 +81,23 @@ def change_config(rewards, tmp_path, **keys):
     return tmp_path / "copy"
 
 
+def remove_steps(rewards, tmp_path):
+    folder = change_config(rewards, tmp_path)
+    for step in folder.glob("step_*"):
+        shutil.rmtree(step)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("find", "message"),
     [
         (lambda run, path: FOLDER / "gpt2", "gpt2 is in Hugging Face's format, expected a run; train one on pairs"),
         (lambda run, path: change_config(run, path, objective="dpo"), "was trained with objective=dpo, expected"),
         (lambda run, path: run / "step_00000012", "is a checkpoint; name its run"),
+        (remove_steps, "copy has no checkpoint yet"),
         (lambda run, path: run / "nowhere", "or the folder of a run with objective=reward; got reward="),
     ],
-    ids=["hugging_face", "another_objective", "checkpoint", "no_folder"],
+    ids=["hugging_face", "another_objective", "checkpoint", "no_checkpoint", "no_folder"],
 )
 def test_folder_without_rewards_is_rejected(rewards, tmp_path, find, message):
     with pytest.raises(UsageError, match=message):
@@ -96,7 +105,8 @@ def test_folder_without_rewards_is_rejected(rewards, tmp_path, find, message):
 
 
 def test_other_tokens_are_rejected_before_any_device(rewards, tmp_path, monkeypatch, capsys):
-    let_fail(monkeypatch, mesh, "start", AssertionError("it has started the devices"))
+    for module, name in ((mesh, "start"), (jax, "process_index"), (jax, "process_count")):
+        let_fail(monkeypatch, module, name, AssertionError("it has started the devices"))
     monkeypatch.setenv("SHARDFORMER_CACHE", str(tmp_path))
     data = write_lines(tmp_path / "letters.jsonl", [{"prompt": f"{n} ", "completion": "c"} for n in range(99)])
     assert runs.train(*POLICY, f"data={data}", f"reward={rewards}", f"out={tmp_path}/run") == runs.USAGE
@@ -106,9 +116,10 @@ def test_other_tokens_are_rejected_before_any_device(rewards, tmp_path, monkeypa
 def test_short_table_of_positions_is_rejected():
     """A row of the policy has a prompt and an answer of up to seq + 1 tokens."""
     reward = shared.tiny(objective="reward", positions="learned", seq=8)
+    check_positions(reward, make_policy(seq=7, mesh="auto"))
     assert fit_rows(reward, make_policy(seq=7)).model.seq == 8
     with pytest.raises(UsageError, match="have up to 9 tokens; give seq=7"):
-        fit_rows(reward, make_policy(seq=8))
+        check_positions(reward, make_policy(seq=8, mesh="auto"))
 
 
 @pytest.mark.parametrize(
@@ -156,11 +167,10 @@ def test_changed_rewards_are_rejected(policy, rewards, capsys):
 
 
 @pytest.mark.slow
-def test_rewards_start_from_a_base(rewards):
-    """Of a language model, whose head is left out, and of rewards, whose head is read."""
+def test_rewards_start_from_a_base(policy, rewards):
+    """The head of a language model is left out, and that of a reward model is read."""
     folder, keys = rewards.parent, [*KEYS, "mesh=2x1", "steps=1"]
-    assert runs.train(*NEW, *keys, f"data={folder}/tasks.jsonl", f"out={folder}/words") == 0
-    for base in (folder / "words", rewards):
+    for base in (policy, rewards):
         out, given = folder / f"from_{base.name}", [*keys, f"data={folder}/pairs.jsonl", "objective=reward"]
         assert runs.train(f"base={base}", *given, "lr=1e-12", "lr_min=0", "warmup=0", f"out={out}") == 0
         got, expected = (read_params(each) for each in (out, base))

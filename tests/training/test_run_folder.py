@@ -179,7 +179,7 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(copied, left):
 @pytest.mark.parametrize(
     ("keys", "named"),
     [({"optimizer": "my files.py:lion"}, " 'optimizer=my files.py:lion'"), ({"optimizer": "adamw"}, ""),
-     ({"objective": "grpo", "batch": 8, "reward": "rewards"}, " reward=rewards`")],
+     ({"objective": "grpo", "batch": 8, "answer_tokens": 2, "reward": "rewards"}, " reward=rewards")],
 )  # fmt: skip
 def test_command_for_going_on_names_the_code_and_the_reward(copied, keys, named):
     config = copied.config.replace(**keys, out=str(copied.out))
