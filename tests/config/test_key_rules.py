@@ -234,7 +234,8 @@ def or_code(name: str) -> str:
         ({"tracker": "module"}, "tracker takes wandb, mlflow, aim, tensorboard or module:function, got 'module'"),
         ({"decay": 0}, "decay must be at least 1, or auto, got 0"),
         *(({name: -1}, f"{name} must not be negative, got -1") for name in ("eval_limit", "skip_steps")),
-        *(({name: -1}, f"{name} must not be negative, got -1") for name in ("label_smoothing", "reward_gap")),
+        *(({name: -1}, f"{name} must not be negative, got -1")
+          for name in ("label_smoothing", "reward_gap", "reward_center")),
         ({"sft_weight": -1.0}, "sft_weight must not be negative, or auto, got -1.0"),
         *(({name: -1}, f"{name} must not be negative, got -1")
           for name in ("experts", "dense_first", "shared_width", "balance_loss", "router_z_loss", "balance_rate")),
@@ -402,6 +403,10 @@ def test_following_the_advice_leads_to_a_valid_configuration(dp, mp, **changes):
         ),
         ({"label_smoothing": 0.2, "objective": "ipo"}, "label_smoothing does nothing with an objective that has no"),
         ({"length_norm": True, "objective": "ipo"}, "length_norm does nothing with another objective, which fixes it"),
+        (
+            {"reward_center": 0.2, "objective": "dpo"},
+            "reward_center does nothing with another objective; give objective=r",
+        ),
         ({"reward_gap": 0.2, "objective": "dpo"}, "reward_gap does nothing with another objective; give objective=sim"),
         ({"bad_rows": "skip"}, "bad_rows does nothing without data from .jsonl records"),
         *(
