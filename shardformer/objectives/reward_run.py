@@ -56,6 +56,8 @@ class RewardOfRun:
                 f"tokenizer={run.vocabulary.name}: it reads other tokens; give a reward model with this tokenizer"
             )
         check_positions(self._run.config, run.config)
+        if run.config.parallel.mesh != "auto":
+            fit_rows(self._run.config, run.config)  # raises for sizes that the mesh does not divide
 
     def open(self, run: Run, trainer: Trainer) -> None:
         """Loads the weights."""

@@ -230,7 +230,8 @@ def test_linked_and_unknown_tokenizer_files_are_not_copied(run, tmp_path):
 
 
 LINKED = ["config.json", "metrics.csv", "skipped.csv", "experts.csv", "gradients.csv", "scores.jsonl", "texts.jsonl"]
-LINKED += ["curves.png", "final.json", "teacher.json", "reference.json", "tokenizer", ".lock", ".step_00000005.tmp-1"]
+LINKED += ["curves.png", "final.json", "teacher.json", "reference.json", "reward.json", "tokenizer", ".lock",
+           ".step_00000005.tmp-1"]  # fmt: skip
 LINKED += ["references", "references/index.json", "references/0123456789ab", "tensorboard", "tensorboard/events.out.1"]
 LINKED += ["profile", "profile/plugins/profile", "unknown"]
 

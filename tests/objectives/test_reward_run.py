@@ -113,6 +113,12 @@ def test_other_tokens_are_rejected_before_any_device(rewards, tmp_path, monkeypa
     assert "it reads other tokens; give a reward model with this tokenizer" in capsys.readouterr().err
 
 
+def test_mesh_that_does_not_divide_the_rewards_is_rejected(rewards):
+    run = SimpleNamespace(config=make_policy(mesh="1x16", heads=16), vocabulary=Run.open(rewards).vocabulary)
+    with pytest.raises(UsageError, match="heads=8"):
+        RewardOfRun(str(rewards)).check(run, None)
+
+
 def test_short_table_of_positions_is_rejected():
     """A row of the policy has a prompt and an answer of up to seq + 1 tokens."""
     reward = shared.tiny(objective="reward", positions="learned", seq=8)
