@@ -20,7 +20,7 @@ from shardformer.devices import processes
 from shardformer.errors import UsageError
 from shardformer.layout import mesh
 from shardformer.model import Loss, Model
-from shardformer.model.model import draw_tokens
+from shardformer.model.random_tokens import draw_tokens
 from shardformer.optim import lbfgs
 from shardformer.tables import format_count, format_table
 from shardformer.training.step import TrainState

@@ -100,6 +100,8 @@ class Model(TaskOnMesh):
         return {"tokens": tokens, "targets": tokens}
 
     def make_batch(self) -> dict[str, np.ndarray]:
+        from shardformer.model.random_tokens import draw_tokens  # not imported by a run
+
         return draw_tokens(self.config)
 
     @staticmethod
@@ -166,13 +168,6 @@ class Model(TaskOnMesh):
         return Dropout(c.training.dropout, key, batch["examples"], c.parallel.sequence_parallel, position_T)
 
 
-def draw_tokens(config: Config) -> dict[str, np.ndarray]:
-    """Returns a batch of random tokens."""
-    shape = config.training.batch, config.model.seq + 1
-    tokens = np.random.default_rng(config.training.seed).integers(0, config.model.vocab, shape, np.int32)
-    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-
-
 def choose_counts(config: Config) -> Callable:
     """Returns the function that counts the tokens of each expert in a batch, before the gradients of its parts."""
     # The stages of a pipeline run all microbatches before the loss.
@@ -217,9 +212,6 @@ def _parameter_shapes(architecture: Config):
 def _initialise(architecture: Config, seed):
     """Draws the parameters by the shard modules on size-1 axes, where a shard is the full model."""
     plain = architecture.replace(lora_rank=0)  # the other parameters do not depend on adapters
-    initialise = CausalTransformerShard(resolve(plain)).init
-    for axis in ("dp", "mp"):
-        initialise = jax.vmap(initialise, in_axes=None, axis_size=1, axis_name=axis)
     key = jax.random.key(seed, impl=THREEFRY)
-    params = jax.tree.map(lambda p: p[0, 0], initialise(key))
+    params = CausalTransformerShard(resolve(plain)).init(key)
     return choose_trainable(architecture).add(params, jax.random.fold_in(key, Stream.LORA))

@@ -1,13 +1,16 @@
 """Creation of this shard's slices of parameters, and operations on them."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
 
-from shardformer.config.names import is_stacked
+from shardformer.config.names import DP, MP, is_stacked
 
 
 def map_stacked(function: Callable, params: dict) -> dict:
@@ -35,6 +38,14 @@ def zeros(name: str, *shape: int) -> Array:
 def ones(name: str, *shape: int) -> Array:
     """Returns a parameter that starts at one."""
     return hk.get_parameter(name, shape, jnp.float32, init=jnp.ones)
+
+
+def draw_only(module_call: Callable, key: Array) -> dict:
+    """Returns the parameters of a module's call on axes of size 1; drops other operations, which are slow to map."""
+    initialise: Any = hk.transform(module_call).init
+    traced, shapes = jax.make_jaxpr(initialise, axis_env=[(DP, 1), (MP, 1)], return_shape=True)(key)
+    draws, _ = dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars), instantiate=True)
+    return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(ClosedJaxpr(draws, traced.consts))(key))
 
 
 def add_bias(x: Array, bias: Array) -> Array:

@@ -21,7 +21,7 @@ from shardformer.shards.dropout import Dropout
 from shardformer.shards.embedding import EmbeddingShard
 from shardformer.shards.layer import LayerInputs
 from shardformer.shards.layer_features import choose_features, choose_layer, choose_mixed_layers, choose_records
-from shardformer.shards.parameters import unstack
+from shardformer.shards.parameters import draw_only, unstack
 from shardformer.shards.positions import (
     RelativeBiasShard,
     choose_by_length,
@@ -62,15 +62,14 @@ class CausalTransformerShard:
             options = self._options(position_T)
 
             def draw(sparse):
-                return hk.transform(lambda: self._layer(c, Plain(), sparse=sparse)(x_BTD, options)).init
+                return functools.partial(draw_only, lambda: self._layer(c, Plain(), sparse=sparse)(x_BTD, options))
 
             sparse = draw(self.records.feed_forward())
             layers = functools.partial(self._mixed.init, sparse, draw(None)) if self._mixed else jax.vmap(sparse)
             hk.transparent_lift(layers)(jax.random.split(hk.next_rng_key(), c.model.layers))
             ProjectionShard(c)(x_BTD, embed.table() if c.model.tied else None)
 
-        params: Any = hk.transform(create).init(key)  # mypy cannot resolve Haiku's names of its types
-        return {f"{PREFIX}{module}": leaves for module, leaves in params.items()}
+        return {f"{PREFIX}{module}": leaves for module, leaves in draw_only(create, key).items()}
 
     def logits(self, params: dict, tokens_BT: Array) -> Array:
         """Returns this shard's logits_BTv."""
