@@ -300,7 +300,7 @@ class Run:
         state = self._read_on_all(read, step, known)
         if averaged:
             means = average.replace_by_average(state["average"], state["params"], step)
-            rounded = master_weights.round_parameters(means, self.config)
+            rounded = jax.jit(master_weights.round_parameters, static_argnums=1)(means, self.config)
             return step, rounded if has_codes else model.store(rounded)
         return step, state["params"] if has_codes else model.name_parts(state["params"])
 
