@@ -1,5 +1,6 @@
 """Eight CPU devices, strict promotion, no network: set before anything touches a device."""
 
+import contextlib
 import gc
 import logging
 import os
@@ -164,27 +165,31 @@ def text(tmp_path_factory):
 def finished_run(tmp_path_factory, text):
     """Returns the folder of an uninterrupted run with dropout."""
     out = tmp_path_factory.mktemp("finished") / "run"
-    assert runs.train(*uneven_words(text), f"out={out}", curves=True) == 0
+    with draw_by_interpretation():
+        assert runs.train(*uneven_words(text), f"out={out}", curves=True) == 0
     return out
 
 
 def split_drawn_parameters(model, seed):
     if not model.has_vocabulary:  # its head is drawn by its own program
-        return shared._init(model, seed)
+        return shared.init(model, seed)
     return jax.device_put(model.layout.weights.store(shared.drawn(model.config, seed)), model.shardings)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def draw_each_model_once(request):
-    """Draws initial parameters by one device's program only, which takes as long to compile as a step.
+@contextlib.contextmanager
+def draw_by_interpretation():
+    """Draws initial parameters of the language model without XLA, which would compile as long as for a step.
 
     test_initialisation.py draws them on each mesh and compares them bitwise.
     """
-    if hasattr(request.module, "EVERY_MESH_DRAWS"):
-        yield
-        return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Model, "init", split_drawn_parameters)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def draw_quickly(request):
+    with contextlib.nullcontext() if hasattr(request.module, "EVERY_MESH_DRAWS") else draw_by_interpretation():
         yield
 
 

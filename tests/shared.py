@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import math
 import resource
 
 import jax
@@ -22,61 +21,22 @@ def tiny(**overrides):
     return preset("tiny").replace(**{"vocab": VOCAB, "mesh": "4x2"} | overrides)
 
 
+init = Model.init  # which conftest.py replaces
+
+
 def drawn(config: Config, seed: int):
-    """Returns the parameters of a seed as one device draws them; only the architecture matters."""
+    """Returns the parameters of a seed, without a compiler, but for roundings; only the architecture matters.
+
+    XLA would take a second to compile the program of an architecture, and the interpreter takes a tenth.
+    """
     return _drawn(config.architecture, int(seed))
 
 
 @functools.cache
 def _drawn(architecture: Config, seed: int):
-    # Compiled, this program takes a second; interpreted, a tenth, with the same bits.
     draw = Model.on(architecture, mesh.make(architecture)).draw_parameters
-    parameters = exact.run(draw, np.int32(seed), floats="stored", change=_RoundAsXla()).outputs
+    parameters = exact.run(draw, np.int32(seed), floats="stored").outputs
     return jax.tree.map(lambda leaf: leaf.astype(np.float32), parameters)
-
-
-class _RoundAsXla:
-    """Replaces the results of a draw that XLA rounds in another way: its erf_inv, and multiples of an array."""
-
-    def __init__(self):
-        self._multiples: list[tuple] = []  # (x * factor, x, factor)
-
-    def __call__(self, equation, inputs, results, mesh):
-        name = equation.primitive.name
-        if name == "erf_inv":
-            return [_compute_erf_inv(*inputs)]
-        if name not in ("mul", "div") or results[0].dtype.kind != "f":
-            return results
-        x, factor = inputs if name == "div" else sorted(inputs, key=np.size, reverse=True)
-        if factor.size > 1:
-            return results
-        factor = _round(1 / factor) if name == "div" else factor
-        for multiple, of, first in self._multiples if _merges_factors() else ():
-            if multiple is x:
-                x, factor = of, _round(factor * first)
-        result = _round(x * factor)
-        self._multiples.append((result, x, factor))
-        return [result]
-
-
-def _round(x):
-    return np.float64(np.float32(x))
-
-
-@functools.cache
-def _merges_factors() -> bool:
-    """Returns whether XLA computes (x * 0.3) * 0.7 as x * (0.3 * 0.7), as that of JAX 0.10 does."""
-    x, first, second = np.linspace(1, 2, 100, dtype=np.float32), np.float32(0.3), np.float32(0.7)
-    return np.array_equal(jax.jit(lambda x: x * first * second)(x), x * (first * second))
-
-
-def _compute_erf_inv(x):
-    padded = np.zeros(4 ** math.ceil(math.log(max(x.size, 2), 4)), np.float32)  # few sizes: each is compiled
-    padded[: x.size] = x.reshape(-1)
-    return np.asarray(_erf_inv(padded))[: x.size].reshape(x.shape).astype(np.float64)
-
-
-_erf_inv = jax.jit(jax.lax.erf_inv)
 
 
 def trainer(**overrides) -> Trainer:
@@ -94,7 +54,7 @@ def _initial(config: Config):
 
 
 def initial_state(**overrides):
-    """Returns the initial state of one device, split; test_initialisation compares it bitwise with each mesh's own."""
+    """Returns the initial state of one device, split over the mesh."""
     return jax.device_put(_initial(tiny(**overrides | {"mesh": "1x1"})), trainer(**overrides).shardings)
 
 

