@@ -215,9 +215,9 @@ FEATURES = ("adapters.adapter_layer", "adapters.lora", "analysis.liveness", "che
             "config.depth", "data.chat.c", "data.document_sketches", "data.hf_tokenizer", "data.known_texts",
             "data.near_copies", "data.removal", "data.sketch_file", "data.word_hashes", "exact", "experts.expert_l",
             "experts.grouped", "experts.router", "inference.serve", "optim.average",
-            "kernels.fused_attention", "objectives.distillation", "objectives.policy", "objectives.preference",
-            "objectives.reward", "objectives.rollouts", "objectives.teacher", "objectives.user",
-            "parallel.ring_attention", "parallel.pipeline",
+            "kernels.fused_attention", "objectives.distillation", "objectives.mtp", "objectives.policy",
+            "objectives.preference", "objectives.reward", "objectives.rollouts", "objectives.teacher",
+            "objectives.user", "objectives.answers", "parallel.ring_attention", "parallel.pipeline",
             "quantized.code", "quantized.int8", "quantized.packed", "quantized.quantized", "storage.bucket.",
             "training.example_gradients", "training.monitor", "training.non_finite", "training.rollback",
             "training.rolling_guard", "training.step_statistics")  # fmt: skip

@@ -19,7 +19,8 @@ from shardformer.devices.chips import Slice
 from shardformer.errors import UsageError
 from shardformer.layout import specs
 from shardformer.layout.mesh import candidates
-from shardformer.model import Model, flops
+from shardformer.model import flops
+from shardformer.model.task_on_mesh import choose_task
 from shardformer.parallel.replicas import Zero3
 from shardformer.tables import format_bytes, format_table
 
@@ -131,7 +132,8 @@ def bound_seconds(config: Config, chips: Slice) -> float:
         sent = config.model.layers * sums * local * 2 * (p.mp - 1) / p.mp
         wire += sent / roofline.axis_bandwidth("mp", config, chips)
     if p.dp > 1:
-        gradient = specs.count_parameters(Model.abstract_parameters(config)) * jnp.dtype(p.grad_dtype).itemsize / p.mp
+        parameters = specs.count_parameters(choose_task(config).abstract_parameters(config))
+        gradient = parameters * jnp.dtype(p.grad_dtype).itemsize / p.mp
         sent = (1 if p.zero else 2) * gradient * (p.dp - 1) / p.dp
         wire += sent / roofline.axis_bandwidth("dp", config, chips) if not _is_exchanged(config, chips) else 0.0
     return (compute + wire) * (1 + SLOWER_BY_ACCUM * math.log2(config.training.accum))

@@ -60,18 +60,17 @@ def logits(config, params: Params, tokens, masks: "Masks | None" = None, documen
     Appends to `routes` what each layer's router did: (chosen [B, T, experts], shares [B, T, experts], log-partitions).
     """
     c = _resolve_scale(config)
-    embed, layers = params["transformer/embed"], params["transformer/layers"]
+    x = run_layers(c, params, tokens, masks, documents, routes)
+    return project(c, params, params.get("transformer/head/norm", {}), x)
+
+
+def run_layers(c, params: Params, tokens, masks, documents, routes):
+    """Returns [B, T, D] behind the last layer, as `logits` uses it."""
+    layers = params["transformer/layers"]
     adapter_masks = masks if c.lora.lora_dropout else None
     if not adapter_masks:
         layers = _merge_adapters(c, layers)
-    x = embed["tokens"][tokens] * (math.sqrt(c.model.d_model) if c.model.embed_scale is None else c.model.embed_scale)
-    x = x + embed.get("bias", jnp.zeros(c.model.d_model))[None, None]
-    if c.model.positions == "learned":
-        x = x + embed["positions"][_positions(tokens, documents)]
-    if c.model.positions == "sinusoids":
-        x = x + _sinusoids(c.model.d_model, _positions(tokens, documents))
-    if c.model.embed == "norm":
-        x = _norm(c, params.get("transformer/embed/norm", {}), x)
+    x = embed_tokens(c, params, tokens, positions_of(tokens, documents))
     if masks:
         x = masks.drop(x, 0)
     for i in range(c.model.layers):
@@ -83,9 +82,25 @@ def logits(config, params: Params, tokens, masks: "Masks | None" = None, documen
         if adapter_masks:
             layer = _drop_inputs_of_adapters(c, layer, adapter_masks.of_layer(i))
         x = _layer(_resolve_window(c, i), params, layer, norms, x, masks and masks.of_layer(i), documents, routes)
-    x = _norm(c, params.get("transformer/head/norm", {}), x)
-    head = params.get("transformer/head", {})
-    out = x @ (embed["tokens"].T if c.model.tied else head["w"])
+    return x
+
+
+def embed_tokens(c, params: Params, tokens, positions):
+    """Returns [B, T, D] in front of the first layer, without dropout."""
+    embed = params["transformer/embed"]
+    x = embed["tokens"][tokens] * (math.sqrt(c.model.d_model) if c.model.embed_scale is None else c.model.embed_scale)
+    x = x + embed.get("bias", jnp.zeros(c.model.d_model))[None, None]
+    if c.model.positions == "learned":
+        x = x + embed["positions"][positions]
+    if c.model.positions == "sinusoids":
+        x = x + _sinusoids(c.model.d_model, positions)
+    return _norm(c, params.get("transformer/embed/norm", {}), x) if c.model.embed == "norm" else x
+
+
+def project(c, params: Params, norm, x):
+    """Returns the logits [B, T, vocab] of activations; `norm` has the parameters of the last norm."""
+    x, head = _norm(c, norm, x), params.get("transformer/head", {})
+    out = x @ (params["transformer/embed"]["tokens"].T if c.model.tied else head["w"])
     if "bias" in head:
         out = out + head["bias"][None, None]
     out = out * c.model.logits_scale
@@ -444,7 +459,7 @@ def _heads_of_latents(c, p, norms, h):
     return q, k, (latent @ p["v"]).reshape(B, T, H, -1)
 
 
-def _positions(tokens, documents):
+def positions_of(tokens, documents):
     """Returns [B, T] or [1, T]: positions that restart at 0 with every document."""
     positions = jnp.arange(tokens.shape[1])[None]
     if documents is None:

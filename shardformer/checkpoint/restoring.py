@@ -51,7 +51,7 @@ def restore(
 ):
     """Returns the checkpoint as the tree `like` of jax.ShapeDtypeStructs, each leaf split by its `.sharding`.
 
-    `ignored` names top-level parts of the saved state that `like` may lack: a sampler ignores the optimizer.
+    `like` may lack leaves whose names start with one of `ignored`: a sampler ignores the optimizer.
     `change(name, leaf)` reads each leaf before the next, and may return other values, for example quantised ones.
     """
     stored = manifest.read_manifest(folder)
@@ -104,7 +104,7 @@ def _check_layout(
             got, expected = (leaf.dtype, leaf.shape, bool(leaf.key)), _layout(wanted[name])
             if got != expected:
                 problems.append(f"leaf {name!r} is {_describe(*got)}, expected {_describe(*expected)}")
-        elif name.partition("/")[0] not in ignored:
+        elif not name.startswith(ignored):
             problems.append(f"leaf {name!r} was not expected")
     if problems:
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""

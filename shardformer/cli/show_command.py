@@ -10,7 +10,8 @@ from shardformer.cli.arguments import describe_depth, names_depth, parse_preset,
 from shardformer.config import Config, parsing
 from shardformer.devices.chips import CHIPS, CPU, describe_chip
 from shardformer.layout import Layout, mesh, resolve
-from shardformer.model import Model, flops
+from shardformer.model import flops
+from shardformer.model.task_on_mesh import choose_task
 from shardformer.start_messages import parameter_count
 from shardformer.tables import format_table
 from shardformer.training.run_folder import Run
@@ -41,7 +42,7 @@ def show(arguments: list[str]) -> None:
 
 def describe_language_model(settings: Config) -> str:
     """Formats the settings of a language model, its parameters, bytes and choices."""
-    parameters = Model.abstract_parameters(settings)
+    parameters = choose_task(settings).abstract_parameters(settings)
     stored = resolve(settings).weights.store(parameters)
     splits = parameter_tables.find_splits(stored, settings)
     tables = [settings.to_json().rstrip(), parameter_tables.format_splits(stored, splits, settings)]

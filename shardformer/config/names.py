@@ -46,7 +46,7 @@ def is_factor_of_product(name: str) -> bool:
 def has_key_value_heads(name: str) -> bool:
     """Returns whether a parameter of this full name has the columns of key/value heads."""
     module, _, leaf = name.rpartition("/")
-    return module == LAYERS and leaf in OF_KEY_VALUE_HEADS
+    return module.endswith("/layers") and leaf in OF_KEY_VALUE_HEADS
 
 
 class Stream(enum.IntEnum):
@@ -56,3 +56,4 @@ class Stream(enum.IntEnum):
     LORA = 1 << 21
     ROUNDING = 1 << 22
     SCORE = 1 << 23
+    NEXT = 1 << 24

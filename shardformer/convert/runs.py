@@ -92,6 +92,8 @@ def write_run(folder: Path | BucketPath, run: Run, state: State) -> None:
                 f"a converted run has plain float32 weights: give {name}={plain}, and {name}={given} to `train "
                 f"base={run.out}`"
             )
+    if run.config.objective.only_in_training:  # which `state` does not have
+        run = dataclasses.replace(run, config=run.config.objective.for_inference())
     trainer, params = _trainer(run.config), state.params
     if run.config.stored.quantized and not any(map(is_part, params)):
         params = stored_weights.quantize(params, run.config)
@@ -184,7 +186,8 @@ def _settings(config: Config) -> str:
 
 @functools.lru_cache(maxsize=4)
 def _trainer(config: Config) -> Trainer:
-    alone = config.without_own_optimizer().replace(mesh="1x1", coordinator="", processes=0, process_id=0)
+    alone = config.objective.for_inference().without_own_optimizer()
+    alone = alone.replace(mesh="1x1", coordinator="", processes=0, process_id=0)
     return Trainer(alone, mesh.make(alone))
 
 

@@ -33,6 +33,7 @@ RULES = (
     ("*/embed/positions", P(None, "mp")),
     ("*/relative_bias/*", P(None, "mp")),  # of any position encoding: [rows, heads]
     ("*/head/w", P(None, "mp")),
+    ("*/join/w", P(None, "mp")),  # of multi-token prediction
     ("*/head/bias", P("mp")),
     ("*/score/w", P()),  # of a reward model
     ("*norm/*", P()),

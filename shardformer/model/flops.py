@@ -43,10 +43,10 @@ def expert_flops_per_token(config: Config) -> tuple[int, int]:
     return 4 * active + 2 * _count_active(select_trainable(of_experts, config), config), 2 * active
 
 
-def attention_flops(config: Config) -> int:
+def attention_flops(config: Config, layers: slice = slice(None)) -> int:
     """Returns the FLOPs of a token's forward pass through attention, of pairs that a causal mask and windows leave."""
     seq = config.model.seq
-    windows = [min(window or seq, seq) for window in config.model.layer_windows]
+    windows = [min(window or seq, seq) for window in config.model.layer_windows[layers]]
     pairs = sum(2 * window - window * window // seq for window in windows)  # twice the tokens attended to
     return pairs * config.model.heads * (config.model.head_size + config.model.value_size)
 

@@ -4,7 +4,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from shardformer.kernels.vocabulary_loss import TokenLoss
-from shardformer.model.model import Model, count_routes, normalise_weights
+from shardformer.model.model import Model, count_routes
 from shardformer.parallel import example_norms
 
 
@@ -38,7 +38,7 @@ class Measures:
             return example_norms.measure_squares(objective, trainable, m.number_rows(batch), m.grad_specs)
 
         in_specs = m.specs, m.row_spec, P()
-        return m.shard_map(body, in_specs, m.row_spec)(params, normalise_weights(batch), dropout_key)
+        return m.shard_map(body, in_specs, m.row_spec)(params, m.prepare(batch), dropout_key)
 
 
 def measure_routes(model: Model, params, batch, dropout_key=None) -> jax.Array:

@@ -105,7 +105,7 @@ class TaskOnMesh:
 
     @staticmethod
     def count_flops(config: Config) -> float | None:
-        """Returns the FLOPs of a row in a training step; None for a language model, whose tokens count."""
+        """Returns the FLOPs of a token or a row in a step; None: those of a language model, by its parameters."""
         return None
 
     @property

@@ -8,7 +8,7 @@ neither pairs nor a teacher. README.md follows a batch.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from shardformer.config.keys import next_multiple, require
+from shardformer.config.keys import require
 from shardformer.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ class Objective:
     has_plain_batches = True  # tokens, targets and weights, as analysis/dense_reference.py takes them
     verified_against = "a plain dense model"
     has_bound_of_bytes = True  # the formula of analysis/needed_bytes.py is above the bytes of a step
+    only_in_training: tuple[str, ...] = ()  # beginnings of names in a checkpoint that other uses leave out
     sides = 1  # rows that the model computes of one row of a batch
     reads_pairs = False  # the data are preference pairs
     answers_of_a_prompt = 1  # rows that are made of one row of the data
@@ -72,8 +73,8 @@ class Objective:
         """Returns the keys that keep one conversation from seeing another."""
         return {"documents": "masked"} if is_chat and self.config.data.documents == "packed" else {}
 
-    def without_samples(self) -> "Config":
-        """Returns the configuration of the same model without sampled answers, whose groups a batch must divide."""
+    def for_inference(self) -> "Config":
+        """Returns the configuration of the same model for scores and samples, without what only training has."""
         return self.config
 
 
@@ -136,60 +137,10 @@ class Pairs(OneProgram):
         return {"documents": "padded"} if is_chat and self.config.data.documents == "packed" else {}
 
 
-class SampledAnswers(OneProgram):
-    """Answers that the model samples, and their rewards: objective=grpo, dr_grpo, gspo, rloo."""
-
-    task = "shardformer.objectives.policy_model:PolicyModel"
-    host_feature = "shardformer.objectives.rollouts:RolloutsOfRun"
-    takes_reward = True
-    evaluation_titles = "mean reward", "above 0", "answers"
-
-    def __init__(self, config: "Config"):
-        super().__init__(config)
-        self.answers_of_a_prompt, self.steps_of_a_batch = self.keys.group_size, self.keys.rollout_steps
-        self.row_layout = {"answer_tokens": self.keys.answer_tokens}
-        # Each answer weighs the same, whatever its number of tokens; else each token.
-        by_answer = self.name == "grpo" and self.keys.token_mean == "answer"
-        self.weighs_answers = by_answer or self.name in ("gspo", "rloo")
-
-    def show_loss(self, loss: float) -> float:
-        return 0 - loss  # no -0.0
-
-    def check(self) -> None:
-        super().check()
-        c, size, batch = self.config, self.keys.group_size, self.config.training.batch
-        require(
-            batch % size == 0,
-            f"batch={batch} answers do not divide into groups of group_size={size}; try "
-            f"batch={next_multiple(batch, size)}",
-        )
-        require(
-            self.keys.answer_tokens <= c.model.seq,
-            f"answer_tokens={self.keys.answer_tokens} leave no room for a prompt in seq={c.model.seq}; give a larger "
-            "seq",
-        )
-        require(
-            not (c.training.dropout or c.lora.lora_dropout),
-            f"objective={self.name} compares with a sampler that drops nothing: give dropout=0 and lora_dropout=0; got "
-            f"dropout={c.training.dropout} lora_dropout={c.lora.lora_dropout}",
-        )
-        require(
-            c.data.documents != "masked",
-            f"objective={self.name} has one prompt in a row, got documents=masked; give documents=padded",
-        )
-        self.check_stages("samples tokens one by one, for which all stages would wait")
-
-    def separate_documents(self, is_chat: bool) -> dict:
-        return {"documents": "padded", "mask_prompt": not is_chat}  # a prompt in each row
-
-    def without_samples(self) -> "Config":
-        return self.config.replace(objective="lm", reward="")
-
-
 OBJECTIVES = {  # FILE:CLASS of each, in this folder
-    "lm": "objective:Objective", "distill": "distillation_objective:Distillation",
+    "lm": "objective:Objective", "distill": "distillation_objective:Distillation", "mtp": "mtp_objective:MultiToken",
     "reward": "reward_objective:PairedRewards", "task": "user_task_objective:UserTask",
-    **dict.fromkeys(("grpo", "dr_grpo", "gspo", "rloo"), "objective:SampledAnswers"),
+    **dict.fromkeys(("grpo", "dr_grpo", "gspo", "rloo"), "answers_objective:SampledAnswers"),
     **dict.fromkeys(("dpo", "ipo", "kto", "orpo", "simpo"), "objective:Pairs"),
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ WITH_PAIRS = UsedIf(
     lambda keys: keys.compares_likelihoods, "without pairs and their likelihoods; give objective=dpo or another of them"
 )
 WITH_REWARD_MODEL = UsedIf(lambda keys: keys.objective == "reward", "with another objective; give objective=reward")
+WITH_MTP = UsedIf(lambda keys: keys.objective == "mtp", "with another objective; give objective=mtp")
 WITH_TEACHER = UsedIf(lambda keys: keys.objective == "distill", "with another objective; give objective=distill")
 WITH_BETA = UsedIf(
     lambda keys: keys.compares_likelihoods or choose_objective(keys.objective).takes_reward,
@@ -41,12 +42,13 @@ class ObjectiveKeys(KeyGroup):
     """Objective"""
 
     objective: Literal[
-        "lm", "distill", "grpo", "dr_grpo", "gspo", "rloo", "reward", "dpo", "ipo", "kto", "orpo", "simpo", "task"
+        "lm", "mtp", "distill", "grpo", "dr_grpo", "gspo", "rloo", "reward", "dpo", "ipo", "kto", "orpo", "simpo",
+        "task",
     ] = key(
         "lm",
-        "loss; lm: of every token; distill: of a teacher's distributions; grpo, dr_grpo, gspo, rloo: of sampled "
-        "answers with rewards; task: that of task=; the others: of pairs of a chosen and a rejected answer (batch "
-        "counts rows of pairs), reward: of the numbers that a reward model gives them",
+        "loss; lm: of every token; mtp: and of the one after it; distill: of a teacher's distributions; grpo, dr_grpo, "
+        "gspo, rloo: of sampled answers with rewards; task: that of task=; the others: of pairs of a chosen and a "
+        "rejected answer (batch counts rows of pairs), reward: of the numbers that a reward model gives them",
         fixed=True,
     )  # fmt: skip
     beta: float = key(
@@ -72,6 +74,8 @@ class ObjectiveKeys(KeyGroup):
         0.0, "weight of the square of a pair's sum of rewards, which draws their mean to 0 (TRL's "
         "center_rewards_coefficient)", least=0, used_if=WITH_REWARD_MODEL,
     )  # fmt: skip
+
+    mtp_weight: float = key(0.3, "weight of the loss of the token after the next", used_if=WITH_MTP)
 
     teacher: str = key(
         "", "run whose best weights are the teacher of objective=distill, or a Hugging Face folder, which `train` "

@@ -32,7 +32,7 @@ from shardformer.logs import goodput
 from shardformer.messages import log
 from shardformer.model import Model, Sums
 from shardformer.model.measuring import Measures
-from shardformer.objectives.objective import SampledAnswers
+from shardformer.objectives.answers_objective import SampledAnswers
 from shardformer.objectives.objective_keys import ObjectiveKeys
 from shardformer.objectives.reward_run import RewardOfRun, names_run
 from shardformer.objectives.weight_digests import check_weights, digest_weights
@@ -74,7 +74,7 @@ class Reference:
     def __init__(self, run: Run, trainer: Trainer, state: TrainState):
         self._model, self._params = trainer.model, None
         if run.config.lora.lora_rank:  # the frozen weights, which are in the state already
-            plain = run.config.objective.without_samples().replace(lora_rank=0)
+            plain = run.config.objective.for_inference().replace(lora_rank=0)
             self._model = Model.on(plain, trainer.model.mesh)  # type: ignore[arg-type]
         else:
             self._params = self._make_first(run, trainer, state)

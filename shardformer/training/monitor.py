@@ -149,11 +149,15 @@ class Monitor(HostFeature):
             log.info(f"the scores of step {step} are incomplete, because of the stop")
 
     def _select_weights(self, state, step: int) -> Iterator[tuple[str, Any]]:
-        yield "last", jax.device_put(state.params, self._model.shardings)
+        yield "last", self._place(state.params)
         if self._config.training.ema:
             means = average.replace_by_average(state.average, state.params, step)
             rounded = master_weights.round_parameters(means, self._config)
-            yield "average", jax.device_put(rounded, self._model.shardings)
+            yield "average", self._place(rounded)
+
+    def _place(self, params):
+        """Returns the parameters that inference reads."""
+        return jax.device_put({module: params[module] for module in self._model.shardings}, self._model.shardings)
 
     def _open_tasks(self):
         """Returns the answers, the names of the tasks and their manager."""

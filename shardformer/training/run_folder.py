@@ -285,7 +285,7 @@ class Run:
         like = self._find_shapes(model)
         like = like if has_adapters else remove_adapters(like)
         wanted = {"params": master_weights.round_shapes(like, self.config)}
-        unread = ["step", "optimizer", "masters", "guard", "rollout"]
+        unread = ["step", "optimizer", "masters", "guard", "rollout", *self.config.objective.only_in_training]
         if averaged:
             from shardformer.optim import average  # not imported without ema
 

@@ -407,6 +407,7 @@ def test_following_the_advice_leads_to_a_valid_configuration(dp, mp, **changes):
             {"reward_center": 0.2, "objective": "dpo"},
             "reward_center does nothing with another objective; give objective=r",
         ),
+        ({"mtp_weight": 0.1}, "mtp_weight does nothing with another objective; give objective=mtp"),
         ({"reward_gap": 0.2, "objective": "dpo"}, "reward_gap does nothing with another objective; give objective=sim"),
         ({"bad_rows": "skip"}, "bad_rows does nothing without data from .jsonl records"),
         *(

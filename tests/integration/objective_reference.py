@@ -10,6 +10,8 @@ def compute_objective(config, params, batch, teacher=None):
     """Returns the minimised loss; `teacher` is the configuration of the parameters `batch["teacher"]`."""
     if config.preferences.objective == "distill":
         return distill(config, teacher, params, batch)
+    if config.preferences.objective == "mtp":
+        return predict_two_tokens(config, params, batch)
     if config.preferences.objective == "reward":
         return compare_rewards(config, params, batch)
     return learn_rewards(config, params, batch) if config.objective.takes_reward else compare(config, params, batch)
@@ -61,6 +63,36 @@ def compare_rewards(config, params, batch):
     chosen, rejected = jnp.moveaxis(jnp.stack(own, -1).sum(2), 1, 0)
     loss = jnp.log(1 + jnp.exp(rejected - chosen)) + config.preferences.reward_center * (chosen + rejected) ** 2
     return mean(loss, batch["pairs"])
+
+
+def predict_two_tokens(config, params, batch):
+    """Returns the loss of the next token, and the weighted one of the token after it, of rows without their last."""
+    tokens, targets = batch["tokens"], batch["targets"]
+    weights, documents = batch.get("weights", jnp.ones(tokens.shape)), batch.get("documents")
+    of_next, squares = dense_reference.token_losses(config, params, tokens, targets, None, documents)
+    own = {name.removeprefix("transformer/next/"): p for name, p in params.items() if "/next/" in name}
+    h = dense_reference.run_layers(config, params, tokens, None, documents, None)[:, :-1]
+    positions = jnp.broadcast_to(dense_reference.positions_of(tokens, documents), tokens.shape)
+    e = dense_reference.embed_tokens(config, params, tokens[:, 1:], positions[:, 1:])
+    normed = [
+        dense_reference._norm(config, own.get(f"join/{name}", {}), x)
+        for name, x in (("hidden_norm", h), ("token_norm", e))
+    ]
+    layer = {name: leaf[0] for name, leaf in own["layers"].items()}
+    norms = {name.removeprefix("layers/"): {n: leaf[0] for n, leaf in leaves.items()} for name, leaves in own.items()
+             if name.startswith("layers/")}  # fmt: skip
+    norms = {name: norms.get(name, {}) for name in dense_reference.NORMS[config.model.block]} | norms
+    of_last = dense_reference._resolve_window(config, config.model.layers - 1)
+    before = None if documents is None else documents[:, :-1]
+    x = jnp.concatenate(normed, -1) @ own["join"]["w"]
+    x = dense_reference._layer(of_last, params, layer, norms, x, None, before, None)
+    logits = jax.nn.log_softmax(dense_reference.project(config, params, own.get("head_norm", {}), x))
+    after_next = -jnp.take_along_axis(logits, targets[:, 1:, None], -1)[..., 0]
+    has_target = weights[:, 1:]
+    if documents is not None:
+        has_target = jnp.where(documents[:, 1:] == before, has_target, 0)
+    first = mean(of_next, weights) + config.training.z_loss * mean(squares, weights)
+    return first + config.preferences.mtp_weight * mean(after_next, has_target)
 
 
 def smooth(margin, share):

@@ -80,7 +80,7 @@ def find_wrong(config) -> list[str]:
         rows, bound = verify_exact.compare(compute_gradients(config), dense, "dense"), FORMULA
     else:
         got, expected = compute_gradients(config), compute_plainly(config, batch)
-        if objective == "distill":  # whose loss is a part of the objective
+        if objective in ("distill", "mtp"):  # whose loss is a part of the objective
             expected = expected._replace(loss=got.loss)
         rows, bound = verify_exact.compare(got, expected, "the formula"), FORMULA
     return [
@@ -122,6 +122,11 @@ def test_objective_equals_its_formula(objective, teacher):
         {"teacher": str(teacher), "distill_weight": 0.6, "distill_temperature": 2.0} if objective == "distill" else {}
     )
     assert find_wrong(shared.tiny(mesh="2x2", objective=objective, z_loss=0.01, **keys)) == []
+
+
+def test_two_predictions_equal_their_formula():
+    keys = {"z_loss": 0.1, "logits_cap": 2.0, "logits_scale": 0.4, "embed": "norm", "norm": "rmsnorm_plus_one"}
+    assert find_wrong(shared.tiny(mesh="2x2", objective="mtp", zero=3, **keys)) == []
 
 
 def test_rewards_of_pairs_equal_their_formula():

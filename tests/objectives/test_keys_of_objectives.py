@@ -22,14 +22,14 @@ OBJECTIVES = {
     "lm": {},
     "distill": {"distill_weight": 0.5},
     "grpo": {"group_size": 2, "answer_tokens": 4, "rollout_steps": 2},
-    **{name: {} for name in ("dpo", "ipo", "kto", "orpo", "simpo", "reward")},
+    **{name: {} for name in ("dpo", "ipo", "kto", "orpo", "simpo", "reward", "mtp")},
 }
 # Another value of each key that acts through the objective, and the keys without which none acts.
 VALUES = {
     "beta": 0.3, "label_smoothing": 0.2, "length_norm": True, "reward_gap": 0.7, "sft_weight": 0.3, "sft_tokens": "all",
     "divergence": "reverse", "distill_weight": 0.3, "distill_temperature": 2.0, "group_size": 4, "answer_tokens": 5,
     "clip_ratio": 0.1, "z_loss": 0.1, "dropout": 0.1, "lora_dropout": 0.1, "balance_loss": 0.1, "router_z_loss": 0.1,
-    "balance_rate": 0.1, "reward_center": 0.1,
+    "balance_rate": 0.1, "reward_center": 0.1, "mtp_weight": 0.1,
 }  # fmt: skip
 OTHERS = {"lora_dropout": {"lora_rank": 2}} | dict.fromkeys(("balance_loss", "router_z_loss", "balance_rate"), EXPERTS)
 # Keys of the host's code; test_rollouts.py and test_teacher.py test them.
@@ -41,10 +41,12 @@ ACCEPTED = {  # the objectives with which a key may be given; all with any other
     "sft_weight": PAIRS, "sft_tokens": {"orpo"}, "divergence": {"distill"}, "distill_weight": {"distill"},
     "distill_temperature": {"distill"}, "group_size": {"grpo"}, "answer_tokens": {"grpo"}, "clip_ratio": {"grpo"},
     "dropout": WITHOUT_REWARDS, "lora_dropout": WITHOUT_REWARDS, "reward_center": {"reward"},
+    "mtp_weight": {"mtp"},
     "z_loss": set(OBJECTIVES) - {"reward"},
 }  # fmt: skip
 CASES = [(objective, name) for name in VALUES for objective in OBJECTIVES]
-CASES.remove(("reward", "lora_dropout"))  # which rejects all adapters
+for name in ("reward", "mtp"):  # which reject all adapters
+    CASES.remove((name, "lora_dropout"))
 
 
 @pytest.fixture(scope="module")

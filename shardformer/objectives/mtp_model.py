@@ -1,0 +1,107 @@
+"""Multi-token prediction: the language model, and beside it a module that predicts the token after the next.
+
+DeepSeek-V3, section 2.2, with one module. What the module has learned is used in training only.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardformer.config import Config
+from shardformer.config.names import Stream
+from shardformer.kernels.threefry import THREEFRY
+from shardformer.layout import resolve, specs
+from shardformer.model import flops
+from shardformer.model.model import Model, average_tokens, normalise_weights
+from shardformer.shards.next_transformer import NextTransformerShard
+
+
+class MtpLoss(NamedTuple):
+    """Means over the tokens of a batch; the first three are those of `Loss`."""
+
+    loss: jax.Array  # the cross-entropy of the next token in nats
+    z_loss: jax.Array
+    accuracy: jax.Array
+    mtp_loss: jax.Array  # the cross-entropy of the token after it
+
+
+class MtpModel(Model):
+    """`Model` with the further prediction. A batch gets `next_tokens`, `next_targets` and `next_weights`."""
+
+    losses = MtpLoss
+    shard: NextTransformerShard
+    shard_class = NextTransformerShard
+
+    @staticmethod
+    def abstract_parameters(config: Config) -> dict:
+        return Model.abstract_parameters(config) | find_next_shapes(config)
+
+    def draw_parameters(self, seed) -> dict:
+        return super().draw_parameters(seed) | _draw_next(self.config.architecture, seed)
+
+    def make_base_model(self, base: Config) -> Model:
+        """Returns the model that has the parameters of a base: a language model, or one with this prediction."""
+        if base.preferences.objective == "mtp":
+            return self
+        return Model.on(self.config.objective.for_inference(), self.mesh)
+
+    @staticmethod
+    def count_flops(config: Config) -> float:
+        c = config.model
+        plain = flops.flops_per_token(config.objective.for_inference())
+        parameters = specs.count_parameters(find_next_shapes(config)) + c.padded_vocab * c.d_model
+        return plain + 6 * parameters + 3 * flops.attention_flops(config, slice(-1, None))
+
+    def prepare(self, batch):
+        """Returns the batch with the tokens and the targets of the next position.
+
+        The last token of a row and of a document has none.
+        """
+        weights_BT = batch.get("weights", jnp.ones(batch["tokens"].shape, jnp.float32))
+        has_next_BT = jnp.arange(weights_BT.shape[1])[None] < weights_BT.shape[1] - 1
+        if "documents" in batch:
+            has_next_BT = has_next_BT & (batch["documents"] == _shift(batch["documents"]))
+        next_weights = normalise_weights({"weights": jnp.where(has_next_BT, _shift(weights_BT), 0.0)})["weights"]
+        added = {"next_tokens": _shift(batch["tokens"]), "next_targets": _shift(batch["targets"])}
+        return normalise_weights(batch) | added | {"next_weights": next_weights}
+
+    # Shard view.
+
+    def local_objective(self, params, batch, dropout_key=None, counts=None):
+        """Returns (the minimised loss, `MtpLoss`) of this shard's rows; `counts` is the result of `count_first`."""
+        tokens = batch["tokens"].shape[1]
+        batch = self.layout.attention.take_batch(batch)
+        result = self.shard.losses(params, batch, self.draw_masks(dropout_key, batch, tokens), counts)
+        weights_BT, token = batch.get("weights", 1.0), result.token
+        by_token = token.nats_BT, jnp.square(token.log_z_BT), token.correct_BT.astype(jnp.float32)
+        of_next = average_tokens(result.next_token.nats_BT * batch["next_weights"])
+        losses = MtpLoss(*(average_tokens(x_BT * weights_BT) for x_BT in by_token), of_next)
+        return result.loss + self.config.preferences.mtp_weight * result.next_loss, lax.stop_gradient(losses)
+
+
+def _shift(x_BT):
+    """Returns the values of the next position."""
+    return jnp.roll(x_BT, -1, axis=1)
+
+
+def find_next_shapes(config: Config) -> dict:
+    """Returns the shapes of the parameters of the prediction."""
+    return jax.tree.map(lambda leaf: leaf, _next_shapes(config.architecture))  # a copy of the cached tree
+
+
+@functools.lru_cache
+def _next_shapes(architecture: Config):
+    return jax.eval_shape(functools.partial(_draw_next, architecture), np.int32(0))
+
+
+def _draw_next(architecture: Config, seed) -> dict:
+    """Draws the parameters of the prediction, as `Model` draws all others."""
+    draw = NextTransformerShard(resolve(architecture)).init_next
+    for axis in ("dp", "mp"):
+        draw = jax.vmap(draw, in_axes=None, axis_size=1, axis_name=axis)
+    key = jax.random.fold_in(jax.random.key(seed, impl=THREEFRY), Stream.NEXT)
+    return jax.tree.map(lambda p: p[0, 0], draw(key))
