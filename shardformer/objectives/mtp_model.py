@@ -100,8 +100,5 @@ def _next_shapes(architecture: Config):
 
 def _draw_next(architecture: Config, seed) -> dict:
     """Draws the parameters of the prediction, as `Model` draws all others."""
-    draw = NextTransformerShard(resolve(architecture)).init_next
-    for axis in ("dp", "mp"):
-        draw = jax.vmap(draw, in_axes=None, axis_size=1, axis_name=axis)
     key = jax.random.fold_in(jax.random.key(seed, impl=THREEFRY), Stream.NEXT)
-    return jax.tree.map(lambda p: p[0, 0], draw(key))
+    return NextTransformerShard(resolve(architecture)).init_next(key)

@@ -5,6 +5,7 @@ the model's. The parameters of the prediction are in modules that start with `NE
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from shardformer.kernels.vocabulary_loss import TokenLoss
 from shardformer.parallel.replicas import Replicated
 from shardformer.shards.dropout import Dropout
 from shardformer.shards.norm import Norm
-from shardformer.shards.parameters import weight
+from shardformer.shards.parameters import draw_only, weight
 from shardformer.shards.projection import ProjectionShard
 from shardformer.shards.transformer import CausalTransformerShard, transform
 
@@ -75,12 +76,11 @@ class NextTransformerShard(CausalTransformerShard):
         def create():
             zeros_BTD = jnp.zeros((1, c.model.seq, c.model.d_model), jnp.float32)
             x_BTD = JoinShard(c)(zeros_BTD, zeros_BTD)
-            layer = hk.transform(lambda: self._layer(c, Plain())(x_BTD, self._options(position_T))).init
+            layer = functools.partial(draw_only, lambda: self._layer(c, Plain())(x_BTD, self._options(position_T)))
             hk.transparent_lift(jax.vmap(layer))(jax.random.split(hk.next_rng_key(), 1))
             Norm(c, HEAD_NORM)(x_BTD)
 
-        params: Any = hk.transform(create).init(key)  # mypy cannot resolve Haiku's names of its types
-        return {f"{PREFIX}{NEXT}{module}": leaves for module, leaves in params.items()}
+        return {f"{PREFIX}{NEXT}{module}": leaves for module, leaves in draw_only(create, key).items()}
 
     def losses(self, params: dict, batch: dict, dropout: Dropout | None = None, counts: Any = None) -> Objectives:
         """Returns the losses of this shard's rows; `batch` has `next_tokens` and the targets behind them as well."""
