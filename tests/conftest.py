@@ -178,9 +178,9 @@ def split_drawn_parameters(model, seed):
 
 @contextlib.contextmanager
 def draw_by_interpretation():
-    """Draws initial parameters of the language model without XLA, which would compile as long as for a step.
+    """Draws initial parameters of the language model by interpretation; XLA compiles for longer than a second.
 
-    test_initialisation.py draws them on each mesh and compares them bitwise.
+    test_initialisation.py compares the compiled draws of each mesh bitwise, and the interpreted ones with them.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Model, "init", split_drawn_parameters)

@@ -25,9 +25,9 @@ init = Model.init  # which conftest.py replaces
 
 
 def drawn(config: Config, seed: int):
-    """Returns the parameters of a seed, without a compiler, but for roundings; only the architecture matters.
+    """Returns the parameters of a seed, which may be rounded otherwise than by XLA; only the architecture matters.
 
-    XLA would take a second to compile the program of an architecture, and the interpreter takes a tenth.
+    The interpreter takes a tenth of a second for them, and XLA compiles the program for a second.
     """
     return _drawn(config.architecture, int(seed))
 

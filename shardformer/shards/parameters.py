@@ -7,8 +7,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.interpreters.partial_eval import dce_jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
 
 from shardformer.config.names import DP, MP, is_stacked
 
@@ -44,8 +43,22 @@ def draw_only(module_call: Callable, key: Array) -> dict:
     """Returns the parameters of a module's call on axes of size 1; drops other operations, which are slow to map."""
     initialise: Any = hk.transform(module_call).init
     traced, shapes = jax.make_jaxpr(initialise, axis_env=[(DP, 1), (MP, 1)], return_shape=True)(key)
-    draws, _ = dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars), instantiate=True)
-    return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(ClosedJaxpr(draws, traced.consts))(key))
+    draws = jaxpr_as_fun(ClosedJaxpr(_drop_unused(traced.jaxpr), traced.consts))
+    return jax.tree.unflatten(jax.tree.structure(shapes), draws(key))
+
+
+def _drop_unused(program: Jaxpr) -> Jaxpr:
+    """Returns a program without the operations that its results do not need."""
+    needed, kept = set(_variables(program.outvars)), []
+    for operation in reversed(program.eqns):
+        if needed.intersection(operation.outvars):
+            kept.append(operation)
+            needed.update(_variables(operation.invars))
+    return program.replace(eqns=kept[::-1])
+
+
+def _variables(operands) -> list[Var]:
+    return [operand for operand in operands if isinstance(operand, Var)]  # and no literal
 
 
 def add_bias(x: Array, bias: Array) -> Array:
