@@ -21,6 +21,10 @@ ADVICE = {
     "incompatible devices for jitted computation": "jax: the result of a pmap met arrays on one device up to jax 0.4; "
     "today write jax.device_put(x, device) around it, or around the other",
     "cannot import name 'Flax": f"transformers: {FLAX_MODELS}",
+    "Device' object is not callable": "jax: x.device() is x.device today; an assert of pytest and getattr read it "
+    "before they call it: write device = x.device() on a line before",
+    "Sharding' object is not callable": "jax: x.device() of an array on several devices is x.devices() today; in an "
+    "assert of pytest, write devices = x.devices() on a line before",
 }
 
 
@@ -41,6 +45,7 @@ def put_back(stack: contextlib.ExitStack) -> None:
         _set(stack, Lowered, member, _naming_mhlo(getattr(Lowered, member)))
     _set(stack, Compiled, "compiler_ir", lambda compiled: compiled.runtime_executable().hlo_modules())
     _set(stack, PartitionSpec, "__eq__", _equals_tuple)
+    _set(stack, PartitionSpec, "__hash__", lambda spec: hash(spec.partitions))
     for owner in (*arrays, jax.Array, jax.core.Tracer):
         _set(stack, owner, "split", jnp.split)
         _set(stack, owner, "broadcast", jax.lax.broadcast)
@@ -48,12 +53,13 @@ def put_back(stack: contextlib.ExitStack) -> None:
 
 
 def _equals_tuple(spec: PartitionSpec, other) -> bool:
-    """A PartitionSpec was a tuple; `P("x") == ("x",)` would be False without an error."""
-    return spec is other or (isinstance(other, tuple) and spec.partitions == other)
+    """Returns True for the tuple that a PartitionSpec was; `P("x") == ("x",)` would be False without an error."""
+    was_tuple = not (spec.unreduced or spec.reduced)
+    return spec is other or (was_tuple and isinstance(other, tuple) and spec.partitions == other)
 
 
 def _naming_mhlo(method: Callable) -> Callable:
-    """A method of a lowered program, which accepts the dialect "mhlo" too: it is stablehlo today."""
+    """Returns a method of a lowered program that accepts the dialect "mhlo" too: it is stablehlo today."""
 
     @functools.wraps(method)
     def call(lowered, dialect=None, **options):

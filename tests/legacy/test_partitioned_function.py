@@ -1,6 +1,7 @@
 """custom_partitioning without the mesh in its callbacks, and with no rule for Shardy."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ def without_last(mesh, shape) -> NamedSharding:
     return NamedSharding(mesh, P(*entries(shape)[:-1], None))
 
 
-def infer_rows(mesh, operands, result):
+def infer_rows(mesh, operands, result, is_optional=True):
     if entries(operands[0]["x"])[-1] is not None:
         raise ValueError("the rows are split")
     return without_last(mesh, operands[0]["x"])
@@ -36,7 +37,7 @@ def sums(partitioning, with_mesh=True, infer=infer_rows, **options):
     """Returns a function that needs complete rows, which XLA has to keep on one device, and the shapes it saw."""
     seen = []
 
-    def without_mesh(operands, result):
+    def without_mesh(operands, result, is_optional=True):
         seen.append(operands[0]["x"].sharding.shard_shape(operands[0]["x"].shape))
         rows = without_last(MESH, operands[0]["x"])
         return lambda tree: jnp.cumsum(tree["x"], -1), rows, ({"x": rows},)
@@ -135,6 +136,56 @@ def test_one_layout_for_all_operands():
     double.def_partition(partition, infer)
     x = jax.device_put(X, NamedSharding(MESH, P(None, "x")))
     np.testing.assert_array_equal(jax.jit(double, out_shardings=NamedSharding(MESH, P("x")))(x), 2 * X)
+
+
+def find_rule(fun, infer) -> str:
+    """Returns the rule for Shardy of a function of 6 rows; the axes have 4 and 2 devices."""
+    function = custom_partitioning(fun)
+    function.def_partition(lambda operands, result: None, infer)
+    rows = jax.ShapeDtypeStruct((6, 3), jnp.float32, sharding=NamedSharding(MESH, P("y")))
+    return re.search(r"op_sharding_rule<(\(.*?) {", jax.jit(function).lower(rows).as_text())[1]
+
+
+def infer_divided(operands, result):
+    operands[0].sharding.shard_shape((6, 3))  # a ValueError where "x" splits the rows
+    return NamedSharding(MESH, P(entries(operands[0])[0]))
+
+
+def infer_second_axis(operands, result):
+    return NamedSharding(MESH, P("y" if "y" in entries(operands[0])[:1] else None))
+
+
+@pytest.mark.parametrize("infer", [infer_divided, infer_second_axis])
+def test_the_second_axis_of_the_mesh_is_asked_for_too(infer):
+    assert find_rule(jnp.sin, infer) == "([i, j])->([i, k])"
+
+
+def test_a_position_that_two_follow_has_one_of_them():
+    def infer(operands, result):
+        axes = {axis for axis in entries(operands[0]) if axis}
+        return NamedSharding(MESH, P("x" if "x" in axes else None, "y" if "y" in axes else None))
+
+    assert find_rule(jnp.sin, infer) == "([i, j])->([i, j])"
+
+
+def test_a_result_without_a_layout_has_its_place():
+    def infer(operands, result):
+        return None, NamedSharding(MESH, P(entries(operands[0])[0]))
+
+    assert find_rule(lambda x: (x, 2 * x), infer) == "([i, j])->([k, l], [i, m])"
+
+
+def test_an_error_at_every_layout_is_raised():
+    def infer(operands, result):
+        raise ValueError("a mistake")
+
+    def infer_whole(operands, result):
+        assert entries(operands[0]) == [None, None]
+        return NamedSharding(MESH, P())
+
+    with pytest.raises(ValueError, match="a mistake"):
+        find_rule(jnp.sin, infer)
+    assert find_rule(jnp.sin, infer_whole) == "([i, j])->([k, l])"
 
 
 def test_it_is_what_old_code_imports():

@@ -1,5 +1,9 @@
 """Names of notebooks, of named shapes, of layouts and of abstract values that `install()` puts back."""
 
+import contextlib
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxlib import xla_client
 
-from shardformer.legacy import replacements
+from shardformer.legacy import array_members, replacements
 from shardformer.legacy.gspmd_sharding import GSPMDSharding
 from shardformer.legacy.install import installed
 from shardformer.legacy.migration import shard_map_helpers
@@ -100,6 +104,18 @@ def test_device_can_be_called_and_is_jax_own():
         x.device()
 
 
+def test_a_call_of_device_that_nobody_sees_is_advised():
+    x = jnp.ones(2)
+    with installed():
+        of_many = jax.device_put(x, NamedSharding(MESH, PartitionSpec()))
+        for array, advice in ((x, "device = x.device()"), (of_many, "devices = x.devices()")):
+            for call in (operator.attrgetter("device"), lambda array: array.device(*())):
+                with pytest.raises(TypeError, match="not callable") as caught:
+                    call(array)()
+                array_members.advise(caught.value)
+                assert advice in caught.value.__notes__[0]
+
+
 def test_partition_spec_equals_its_tuple():
     spec, entries = PartitionSpec("a", None, ("b", "c")), ("a", None, ("b", "c"))
     with installed():
@@ -107,8 +123,27 @@ def test_partition_spec_equals_its_tuple():
         assert entries == spec
         assert spec != entries[:2]
         assert spec != PartitionSpec("a")
-        assert {spec: 1}[PartitionSpec(*entries)] == 1
+        assert {spec: 1}[entries] == {entries: 1}[spec] == len({spec, entries}) == 1
+        for options in ({"unreduced": {"d"}}, {"reduced": {"d"}}):
+            assert PartitionSpec(*entries, **options) not in (spec, entries)
+    assert entries not in {spec: 1}
     assert spec != entries
+
+
+def test_jit_tells_specs_of_the_same_entries_apart():
+    specs = [PartitionSpec("a"), PartitionSpec("a", unreduced={"b"}), PartitionSpec("a", reduced={"b"})]
+    traced = []
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def unreduced(spec):
+        traced.append(spec)
+        return len(spec.unreduced) + 2 * len(spec.reduced)
+
+    for context in (contextlib.nullcontext(), installed(), contextlib.nullcontext()):
+        with context:
+            assert [int(unreduced(spec)) for spec in (*specs, *specs)] == [0, 1, 2, 0, 1, 2]
+    assert set(map(id, traced)) == set(map(id, specs))
+    assert len(traced) <= 6  # once for each of the two hashes
 
 
 @pytest.mark.parametrize("home", [replacements, shard_map_helpers])
