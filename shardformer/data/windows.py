@@ -23,7 +23,7 @@ class RowLayout:
     mask_prompt: bool = False  # prompts are read but have no loss
     sft_tokens: str = ""  # of preference pairs, the targets of the SFT term: answer or all; empty: none
     measures_kl: bool = False  # rows of preference pairs have the answers of another pair behind their prompts as well
-    marks_last: bool = False  # of preference pairs, the last token of each side is the scored one
+    marks_last: bool = False  # of preference pairs, the last token of each answer is the scored one
     answer_tokens: int = 0  # room behind prompts for answers that the model samples
 
     @property

@@ -11,8 +11,13 @@ import pytest
 from shardformer import exact
 from shardformer.__main__ import main
 from shardformer.config import Config
+from shardformer.data.chat import preferences
+from shardformer.data.chat.preference_windows import PreferenceSplit
 from shardformer.data.prompt_windows import PromptRow
+from shardformer.data.tokens import Tokens
+from shardformer.data.windows import RowLayout
 from shardformer.errors import UsageError
+from shardformer.inference.chat_codec import ChatCodec, parse_prompt
 from shardformer.inference.generator import Continuation
 from shardformer.layout import mesh
 from shardformer.objectives.reward_run import RewardOfRun, check_positions, fit_rows
@@ -20,7 +25,8 @@ from shardformer.objectives.rollouts import RolloutsOfRun
 from shardformer.training.run_folder import Run
 from tests import runs, shared
 from tests.convert.hf_models import FOLDER
-from tests.data.chat.chats import write_lines
+from tests.data.chat.chatml_bytes import make_vocabulary
+from tests.data.chat.chats import CHATML, write_lines
 from tests.objectives.test_reward_model import read_scores
 from tests.surroundings import let_fail
 
@@ -71,6 +77,36 @@ def test_reward_is_the_number_of_the_last_token(rewards):
         tokens = np.array([prompt + answer])
         expected = exact.run(lambda p, ids=tokens: read_scores(run.config, p, ids)[0, -1], shared.on_host(params))
         assert reward == pytest.approx(float(expected.outputs), rel=1e-5)
+
+
+def test_training_reads_the_token_that_a_policy_ends_with(tmp_path):
+    """ChatML has a line feed behind <|im_end|>, with which a sampled answer ends."""
+    vocabulary = make_vocabulary()
+    question = [{"role": "user", "content": "a?"}]
+    record = {"prompt": question} | {
+        side: [{"role": "assistant", "content": text}] for side, text in {"chosen": "b", "rejected": "no"}.items()
+    }
+    path = write_lines(tmp_path / "pairs.jsonl", [record])
+    [pair] = preferences.read_pairs(path, CHATML, letters=vocabulary.letters)
+    sides = [preferences.encode_side(vocabulary, side, "a test") for side in pair]
+    ids, learned = (np.concatenate(parts) for parts in zip(*sides, strict=True))
+    ends = np.cumsum([len(side[0]) for side in sides])
+    split = PreferenceSplit(Tokens([ids], "TEST"), ends, Tokens([learned], "TEST"))
+    batch = split.make_windows(RowLayout(99, marks_last=True)).gather(np.arange(1))
+
+    codec = ChatCodec(vocabulary, CHATML)
+    prompt = codec.encode_all([parse_prompt("a?")])[0]
+    answers = [vocabulary.encode_with_offsets(f"{text}<|im_end|>")[0].tolist() for text in ("b", "no")]
+    assert all(codec.make_stops()(answer) for answer in answers)
+    source, read = object.__new__(RewardOfRun), {}
+    source._config = shared.tiny(seq=99, batch=2, mesh="1x1")
+    source._compute_part = lambda tokens, last: read.update(tokens=tokens, scored=last) or np.zeros(2)
+    source.compute([PromptRow(prompt, [])] * 2, [Continuation(ids, [], True) for ids in answers])
+    for side in range(2):
+        trained, scored = batch["tokens"][0, side], batch["scored"][0, side]
+        assert scored.tolist() == read["scored"][side].tolist()
+        assert trained[: scored.argmax() + 1].tolist() == [*prompt, *answers[side]]
+        assert read["tokens"][side, : scored.argmax() + 1].tolist() == [*prompt, *answers[side]]
 
 
 def change_config(rewards, tmp_path, **keys):

@@ -55,8 +55,10 @@ class PreferenceWindows(Windows):
         self.split, self.layout, self.capacity = split, layout, layout.seq + 1
         ends = np.asarray(split.ends, np.int64)
         self._starts = np.concatenate([[0], ends[:-1]]).astype(np.int64).reshape(-1, 2)
+        # A template may end a turn with a line feed behind the answer, which a policy does not sample.
+        ends = find_answer_ends(split) if layout.marks_last else ends
         self._lengths = ends.reshape(-1, 2) - self._starts
-        # The token behind the last one of a row is a target only.
+        # The last of the seq + 1 tokens of a row is a target only: a model reads nothing at it.
         self._longest = layout.seq if layout.marks_last else self.capacity
         fits = (self._lengths <= self._longest).all(1)
         has_score = (split.scored > 0).all(1)
@@ -83,7 +85,7 @@ class PreferenceWindows(Windows):
     def gather(self, rows: np.ndarray, shifts: np.ndarray | int = 0, weighted: bool = True) -> Batch:
         """Returns tokens, targets and `scored` [R, 2, T], and `pairs` [R, K]: 1 for every pair of a row.
 
-        `scored` is 1 for the targets of an answer, or with marks_last at the last token of each side.
+        `scored` is 1 for the targets of an answer, or with marks_last at the last token of the answer of each side.
         `documents` [R, 2, T] number the pairs of packed rows; `references` are [R, 2, K].
         """
         shape, slots = (len(rows), 2, self.capacity), self.pairs_of_a_row
@@ -111,7 +113,8 @@ class PreferenceWindows(Windows):
         fill_row(self.split, list(zip(starts, lengths, strict=True)), ids, scored, documents)
         if self.layout.marks_last:
             scored[:] = 0
-            scored[np.cumsum(lengths, dtype=np.int64)] = 1  # of the target behind the last token
+            # `gather` drops the first entry, so that entry n marks token n - 1.
+            scored[np.cumsum(lengths, dtype=np.int64)] = 1
 
     def _gather_mismatched(self, rows: np.ndarray) -> Batch:
         """Returns each prompt with the answers of the pair before it, as in TRL: `kl_pairs` [R, 2] is 1 where one fits.
@@ -155,6 +158,15 @@ class PreferenceWindows(Windows):
     def rows_of_pairs(self, row: int) -> list[int]:
         """Returns the numbers of the pairs of a row, in their order."""
         return self._rows[row]
+
+
+def find_answer_ends(split: PreferenceSplit) -> np.ndarray:
+    """Returns the position behind the last scored token of each side, or behind a side without scored tokens."""
+    ends = np.asarray(split.ends, np.int64)
+    starts = np.concatenate([[0], ends[:-1]])
+    answers = np.append(0, split.trained_ends)  # also where no side has a scored token
+    last = answers[np.searchsorted(split.trained_ends, ends, side="right")]
+    return np.where(last > starts, last, ends)
 
 
 def describe_pairs(name: str, windows: PreferenceWindows) -> str:

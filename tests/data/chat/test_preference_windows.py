@@ -1,5 +1,7 @@
 """The answers to another prompt that KTO's divergence is measured on, last tokens, and pairs that do not fit."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -13,12 +15,13 @@ PROMPTS = [[10, 11], [20, 21], [30, 31]]
 ANSWERS = [[[12, 13], [14]], [[22, 23], [24]], [[32, 33], [34]]]
 
 
-def make_windows(seq: int = 8, **layout) -> PreferenceWindows:
+def make_windows(seq: int = 8, behind: tuple[int, ...] = (), **layout) -> PreferenceWindows:
+    """Returns the rows of the pairs; `behind` are tokens behind each answer, which have no score."""
     ids, scored, ends = [], [], []
     for prompt, sides in zip(PROMPTS, ANSWERS, strict=True):
         for answer in sides:
-            ids += prompt + answer
-            scored += [0] * len(prompt) + [1] * len(answer)
+            ids += [*prompt, *answer, *behind]
+            scored += [0] * len(prompt) + [1] * len(answer) + [0] * len(behind)
             ends.append(len(ids))
     references = np.arange(12, dtype=np.float32).reshape(3, 4)  # of the sides, and of the sides of the other pair
     tokens, learned = Tokens([np.array(ids, np.uint16)], "TEST"), Tokens([np.array(scored, np.uint8)], "TEST")
@@ -48,10 +51,11 @@ def test_pair_with_one_long_side_is_left_out():
         make_windows(seq=2)
 
 
+@pytest.mark.parametrize("behind", [(), (7, 8)], ids=["", "tokens behind"])
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_last_token_of_each_side_is_marked(is_packed):
-    """Also that of a side as long as a row, whose last token is no target of a language model's row."""
-    windows = make_windows(seq=8 if is_packed else 4, marks_last=True, mask_documents=is_packed)
+def test_last_token_of_each_side_is_marked(is_packed, behind):
+    """Also that of an answer that ends a row, whose last token is no target of a language model's row."""
+    windows = make_windows(seq=8 if is_packed else 4, behind=behind, marks_last=True, mask_documents=is_packed)
     batch = windows.gather(np.arange(windows.count))
     assert windows.count == (2 if is_packed else 3)
     for row in range(windows.count):
@@ -64,3 +68,15 @@ def test_side_without_room_for_its_last_token_is_left_out():
     assert make_windows(seq=3).count == 3
     with pytest.raises(UsageError, match="left out: a side is longer than seq=3"):
         make_windows(seq=3, marks_last=True)
+
+
+def test_side_without_an_answer_is_left_out():
+    """It is the first one, and that of a pair whose other side has an answer."""
+    split = make_windows().split
+    for first in (0, 1):
+        mask = split.learned.take(0, len(split.learned)).copy()
+        mask[int(split.ends[first - 1]) if first else 0 : int(split.ends[first])] = 0
+        learned = Tokens([mask], "TEST")
+        windows = dataclasses.replace(split, learned=learned).make_windows(RowLayout(8, marks_last=True))
+        assert windows.pairs.tolist() == [1, 2]
+        assert (windows.too_long, windows.without_score) == (0, 1)
