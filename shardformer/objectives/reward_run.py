@@ -113,4 +113,15 @@ def fit_rows(reward: Config, policy: Config) -> Config:
         seq = next_multiple(policy.model.seq + 1, math.lcm(TILE, 2 * policy.parallel.mp * policy.parallel.cp))
     of_mesh = {name: policy.get(name) for name in keys_of(ParallelKeys) if name != "dtype"}
     of_rows = {"batch": policy.training.batch, "accum": 1, "documents": "padded", "seq": seq}
+    check_frequencies(reward, seq)
     return reward.replace(**of_mesh | of_rows).without_gradients()
+
+
+def check_frequencies(reward: Config, seq: int) -> None:
+    """Raises UsageError if rows of `seq` tokens have other frequencies of longrope than those of the training."""
+    limit, trained = reward.model.longest_short_row, reward.model.seq
+    if limit and (trained > limit) != (seq > limit):
+        raise UsageError(
+            f"reward={reward.run.out} was trained in rows of seq={trained}, and would read rows of {seq} tokens here: "
+            f"its longrope has other frequencies beyond {limit}; give a reward model that was trained with seq={seq}"
+        )

@@ -164,6 +164,16 @@ def test_short_table_of_positions_is_rejected():
         check_positions(reward, make_policy(seq=8, mesh="auto"))
 
 
+@pytest.mark.parametrize(("trained", "seq", "width"), [(150, 128, 256), (250, 127, 128)])
+def test_other_frequencies_of_longrope_are_rejected(trained, seq, width):
+    """They are chosen by the width of a row, padding included."""
+    short, long = 127, 128  # seq of policies whose rows are on either side of 200 tokens
+    reward = shared.tiny(objective="reward", rotary_scaling="longrope:200,1,1,1", head_dim=2, seq=trained, mesh="1x1")
+    assert fit_rows(reward, make_policy(seq=short if seq == long else long)).model.seq in (128, 256)
+    with pytest.raises(UsageError, match=f"seq={trained}, and would read rows of {width} tokens here: its longrope"):
+        fit_rows(reward, make_policy(seq=seq))
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [
