@@ -30,9 +30,9 @@ def evaluate(arguments: list[str]) -> None:
     for feature in features:
         corpus = feature.open_data(run.config, corpus)
     corpus = corpus or _load_corpus(run, options)
-    for feature in features:
-        feature.check(run, corpus)
     settings = for_evaluation(run.config.with_weights(options.weights), options.mesh)
+    for feature in features:
+        feature.check(dataclasses.replace(run, config=settings), corpus)
     settings = mesh.start(settings, lambda c: predict_bytes(c).parameters, may_add_rows=True)
     programs.keep_compiled_programs(settings, processes.gather_texts)
     evaluator = Evaluator(Trainer(settings, mesh.make(settings)), corpus)
