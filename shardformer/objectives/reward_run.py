@@ -114,7 +114,10 @@ def fit_rows(reward: Config, policy: Config) -> Config:
     of_mesh = {name: policy.get(name) for name in keys_of(ParallelKeys) if name != "dtype"}
     of_rows = {"batch": policy.training.batch, "accum": 1, "documents": "padded", "seq": seq}
     check_frequencies(reward, seq)
-    return reward.replace(**of_mesh | of_rows).without_gradients()
+    try:
+        return reward.replace(**of_mesh | of_rows).without_gradients()
+    except UsageError as error:
+        raise UsageError(f"reward={reward.run.out} cannot be split over this policy's mesh: {error}") from None
 
 
 def check_frequencies(reward: Config, seq: int) -> None:

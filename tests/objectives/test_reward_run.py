@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from shardformer import exact
+from shardformer import exact, load_corpus
 from shardformer.__main__ import main
 from shardformer.config import Config
 from shardformer.data.chat import preferences
@@ -151,8 +151,23 @@ def test_other_tokens_are_rejected_before_any_device(rewards, tmp_path, monkeypa
 
 def test_mesh_that_does_not_divide_the_rewards_is_rejected(rewards):
     run = SimpleNamespace(config=make_policy(mesh="1x16", heads=16), vocabulary=Run.open(rewards).vocabulary)
-    with pytest.raises(UsageError, match="heads=8"):
+    with pytest.raises(UsageError) as caught:
         RewardOfRun(str(rewards)).check(run, None)
+    assert str(caught.value) == (
+        f"reward={rewards} cannot be split over this policy's mesh: heads=8 does not divide over mp=16 (mesh=1x16); "
+        "try mesh=1x8"
+    )
+
+
+def test_evaluation_checks_the_rewards_on_its_own_mesh(rewards, tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDFORMER_CACHE", str(tmp_path))
+    keys = {"data": str(rewards.parent / "tasks.jsonl"), "tokenizer": "chars", "vocab": 0, "out": str(tmp_path / "run")}
+    config = make_policy(mesh="2x2", **keys)
+    Run.create(config, load_corpus(config)).write_documents()
+    meshes = []
+    monkeypatch.setattr(RewardOfRun, "check", lambda self, run, corpus: meshes.append(run.config.parallel.mesh))
+    assert main(["eval", str(tmp_path / "run"), "mesh=1x1", f"reward={rewards}"]) == runs.USAGE  # no checkpoint
+    assert meshes == ["1x1"]
 
 
 def test_short_table_of_positions_is_rejected():
