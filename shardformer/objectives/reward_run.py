@@ -1,5 +1,6 @@
 """Rewards that a run of objective=reward gives: its weights on the devices of the run that learns from them."""
 
+import dataclasses
 import math
 
 import jax
@@ -11,7 +12,7 @@ from shardformer.config import Config, is_hugging_face
 from shardformer.config.keys import keys_of, next_multiple
 from shardformer.config.parallel_keys import ParallelKeys
 from shardformer.config.registries import names_code
-from shardformer.data import Data
+from shardformer.data import Data, Vocabulary
 from shardformer.data.prompt_windows import PromptRow
 from shardformer.devices import processes, programs
 from shardformer.errors import RunError, UsageError
@@ -50,11 +51,7 @@ class RewardOfRun:
 
     def check(self, run: Run, corpus: Data) -> None:
         """Raises UsageError unless the reward model reads the tokens and the rows of a run."""
-        if self._run.vocabulary.without_options().sha256 != run.vocabulary.without_options().sha256:
-            raise UsageError(
-                f"reward={self._name} has tokenizer={self._run.vocabulary.name}, and this run "
-                f"tokenizer={run.vocabulary.name}: it reads other tokens; give a reward model with this tokenizer"
-            )
+        check_tokens(self._name, self._run.vocabulary, run.vocabulary)
         check_positions(self._run.config, run.config)
         if run.config.parallel.mesh != "auto":
             fit_rows(self._run.config, run.config)  # raises for sizes that the mesh does not divide
@@ -91,6 +88,40 @@ class RewardOfRun:
         rows = self._model.sharding(self._model.row_spec)
         batch: dict[str, jax.Array] = {"tokens": place(ids, rows), "scored": place(last, rows)}
         return np.asarray(self._score(self._params, batch))
+
+
+def check_tokens(name: str, reward: Vocabulary, policy: Vocabulary) -> None:
+    """Raises UsageError if a reward model was trained on other ids than those of a policy with the same texts."""
+    for keys, describe in {
+        "tokenizer": describe_tokenizer,
+        "special_tokens and bos": describe_options,
+        "chat_template": describe_template,
+    }.items():
+        (of_reward, first), (of_policy, second) = describe(reward), describe(policy)
+        if first != second:
+            raise UsageError(
+                f"reward={name} has {of_reward}, and this run {of_policy}: it reads other tokens; give a reward model "
+                f"with this {keys}"
+            )
+
+
+# Each returns the arguments that give a vocabulary a property, and the property itself.
+
+
+def describe_tokenizer(vocabulary: Vocabulary) -> tuple[str, str]:
+    return f"tokenizer={vocabulary.name}", vocabulary.without_options().sha256
+
+
+def describe_options(vocabulary: Vocabulary) -> tuple[str, str]:
+    special = vocabulary.record.get("special_tokens", False)
+    return f"special_tokens={special} bos={bool(vocabulary.beginning)}".lower(), vocabulary.sha256
+
+
+def describe_template(vocabulary: Vocabulary) -> tuple[str, str]:
+    if not vocabulary.chat:
+        return "no chat_template", ""
+    undated = dataclasses.replace(vocabulary.chat, date="")  # the day of a start tells no runs apart
+    return f"chat_template={undated.name} ({undated.identity[:8]})", undated.identity
 
 
 def check_positions(reward: Config, policy: Config) -> None:

@@ -1,5 +1,6 @@
 """A run that learns from the rewards of another run: its numbers, its errors and its resume."""
 
+import dataclasses
 import json
 import shutil
 from types import SimpleNamespace
@@ -20,13 +21,13 @@ from shardformer.errors import UsageError
 from shardformer.inference.chat_codec import ChatCodec, parse_prompt
 from shardformer.inference.generator import Continuation
 from shardformer.layout import mesh
-from shardformer.objectives.reward_run import RewardOfRun, check_positions, fit_rows
+from shardformer.objectives.reward_run import RewardOfRun, check_positions, check_tokens, fit_rows
 from shardformer.objectives.rollouts import RolloutsOfRun
 from shardformer.training.run_folder import Run
 from tests import runs, shared
 from tests.convert.hf_models import FOLDER
 from tests.data.chat.chatml_bytes import make_vocabulary
-from tests.data.chat.chats import CHATML, write_lines
+from tests.data.chat.chats import CHATML, PLAIN, write_lines
 from tests.objectives.test_reward_model import read_scores
 from tests.surroundings import let_fail
 
@@ -147,6 +148,20 @@ def test_other_tokens_are_rejected_before_any_device(rewards, tmp_path, monkeypa
     data = write_lines(tmp_path / "letters.jsonl", [{"prompt": f"{n} ", "completion": "c"} for n in range(99)])
     assert runs.train(*POLICY, f"data={data}", f"reward={rewards}", f"out={tmp_path}/run") == runs.USAGE
     assert "it reads other tokens; give a reward model with this tokenizer" in capsys.readouterr().err
+
+
+def test_other_options_of_the_tokenizer_are_rejected():
+    plain, chatml = make_vocabulary(), make_vocabulary().with_chat(CHATML)
+    check_tokens("R", chatml, chatml.with_chat(dataclasses.replace(CHATML, date="1999-01-01")))
+    for reward, policy, message in (
+        (plain, plain.with_special_tokens(),
+         "reward=R has special_tokens=false bos=false, and this run special_tokens=true bos=false: it reads other"),
+        (plain.with_beginning("true", 256), plain, "has special_tokens=false bos=true, and this run special_tokens=fal"),
+        (plain, chatml, r"has no chat_template, and this run chat_template=chatml \(........\): it reads other tokens"),
+        (chatml, plain.with_chat(PLAIN), r"has chat_template=chatml \(........\), and this run chat_template=plain \("),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=message):
+            check_tokens("R", reward, policy)
 
 
 def test_mesh_that_does_not_divide_the_rewards_is_rejected(rewards):
