@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import shutil
 import sys
 
@@ -61,6 +62,17 @@ def test_show_and_plan_report_experts(capsys):
     assert count in capsys.readouterr().out
     assert main(["show", "tiny"]) == 0
     assert "active" not in capsys.readouterr().out.rpartition("}")[2]
+
+
+def test_show_has_the_parameters_of_a_reward_model(capsys):
+    words = ["objective=reward", "lr_rules=score=2x", "vocab=4000", "experts=8", "expert_width=16", "bias=none"]
+    assert main(["show", "tiny", *words]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"transformer/score/w +32x1 ", shown)
+    assert re.search(r"score=2x +1 +32 +score/w", shown)
+    assert "transformer/head/w" not in shown
+    active = 2 * (4 * 32 * 32 + 32 * 8 + 2 * 2 * 32 * 16 + 32) + 4000 * 32 + 32 + 32
+    assert f", {active / 1e6:.2f}M of them active for a token" in shown
 
 
 @pytest.mark.parametrize(
