@@ -28,7 +28,7 @@ TILE = 128  # tokens: rows are as long as a multiple of it
 
 
 def names_run(name: str) -> bool:
-    """Returns whether reward= names a folder, of a run it is to be hoped."""
+    """Returns whether reward= names a folder with a config.json."""
     return bool(name) and not names_code(name) and (storage.location(name) / "config.json").exists()
 
 
@@ -57,7 +57,7 @@ class RewardOfRun:
             fit_rows(self._run.config, run.config)  # raises for sizes that the mesh does not divide
 
     def open(self, run: Run, trainer: Trainer) -> None:
-        """Loads the weights."""
+        """Loads the weights onto the policy's mesh."""
         self._config = fit_rows(self._run.config, run.config)
         self._model = RewardModel.on(self._config, trainer.model.mesh)
         step, self._params = self._run.restore_params(self._model)
@@ -81,7 +81,10 @@ class RewardOfRun:
         parts = [self._compute_part(ids[i : i + size], last[i : i + size]) for i in range(0, count, size)]
         rewards = np.concatenate(parts)[: len(rows)].astype(np.float64)
         if not np.isfinite(rewards).all():
-            raise RunError(f"reward={self._name} gave a number that is not finite; its weights are damaged")
+            raise RunError(
+                f"reward={self._name} gave a number that is not finite, with its weights of step {self._digest[0]}; "
+                "train it with dtype=float32"
+            )
         return rewards
 
     def _compute_part(self, ids: np.ndarray, last: np.ndarray) -> np.ndarray:
