@@ -410,9 +410,12 @@ def _take_vocab_of_base(config: Config, base: Config) -> Config:
             f"base={config.training.base} has adapters; merge them first: convert {config.training.base} MERGED "
             "merge_lora=true"
         )
-    if config.objective.has_vocabulary and not base.objective.has_vocabulary:
-        raise UsageError(f"base={config.training.base} trained {base.objective.trained}, which is no language model; "
-                         "give another base, or objective=reward")  # fmt: skip
+    if not base.objective.reads_tokens or (config.objective.has_vocabulary and not base.objective.has_vocabulary):
+        same = f", or objective={base.objective.name}" if base.objective.reads_tokens else ""
+        raise UsageError(
+            f"base={config.training.base} trained {base.objective.trained}, which is no language model; give another "
+            f"base{same}"
+        )
     if config.model.vocab not in (0, base.model.vocab):
         raise UsageError(
             f"base={config.training.base} knows {base.model.vocab} tokens; give vocab={base.model.vocab}, got "

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from shardformer import OwnBatches, checkpoint
+from shardformer.config import Config
 from shardformer.data import Characters, Corpus, load_vocabulary
 from shardformer.data.source import Texts
 from shardformer.errors import RunError, UsageError
@@ -185,6 +186,19 @@ def test_command_for_going_on_names_the_code_and_the_reward(copied, keys, named)
     config = copied.config.replace(**keys, out=str(copied.out))
     with pytest.raises(UsageError, match=re.escape(f"`train --resume {copied.out}{named}`")):
         dataclasses.replace(copied, config=config).refuse_to_overwrite()
+
+
+@pytest.mark.parametrize(
+    ("trained", "objective", "message"),
+    [("task", "lm", "trained a task of yours, which is no language model; give another base$"),
+     ("task", "reward", "trained a task of yours, which is no language model; give another base$"),
+     ("reward", "lm", "trained a reward model, which is no language model; give another base, or objective=reward$")],
+)  # fmt: skip
+def test_base_without_the_parameters_of_a_run_is_rejected(tmp_path, trained, objective, message):
+    config = Config.of(objective="task", vocab=1) if trained == "task" else shared.tiny(objective=trained)
+    Run(config.replace(out=str(tmp_path)), CORPUS.vocabulary, CORPUS.fingerprint).write_documents()
+    with pytest.raises(UsageError, match=message):
+        Run.create(shared.tiny(vocab=0, base=str(tmp_path), objective=objective), CORPUS)
 
 
 @pytest.fixture
