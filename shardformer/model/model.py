@@ -20,7 +20,7 @@ from shardformer.errors import UsageError
 from shardformer.kernels.threefry import THREEFRY
 from shardformer.layout import Layout, resolve, specs
 from shardformer.layout.attention_limits import NoKernel
-from shardformer.model.task_on_mesh import AllParameters, Loss, Sums, TaskOnMesh, count_nothing
+from shardformer.model.task_on_mesh import AllParameters, Loss, Sums, TaskOnMesh, choose_task, count_nothing
 from shardformer.parallel.microbatch import AccumulationType
 from shardformer.parallel.replicas import map_named
 from shardformer.shards import CausalTransformerShard, Dropout
@@ -40,13 +40,12 @@ class Model(TaskOnMesh):
     """The language model of one layout and mesh, trained by the loss of every token."""
 
     shard_class = CausalTransformerShard
-    has_vocabulary = True  # it gives a distribution over tokens
 
     def __init__(self, layout: Layout, mesh: Mesh):
         config = layout.config
-        if self.has_vocabulary and not config.objective.has_vocabulary:
+        if not (config.objective.has_vocabulary or isinstance(self, choose_task(config))):
             trained = config.objective.trained
-            raise UsageError(f"this run trained {trained}: it has no language model, which this command reads")
+            raise UsageError(f"this run trained {trained}: it has no language model, which is needed here")
         self._weights = layout.weights
         shapes = self._weights.store(self.abstract_parameters(config))
         super().__init__(layout, mesh, shapes, specs.parameter_specs(shapes, config), choose_trainable(config))

@@ -37,7 +37,6 @@ class RewardModel(PreferenceModel):
 
     losses = RewardLoss  # type: ignore[assignment]
     unmeasured = ("z_loss",)
-    has_vocabulary = False
     shard: ScoreTransformerShard  # type: ignore[assignment]
     shard_class = ScoreTransformerShard  # type: ignore[assignment]
 

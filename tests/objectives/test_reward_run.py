@@ -207,7 +207,7 @@ def test_other_frequencies_of_longrope_are_rejected(trained, seq, width):
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["sample", "{run}"], "this run trained a reward model: it has no language model, which this command reads"),
+        (["sample", "{run}"], "this run trained a reward model: it has no language model, which is needed here"),
         (["convert", "{run}", "{out}", "format=hf"], "trained a reward model: only language models are converted"),
         (["train", "base={run}", "data={data}", "out={out}"], "trained a reward model, which is no language model"),
         (["train", *NEW, "mesh=1x1", "data={data}", "objective=distill", "teacher={run}", "out={out}"],
