@@ -60,7 +60,7 @@ def describe(run: Run) -> str:
     task = choose_task(c)
     shapes = task.abstract_parameters(c)  # floats, also where the model stores codes
     parameters = parameter_count(shapes, select_trainable(shapes, c))
-    units = f", {len(run.vocabulary)} {run.vocabulary.units}" if c.objective.is_language_model else ""
+    units = f", {len(run.vocabulary)} {run.vocabulary.units}" if c.objective.reads_tokens else ""
     kind = jax.devices()[0].device_kind
     chip = find_chip(kind)
     processes_noted = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""

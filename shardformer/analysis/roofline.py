@@ -92,7 +92,7 @@ def _timed_flops_per_token(layout: Layout) -> float:
     Neither applies to the head: its forward pass is kept, and each stage computes its rows' loss outside the schedule.
     """
     config, layers = layout.config, 0.0
-    if not config.objective.is_language_model:
+    if not config.objective.reads_tokens:
         return flops.flops_per_token(config)
     layers, forward = flops.layer_flops_per_token(config)
     rest = flops.flops_per_token(config) - layers

@@ -79,7 +79,7 @@ def verify_config(config: Config) -> list[Difference]:
     dropout, microbatches and packed documents.
     """
     config = config.replace(dtype="float32", param_dtype="float32", grad_dtype="float32")
-    if not config.objective.is_language_model:
+    if not config.objective.reads_tokens:
         return _verify_task(config)
     batch = weighted_batch(config)
     with jax.default_matmul_precision("highest"):

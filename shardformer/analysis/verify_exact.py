@@ -199,7 +199,7 @@ def draw_batch(trainer: Trainer) -> dict[str, np.ndarray]:
     Each row has another share of masked targets, so that a mean of the means of shards or microbatches is wrong.
     """
     config, shapes = trainer.config, trainer.model.batch_shapes()
-    if not config.objective.is_language_model:
+    if not config.objective.reads_tokens:
         return trainer.model.make_batch()
     draw = np.random.default_rng([config.training.seed, 1])
     share = np.linspace(0.2, 1, config.training.batch)

@@ -36,7 +36,7 @@ def show(arguments: list[str]) -> None:
     if settings.parallel.mesh == "auto":
         settings = settings.replace(mesh="1x1")
     mesh.use_cpu_devices(1)
-    describe = describe_language_model if settings.objective.is_language_model else describe_task
+    describe = describe_language_model if settings.objective.reads_tokens else describe_task
     say(describe(settings.replace(vocab=settings.model.vocab or 65)))  # tiny_shakespeare's
 
 

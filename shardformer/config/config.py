@@ -252,6 +252,8 @@ def override_on_resume(config: Config, overrides: dict) -> Config:
                 f"{format_value(FIELDS[name], overrides[name])}; "
                 "start a new run with another out="
             )
-    if overrides.get("task") and config.objective.is_language_model:
-        raise UsageError("this run trains the language model, which task= cannot replace; start a new run of the task")
+    if overrides.get("task") and config.objective.reads_tokens:
+        raise UsageError(
+            f"this run trains {config.objective.trained}, which task= cannot replace; start a new run of the task"
+        )
     return config.replace(**overrides)

@@ -188,7 +188,7 @@ def _check_mesh(c: "Config") -> None:
         "divide it; "
         f"try seq={next_multiple(c.model.seq, mp)} or sequence_parallel=false",
     )
-    if c.objective.is_language_model:
+    if c.objective.reads_tokens:
         _check_split_sizes(c, mp)
 
 

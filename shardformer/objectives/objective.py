@@ -20,7 +20,7 @@ class Objective:
 
     task = "shardformer.model.model:Model"  # the subclass of TaskOnMesh
     host_feature = ""  # the subclass of HostFeature; empty: nothing
-    is_language_model = True  # False: a row has arrays of its own, and no tokens
+    reads_tokens = True  # False: a row has arrays of its own
     has_vocabulary = True  # False: the model gives no distribution over tokens
     trained = "a language model"
     has_plain_batches = True  # tokens, targets and weights, as analysis/dense_reference.py takes them

@@ -24,7 +24,7 @@ class UserTask(Objective):
 
     task = "shardformer.model.own_task:OwnTask"
     host_feature = "shardformer.objectives.task_data:TaskData"
-    is_language_model = has_vocabulary = has_plain_batches = has_bound_of_bytes = False
+    reads_tokens = has_vocabulary = has_plain_batches = has_bound_of_bytes = False
     trained = "a task of yours"
     verified_against = "one device"
     evaluation_titles = "loss", "accuracy", "rows"

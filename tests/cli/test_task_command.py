@@ -91,12 +91,12 @@ def test_wrong_task_is_rejected_before_a_run_starts(tmp_path, capsys, words, mes
 
 def test_run_of_a_task_has_no_language_model(trained, capsys):
     assert main(["sample", str(trained)]) == 2
-    assert "it has no language model, which this command reads" in capsys.readouterr().err
+    assert "it has no language model, which is needed here" in capsys.readouterr().err
 
 
 def test_task_cannot_replace_the_model_of_a_run(tmp_path):
     (tmp_path / "config.json").write_text(shared.tiny().to_json())
-    with pytest.raises(UsageError, match="trains the language model, which task= cannot replace"):
+    with pytest.raises(UsageError, match="trains a language model, which task= cannot replace"):
         Session.resume(tmp_path, task=Perceptron())
 
 

@@ -30,7 +30,7 @@ def test_every_value_of_the_key_is_declared():
 def test_declared_class_is_a_task(name):
     task, objective = choose_task(make_config(name)), make_config(name).objective
     assert issubclass(task, TaskOnMesh)
-    assert issubclass(task, Model) == objective.is_language_model
+    assert issubclass(task, Model) == objective.reads_tokens
     assert objective.name == name
 
 

@@ -26,7 +26,7 @@ REJECTED = {
     "tracker": "tracker takes wandb, mlflow, aim, tensorboard or module:function",
     "coordinator": "several processes take coordinator=HOST:PORT .*processes=0",
     "processes": "several processes take coordinator=HOST:PORT .*processes=1",
-    "task": "this run trains the language model, which task= cannot replace",
+    "task": "this run trains a language model, which task= cannot replace",
     "process_id": "several processes take coordinator=HOST:PORT .*process_id=1",
 }
 
