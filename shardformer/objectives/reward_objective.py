@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from shardformer.config.keys import require
+from shardformer.config.keys import format_value, keys_of, require
 from shardformer.objectives.objective import Pairs
 
 if TYPE_CHECKING:
@@ -24,6 +24,14 @@ class PairedRewards(Pairs):
         super().check()
         c = self.config
         require(not c.training.z_loss, f"objective=reward has no logits, got z_loss={c.training.z_loss}; give z_loss=0")
+        of_the_head = () if c.training.base else ("logits_scale", "logits_cap", "tied")  # a base has them for its own
+        for name in ("loss_chunk", *of_the_head):
+            field = keys_of(type(c))[name]
+            require(
+                c.get(name) == field.default,
+                f"objective=reward has no logits, and {name} does nothing; give {name}="
+                f"{format_value(field, field.default)}, got {name}={c.shown(name)}",
+            )
         require(
             not c.lora.lora_rank,
             "objective=reward trains a head that the base does not have, and adapters leave all else as it is; give "

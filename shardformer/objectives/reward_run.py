@@ -145,7 +145,7 @@ def fit_rows(reward: Config, policy: Config) -> Config:
     seq = reward.model.seq
     if reward.model.positions != "learned":
         seq = next_multiple(policy.model.seq + 1, math.lcm(TILE, 2 * policy.parallel.mp * policy.parallel.cp))
-    of_mesh = {name: policy.get(name) for name in keys_of(ParallelKeys) if name != "dtype"}
+    of_mesh = {name: policy.get(name) for name in keys_of(ParallelKeys) if name not in ("dtype", "loss_chunk")}
     of_rows = {"batch": policy.training.batch, "accum": 1, "documents": "padded", "seq": seq}
     check_frequencies(reward, seq)
     try:

@@ -103,6 +103,8 @@ def draw_keys(seed: int, teacher: str) -> dict:
         keys["quantize_aware"] = choose(("int8", "int4", "nf4"))
     if keys.get("objective") == "simpo" and draw.random() < 0.6:
         keys |= {"objective": "reward", "reward_center": choose((0.0, 0.2))}
+        for name in ("loss_chunk", "logits_scale", "logits_cap", "tied"):  # of logits
+            keys.pop(name, None)
     if keys.get("objective") == "orpo" and draw.random() < 0.6:
         keys |= {"objective": "mtp", "mtp_weight": choose((0.1, 0.3))}
     if keys.get("positions", "rotary") != "rotary":  # commands reject it

@@ -130,7 +130,7 @@ def test_two_predictions_equal_their_formula():
 
 
 def test_rewards_of_pairs_equal_their_formula():
-    keys = {"documents": "masked", "reward_center": 0.2, "logits_cap": 2.0, "logits_scale": 0.4}
+    keys = {"documents": "masked", "reward_center": 0.2, "logits_cap": 2.0, "logits_scale": 0.4, "base": "a run"}
     assert find_wrong(shared.tiny(mesh="2x2", objective="reward", **keys)) == []
 
 

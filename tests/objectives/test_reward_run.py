@@ -185,6 +185,11 @@ def test_evaluation_checks_the_rewards_on_its_own_mesh(rewards, tmp_path, monkey
     assert meshes == ["1x1"]
 
 
+def test_chunks_of_the_policy_are_not_those_of_its_rewards():
+    """A reward model has no logits, and rejects loss_chunk."""
+    assert fit_rows(shared.tiny(objective="reward"), make_policy(loss_chunk=64)).parallel.loss_chunk is None
+
+
 def test_short_table_of_positions_is_rejected():
     """A row of the policy has a prompt and an answer of up to seq + 1 tokens."""
     reward = shared.tiny(objective="reward", positions="learned", seq=8)
