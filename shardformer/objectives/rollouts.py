@@ -34,6 +34,7 @@ from shardformer.model import Model, Sums
 from shardformer.model.measuring import Measures
 from shardformer.objectives.answers_objective import SampledAnswers
 from shardformer.objectives.objective_keys import ObjectiveKeys
+from shardformer.objectives.reward_run import FILE as REWARD_FILE
 from shardformer.objectives.reward_run import RewardOfRun, names_run
 from shardformer.objectives.weight_digests import check_weights, digest_weights
 from shardformer.tables import format_count
@@ -132,12 +133,25 @@ class RewardOfText:
                 try_reward(self._name, answers.decode(row.prompt), answers.read(row.expected))
 
     def open(self, run: Run, trainer: Trainer) -> None:
+        """Opens the codec of the texts."""
         self._answers = Answers.of(run)
 
     def check_unchanged(self, run: Run) -> None:
-        """A user may change the code of a reward."""
+        """Raises RunError for a run that has learned from a reward model; the code of a reward may change."""
+
+        def check_record() -> None:
+            path = run.records / REWARD_FILE
+            if path.exists():
+                raise RunError(
+                    f"reward={self._name} is no run, and this run has learned from the rewards of one; name that, or "
+                    f"remove {path} to go on with this reward"
+                )
+
+        processes.run_on_first_process(check_record)
 
     def compute(self, rows: list[PromptRow], answers: list[Continuation]) -> np.ndarray:
+        """Returns the reward of every answer, on every process."""
+
         def compute_here() -> np.ndarray:
             if jax.process_index():
                 return np.zeros(len(rows), np.float64)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from shardformer import exact, load_corpus
+from shardformer import checkpoint, exact, load_corpus
 from shardformer.__main__ import main
 from shardformer.config import Config
 from shardformer.data.chat import preferences
@@ -17,12 +17,12 @@ from shardformer.data.chat.preference_windows import PreferenceSplit
 from shardformer.data.prompt_windows import PromptRow
 from shardformer.data.tokens import Tokens
 from shardformer.data.windows import RowLayout
-from shardformer.errors import UsageError
+from shardformer.errors import RunError, UsageError
 from shardformer.inference.chat_codec import ChatCodec, parse_prompt
 from shardformer.inference.generator import Continuation
 from shardformer.layout import mesh
 from shardformer.objectives.reward_run import RewardOfRun, check_positions, check_tokens, fit_rows
-from shardformer.objectives.rollouts import RolloutsOfRun
+from shardformer.objectives.rollouts import RewardOfText, RolloutsOfRun
 from shardformer.training.run_folder import Run
 from tests import runs, shared
 from tests.convert.hf_models import FOLDER
@@ -244,13 +244,32 @@ def test_policy_learns_from_the_rewards(policy):
 
 
 @pytest.mark.slow
-def test_changed_rewards_are_rejected(policy, rewards, capsys):
-    path = policy / "reward.json"
-    stored = path.read_text()
-    path.write_text(json.dumps({"weights": "0" * 64, "step": 1}))
-    assert runs.train("--resume", str(policy), "steps=13", f"reward={rewards}") == runs.FAILED
-    assert f"reward={rewards} has changed: the run started with weights of sha256 000" in capsys.readouterr().err
-    path.write_text(stored)
+def test_resume_with_rewards_is_bitwise(policy, rewards):
+    through = policy.with_name("through")
+    assert runs.train(*POLICY, f"data={rewards.parent}/tasks.jsonl", f"reward={rewards}", f"out={through}") == 0
+    assert [row["loss"] for row in runs.rows(policy)] == [row["loss"] for row in runs.rows(through)]
+    arrays = [(checkpoint.step_folder(folder, 12) / "arrays.npy").read_bytes() for folder in (policy, through)]
+    assert arrays[0] == arrays[1]
+
+
+@pytest.mark.slow
+def test_changed_rewards_are_rejected(policy, rewards, tmp_path, capsys):
+    """A copy that has been trained further."""
+    other = tmp_path / "other"
+    shutil.copytree(rewards, other)
+    assert runs.train("--resume", str(other), "steps=14") == 0
+    assert runs.train("--resume", str(policy), "steps=13", f"reward={other}") == runs.FAILED
+    stored = json.loads((policy / "reward.json").read_text())["weights"]
+    message = f"reward={other} has changed: the run started with weights of sha256 {stored[:12]}, and its best are "
+    assert message in capsys.readouterr().err
+
+
+def test_function_in_place_of_a_reward_model_is_rejected(tmp_path):
+    run, source = SimpleNamespace(records=tmp_path), RewardOfText("match", "grpo")
+    source.check_unchanged(run)
+    (tmp_path / "reward.json").write_text("{}")
+    with pytest.raises(RunError, match="reward=match is no run, and this run has learned from the rewards of one"):
+        source.check_unchanged(run)
 
 
 @pytest.mark.slow
