@@ -111,6 +111,17 @@ def test_compiled_score_is_that_of_the_last_token():
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("attention", ["ring", "gather"])
+def test_score_of_a_split_context_is_that_of_the_last_token(attention):
+    config = make_config(mesh="dp2.cp2.mp2", sequence_parallel=True, context_parallel=attention)
+    params = verify_exact.draw_parameters(config)
+    tokens, scored = (draw_batch(config)[name][:, 0] for name in ("tokens", "scored"))
+    score = traced.make_trainer(config).model.score
+    got = exact.run(score, params, {"tokens": tokens, "scored": scored}).outputs
+    expected = exact.run(lambda p: (read_scores(config, p, tokens) * scored).sum(1), params).outputs
+    np.testing.assert_allclose(got, expected, rtol=1e-12)
+
+
 def test_model_has_a_head_of_one_number():
     """In place of the vocabulary's: the optimizer has no moments of a matrix that nothing reads."""
     model = shared.trainer(**KEYS | {"batch": 4, "zero": 3, "mesh": "2x2"}).model
