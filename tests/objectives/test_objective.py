@@ -36,11 +36,17 @@ def test_declared_class_is_a_task(name):
 
 def find_comparisons(source: str) -> list[str]:
     """Returns the comparisons with the name of an objective."""
-    names = OBJECTIVES.keys() - {"task", "reward"}  # also the words of other things
-    if "preferences" not in source and not any(f"{quote}{name}{quote}" in source for name in names for quote in "'\""):
+    words = {"task", "reward"}  # also the words of other things
+    names = OBJECTIVES.keys() - words
+    if "objective" not in source and not any(f"{quote}{name}{quote}" in source for name in names for quote in "'\""):
         return []  # parsing takes all of the time
+
+    def is_found(text: str) -> bool:
+        has_word = "objective" in text and any(f"'{word}'" in text for word in words)
+        return has_word or "preferences.objective" in text or any(f"'{name}'" in text for name in names)
+
     texts = [ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Compare)]
-    return [text for text in texts if "preferences.objective" in text or any(f"'{name}'" in text for name in names)]
+    return [text for text in texts if is_found(text)]
 
 
 def test_only_the_folder_of_objectives_compares_their_names():
@@ -53,6 +59,9 @@ def test_comparison_of_a_name_is_noticed():
         "config.preferences.objective == 'task'"
     ]
     assert find_comparisons("if name in ('dpo', 'ipo'): pass") == ["name in ('dpo', 'ipo')"]
+    assert find_comparisons("if keys.objective != 'reward': pass") == ["keys.objective != 'reward'"]
+    assert find_comparisons("if keys.objective in ('task',): pass") == ["keys.objective in ('task',)"]
+    assert find_comparisons("if config.objective and name == 'reward': pass") == []
     assert find_comparisons("if config.objective.reads_pairs: pass") == []
 
 
