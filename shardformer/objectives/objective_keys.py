@@ -47,8 +47,8 @@ class ObjectiveKeys(KeyGroup):
     ] = key(
         "lm",
         "loss; lm: of every token; mtp: and of the one after it; distill: of a teacher's distributions; grpo, dr_grpo, "
-        "gspo, rloo: of sampled answers with rewards; task: that of task=; the others: of pairs of a chosen and a "
-        "rejected answer (batch counts rows of pairs), reward: of the numbers that a reward model gives them",
+        "gspo, rloo: of sampled answers with rewards; task: that of task=; reward: of the numbers that a reward model "
+        "gives to pairs; the others: of pairs of a chosen and a rejected answer (batch counts rows of pairs)",
         fixed=True,
     )  # fmt: skip
     beta: float = key(
@@ -121,7 +121,7 @@ class ObjectiveKeys(KeyGroup):
 
     @functools.cached_property
     def compares_likelihoods(self) -> bool:
-        """Whether the loss is of the log-probabilities of pairs."""
+        """Returns whether the loss is of the log-probabilities of pairs."""
         objective = choose_objective(self.objective)
         return objective.reads_pairs and objective.has_vocabulary
 
