@@ -74,7 +74,8 @@ def describe_active(config: Config) -> str:
     """Formats the number of parameters that one token uses, if that is not all of them."""
     if not config.experts.experts:
         return ""
-    return f", {_count_active(choose_task(config).abstract_parameters(config), config) / 1e6:,.2f}M of them active for a token"
+    active = _count_active(choose_task(config).abstract_parameters(config), config)
+    return f", {active / 1e6:,.2f}M of them active for a token"
 
 
 def describe_formula(config: Config) -> str:

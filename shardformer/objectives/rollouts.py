@@ -143,8 +143,8 @@ class RewardOfText:
             path = run.records / REWARD_FILE
             if path.exists():
                 raise RunError(
-                    f"reward={self._name} is no run, and this run has learned from the rewards of one; name that, or "
-                    f"remove {path} to go on with this reward"
+                    f"reward={self._name} is no run, and this run has learned from the rewards of one; name "
+                    f"that run, or remove {path} to go on with this reward"
                 )
 
         processes.run_on_first_process(check_record)

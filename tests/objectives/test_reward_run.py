@@ -80,7 +80,7 @@ def test_reward_is_the_number_of_the_last_token(rewards):
         assert reward == pytest.approx(float(expected.outputs), rel=1e-5)
 
 
-def test_training_reads_the_token_that_a_policy_ends_with(tmp_path):
+def test_training_reads_the_token_that_a_policy_ends_with(tmp_path, monkeypatch):
     """ChatML has a line feed behind <|im_end|>, with which a sampled answer ends."""
     vocabulary = make_vocabulary()
     question = [{"role": "user", "content": "a?"}]
@@ -99,15 +99,20 @@ def test_training_reads_the_token_that_a_policy_ends_with(tmp_path):
     prompt = codec.encode_all([parse_prompt("a?")])[0]
     answers = [vocabulary.encode_with_offsets(f"{text}<|im_end|>")[0].tolist() for text in ("b", "no")]
     assert all(codec.make_stops()(answer) for answer in answers)
-    source, read = object.__new__(RewardOfRun), {}
+    source, read = object.__new__(RewardOfRun), []
     source._config = shared.tiny(seq=99, batch=2, mesh="1x1")
-    source._compute_part = lambda tokens, last: read.update(tokens=tokens, scored=last) or np.zeros(2)
+
+    def note(tokens, scored):
+        read.extend(zip(tokens, scored, strict=True))
+        return np.zeros(len(tokens))
+
+    monkeypatch.setattr(source, "_compute_part", note, raising=False)
     source.compute([PromptRow(prompt, [])] * 2, [Continuation(ids, [], True) for ids in answers])
-    for side in range(2):
-        trained, scored = batch["tokens"][0, side], batch["scored"][0, side]
-        assert scored.tolist() == read["scored"][side].tolist()
-        assert trained[: scored.argmax() + 1].tolist() == [*prompt, *answers[side]]
-        assert read["tokens"][side, : scored.argmax() + 1].tolist() == [*prompt, *answers[side]]
+    for side, (tokens, scored) in enumerate(read):
+        assert batch["scored"][0, side].tolist() == scored.tolist()
+        assert np.flatnonzero(scored).tolist() == [len(prompt) + len(answers[side]) - 1]
+        for row in (tokens, batch["tokens"][0, side]):
+            assert row[: scored.argmax() + 1].tolist() == [*prompt, *answers[side]]
 
 
 def change_config(rewards, tmp_path, **keys):
@@ -156,7 +161,7 @@ def test_other_options_of_the_tokenizer_are_rejected():
     for reward, policy, message in (
         (plain, plain.with_special_tokens(),
          "reward=R has special_tokens=false bos=false, and this run special_tokens=true bos=false: it reads other"),
-        (plain.with_beginning("true", 256), plain, "has special_tokens=false bos=true, and this run special_tokens=fal"),
+        (plain.with_beginning("true", 256), plain, "has special_tokens=false bos=true, and this run special_tok"),
         (plain, chatml, r"has no chat_template, and this run chat_template=chatml \(........\): it reads other tokens"),
         (chatml, plain.with_chat(PLAIN), r"has chat_template=chatml \(........\), and this run chat_template=plain \("),
     ):  # fmt: skip
