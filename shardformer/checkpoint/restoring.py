@@ -51,7 +51,7 @@ def restore(
 ):
     """Returns the checkpoint as the tree `like` of jax.ShapeDtypeStructs, each leaf split by its `.sharding`.
 
-    `like` may lack leaves whose names start with one of `ignored`: a sampler ignores the optimizer.
+    `ignored` names parts of the saved state that `like` may lack, leaves or folders: a sampler ignores the optimizer.
     `change(name, leaf)` reads each leaf before the next, and may return other values, for example quantised ones.
     """
     stored = manifest.read_manifest(folder)
@@ -98,13 +98,14 @@ def _check_layout(
     folder: Location, stored: Manifest, wanted: dict[str, jax.ShapeDtypeStruct], ignored: tuple[str, ...]
 ) -> None:
     """Raises RunError unless the saved leaves are the wanted ones, by name, dtype and shape, or ignored."""
+    folders = tuple(f"{part}/" for part in ignored)
     problems = [f"leaf {name!r} is missing" for name in wanted if name not in stored.leaves]
     for name, leaf in stored.leaves.items():
         if name in wanted:
             got, expected = (leaf.dtype, leaf.shape, bool(leaf.key)), _layout(wanted[name])
             if got != expected:
                 problems.append(f"leaf {name!r} is {_describe(*got)}, expected {_describe(*expected)}")
-        elif not name.startswith(ignored):
+        elif not f"{name}/".startswith(folders):
             problems.append(f"leaf {name!r} was not expected")
     if problems:
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""

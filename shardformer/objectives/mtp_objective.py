@@ -16,7 +16,7 @@ class MultiToken(Objective):
 
     task = "shardformer.objectives.mtp_model:MtpModel"
     has_plain_batches = has_bound_of_bytes = False
-    only_in_training = ("params/transformer/next/", "average/transformer/next/")
+    only_in_training = ("params/transformer/next", "average/transformer/next")
 
     def check(self) -> None:
         super().check()

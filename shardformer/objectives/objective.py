@@ -26,7 +26,7 @@ class Objective:
     has_plain_batches = True  # tokens, targets and weights, as analysis/dense_reference.py takes them
     verified_against = "a plain dense model"
     has_bound_of_bytes = True  # the formula of analysis/needed_bytes.py is above the bytes of a step
-    only_in_training: tuple[str, ...] = ()  # beginnings of names in a checkpoint that other uses leave out
+    only_in_training: tuple[str, ...] = ()  # parts of a checkpoint that other uses leave out
     sides = 1  # rows that the model computes of one row of a batch
     reads_pairs = False  # the data are preference pairs
     answers_of_a_prompt = 1  # rows that are made of one row of the data
