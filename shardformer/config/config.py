@@ -163,7 +163,7 @@ class Config:
         """Returns the configuration of scores and samples on a mesh of this shape."""
         sizes = parse_mesh(shape)
         changes = {"mesh": shape, "batch": sizes.dp * sizes.pp, "accum": sizes.pp, "sequence_parallel": False}
-        return self.objective.for_inference().without_gradients().replace(**changes).without_stages()
+        return self.objective.as_language_model().without_gradients().replace(**changes).without_stages()
 
     def with_factors(self) -> "Config":
         """Returns the configuration of the same outputs without `scale`, for formats that have no such key."""

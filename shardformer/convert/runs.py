@@ -93,7 +93,7 @@ def write_run(folder: Path | BucketPath, run: Run, state: State) -> None:
                 f"base={run.out}`"
             )
     if run.config.objective.only_in_training:  # which `state` does not have
-        run = dataclasses.replace(run, config=run.config.objective.for_inference())
+        run = dataclasses.replace(run, config=run.config.objective.as_language_model())
     trainer, params = _trainer(run.config), state.params
     if run.config.stored.quantized and not any(map(is_part, params)):
         params = stored_weights.quantize(params, run.config)
@@ -186,7 +186,7 @@ def _settings(config: Config) -> str:
 
 @functools.lru_cache(maxsize=4)
 def _trainer(config: Config) -> Trainer:
-    alone = config.objective.for_inference().without_own_optimizer()
+    alone = config.objective.as_language_model().without_own_optimizer()
     alone = alone.replace(mesh="1x1", coordinator="", processes=0, process_id=0)
     return Trainer(alone, mesh.make(alone))
 

@@ -55,5 +55,5 @@ class SampledAnswers(OneProgram):
     def separate_documents(self, is_chat: bool) -> dict:
         return {"documents": "padded", "mask_prompt": not is_chat}  # a prompt in each row
 
-    def for_inference(self) -> "Config":
+    def as_language_model(self) -> "Config":
         return self.config.replace(objective="lm", reward="")

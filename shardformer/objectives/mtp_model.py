@@ -47,12 +47,12 @@ class MtpModel(Model):
         """Returns the model that has the parameters of a base: a language model, or one with this prediction."""
         if base.preferences.objective == "mtp":
             return self
-        return Model.on(self.config.objective.for_inference(), self.mesh)
+        return Model.on(self.config.objective.as_language_model(), self.mesh)
 
     @staticmethod
     def count_flops(config: Config) -> float:
         c = config.model
-        plain = flops.flops_per_token(config.objective.for_inference())
+        plain = flops.flops_per_token(config.objective.as_language_model())
         parameters = specs.count_parameters(find_next_shapes(config)) + c.padded_vocab * c.d_model
         return plain + 6 * parameters + 3 * flops.attention_flops(config, slice(-1, None))
 

@@ -58,5 +58,5 @@ class MultiToken(Objective):
                 f"(mesh={self.config.parallel.mesh}); try mesh={fitting}",
             )
 
-    def for_inference(self) -> "Config":
+    def as_language_model(self) -> "Config":
         return self.config.replace(objective="lm")

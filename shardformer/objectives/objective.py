@@ -73,7 +73,7 @@ class Objective:
         """Returns the keys that keep one conversation from seeing another."""
         return {"documents": "masked"} if is_chat and self.config.data.documents == "packed" else {}
 
-    def for_inference(self) -> "Config":
+    def as_language_model(self) -> "Config":
         """Returns the configuration of the same model for scores and samples, without what only training has."""
         return self.config
 

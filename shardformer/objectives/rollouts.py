@@ -75,7 +75,7 @@ class Reference:
     def __init__(self, run: Run, trainer: Trainer, state: TrainState):
         self._model, self._params = trainer.model, None
         if run.config.lora.lora_rank:  # the frozen weights, which are in the state already
-            plain = run.config.objective.for_inference().replace(lora_rank=0)
+            plain = run.config.objective.as_language_model().replace(lora_rank=0)
             self._model = Model.on(plain, trainer.model.mesh)  # type: ignore[arg-type]
         else:
             self._params = self._make_first(run, trainer, state)

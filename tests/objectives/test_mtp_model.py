@@ -138,7 +138,7 @@ def test_evaluation_is_that_of_the_language_model():
     batch = draw_batch(config)
     params = verify_exact.draw_parameters(config)
     model = traced.make_trainer(config).model
-    plain = traced.make_trainer(config.objective.for_inference()).model
+    plain = traced.make_trainer(config.objective.as_language_model()).model
     got = exact.run(model.sums, params, batch, shapes=(model.shapes, verify_exact.describe(batch))).outputs
     of_lm = {module: params[module] for module in plain.shapes}
     expected = exact.run(plain.sums, of_lm, batch, shapes=(plain.shapes, verify_exact.describe(batch))).outputs
@@ -164,7 +164,7 @@ def test_drawn_language_model_is_that_of_the_seed():
 
 def test_flops_count_the_layer_and_the_second_head():
     config = make_config(tied=True, window=4, window_pattern="wf", layers=2)
-    c, plain = config.model, config.objective.for_inference()
+    c, plain = config.model, config.objective.as_language_model()
     layer = 4 * 16 * 16 + 2 * 16 * 16 + 2 * 16 * 16 + c.padded_vocab * 16  # W too
     attention = 6 * c.seq * c.d_model  # of the last layer, which has no window
     vectors = specs.count_parameters([p for ps in find_next_shapes(config).values() for p in ps.values() if p.ndim == 1
