@@ -258,10 +258,10 @@ class Trained:
         return model, params, step
 
     def make_sampling_model(self) -> Model:
-        """Returns a model that samples: the one that was trained, or one without stages."""
-        if self.run.config.parallel.pp == 1:
+        """Returns a model that samples: the one that was trained, or one without stages or layers of training."""
+        settings = self.run.config.objective.without_training_layers().without_stages()
+        if settings is self.run.config:
             return self.evaluator.trainer.model
-        settings = self.run.config.without_stages()
         return Model.on(settings, mesh.make(settings))
 
 

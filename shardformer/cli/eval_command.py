@@ -58,6 +58,7 @@ def for_evaluation(settings: Config, shape: str) -> Config:
 
     Each pipeline stage has as many rows. With mesh=auto the rows are rounded once the mesh has a shape.
     """
+    settings = settings.objective.without_training_layers()
     accum = max(settings.training.accum, 1)  # 0 is auto, of a run that was converted and never trained
     rows = settings.training.batch // accum
     sizes = parsing.MeshSizes() if shape == "auto" else parsing.parse_mesh(shape)

@@ -77,6 +77,10 @@ class Objective:
         """Returns the configuration of the same model for scores and samples, without what only training has."""
         return self.config
 
+    def without_training_layers(self) -> "Config":
+        """Returns the configuration without layers that only training has; it is evaluated as before."""
+        return self.as_language_model() if self.only_in_training else self.config
+
 
 class OneProgram(Objective):
     """An objective whose mean over all microbatches is found in one program."""

@@ -1,6 +1,7 @@
 """The losses of multi-token prediction and their gradient are those of its formula, on every mesh."""
 
 import functools
+from unittest import mock
 
 import jax
 import numpy as np
@@ -8,12 +9,16 @@ import pytest
 
 from shardformer import exact
 from shardformer.analysis import traced, verify_exact
+from shardformer.cli import eval_command
 from shardformer.config import Config
 from shardformer.errors import UsageError
 from shardformer.layout import specs
 from shardformer.model import Model, flops
+from shardformer.model.task_on_mesh import choose_task
 from shardformer.objectives import mtp_model
 from shardformer.objectives.mtp_model import MtpModel, find_next_shapes
+from shardformer.session import Trained
+from shardformer.training.checkpoint_progress import Best
 from tests import meshes, shared
 from tests.integration import objective_reference
 
@@ -171,6 +176,17 @@ def test_flops_count_the_layer_and_the_second_head():
                                       or p.shape[-2] == 1])  # fmt: skip
     added = flops.flops_per_token(config) - flops.flops_per_token(plain)
     assert added - 6 * vectors == 6 * layer + attention
+
+
+@pytest.mark.parametrize("objective", ["mtp", "lm"])
+def test_eval_and_the_final_sample_read_the_language_model(objective):
+    config = make_config(mesh="1x2", objective=objective)
+    assert choose_task(eval_command.for_evaluation(config, "1x2")) is Model
+    trainer = shared._trainer(config)
+    run, evaluator = mock.Mock(config=config), mock.Mock(trainer=trainer)
+    model = Trained(run, evaluator, Best(), stopped=False).make_sampling_model()
+    assert type(model) is Model
+    assert (model is trainer.model) == (objective == "lm")
 
 
 def test_base_is_a_language_model_or_one_with_the_prediction():
