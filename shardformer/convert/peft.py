@@ -241,7 +241,7 @@ def peft_to_run(source: Path, target: Path, arguments: list[str]) -> str:
     base = Run.open(options.base)
     if base.config.lora.lora_rank:
         raise UsageError(f"base={options.base} has adapters; merge them first: merge_lora=true")
-    frozen = base.config.replace(quantize_aware="none")
+    frozen = base.config.objective.without_training_layers().replace(quantize_aware="none")
     family = hf_settings.choose_family(frozen.with_factors())
     settings = read_settings(source / CONFIG)
     config, factors = split_factors(source, family, frozen, settings)

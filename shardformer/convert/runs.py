@@ -92,8 +92,11 @@ def write_run(folder: Path | BucketPath, run: Run, state: State) -> None:
                 f"a converted run has plain float32 weights: give {name}={plain}, and {name}={given} to `train "
                 f"base={run.out}`"
             )
-    if run.config.objective.only_in_training:  # which `state` does not have
-        run = dataclasses.replace(run, config=run.config.objective.as_language_model())
+    if run.config.objective.only_in_training:
+        raise UsageError(
+            f"a converted run has the layers of its language model only: give objective=lm, and objective="
+            f"{run.config.objective.name} to `train base={run.out}`"
+        )
     trainer, params = _trainer(run.config), state.params
     if run.config.stored.quantized and not any(map(is_part, params)):
         params = stored_weights.quantize(params, run.config)

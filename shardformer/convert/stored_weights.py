@@ -23,9 +23,9 @@ def asks_to_store(arguments: list[str]) -> bool:
 
 
 def change_form(run: Run, form: str) -> Run:
-    """Returns the run with weights in this form, in float32 otherwise."""
+    """Returns the run with weights in this form, in float32 otherwise, without layers that only training has."""
     changes = {"weights": form, "quantize_aware": "none", "param_dtype": "float32", "moment_dtype": "float32"}
-    return dataclasses.replace(run, config=run.config.replace(**changes))
+    return dataclasses.replace(run, config=run.config.objective.without_training_layers().replace(**changes))
 
 
 def quantize(params: Leaves, config: Config) -> Leaves:

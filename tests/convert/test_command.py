@@ -217,6 +217,7 @@ def test_gptj_6b_is_what_its_own_file_says(tmp_path):
         ("train split of builtin: this model has token ids without a tokenizer", ["data=builtin"]),
         ("tokenizer=bytes has 257 entries, and the model predicts 32", ["tokenizer=bytes"]),
         ("tokenizer=chars is made from a text, and there is none", ["tokenizer=chars"]),
+        ("the layers of its language model only: give objective=lm, and objective=mtp to", ["objective=mtp"]),
     ],
 )
 def test_wrong_options(refused, recorded, message, words):
