@@ -25,6 +25,11 @@ def stored_types(parameters: dict, config: Config) -> dict:
     }
 
 
+def are_rounded(config: Config) -> bool:
+    """Returns whether `round_parameters` changes any parameter."""
+    return config.stored.quantize_aware != "none" or config.optimizer.param_dtype != "float32"
+
+
 def round_parameters(parameters: dict, config: Config) -> dict:
     """Casts float32 parameters to the dtypes in which they are stored, or rounds them to the values of codes."""
     if config.stored.quantize_aware != "none":

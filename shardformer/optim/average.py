@@ -1,5 +1,6 @@
 """An exponential moving average of the weights, which is often a better model than the last weights."""
 
+import functools
 import math
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 
 from shardformer.adapters.adapter_keys import replace_trainable, select_trainable
 from shardformer.config import Config
+from shardformer.model import master_weights
 
 
 def select_averaged(parameters: dict, config: Config) -> dict:
@@ -36,6 +38,15 @@ def update_average(average: dict, parameters: dict, step, config: Config) -> dic
     return jax.tree.map(lambda a, p: a + weight * (p - a), average, select_averaged(parameters, config))
 
 
-def replace_by_average(average: dict, parameters: dict, steps: int) -> dict:
-    """Replaces parameters by their averages; before the first step, returns them unchanged."""
-    return replace_trainable(parameters, average) if steps else parameters
+def replace_by_average(average: dict, parameters: dict, steps: int, config: Config) -> dict:
+    """Replaces parameters by their averages, rounded as the run stores them; before the first step, returns them."""
+    if not steps:
+        return parameters
+    means = replace_trainable(parameters, average)
+    return _round(means, config) if master_weights.are_rounded(config) else means
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _round(parameters: dict, config: Config) -> dict:
+    """Rounds parameters in one program; operation by operation, JAX would compile 220."""
+    return master_weights.round_parameters(parameters, config)

@@ -22,7 +22,7 @@ from shardformer.inference.prompts import read_prompts
 from shardformer.inference.text_codec import Switch, TextCodec
 from shardformer.layout import mesh
 from shardformer.messages import log
-from shardformer.model import Model, master_weights
+from shardformer.model import Model
 from shardformer.optim import average
 from shardformer.training.evaluation import Evaluator
 from shardformer.training.host_feature import HostFeature
@@ -151,9 +151,8 @@ class Monitor(HostFeature):
     def _select_weights(self, state, step: int) -> Iterator[tuple[str, Any]]:
         yield "last", self._place(state.params)
         if self._config.training.ema:
-            means = average.replace_by_average(state.average, state.params, step)
-            rounded = master_weights.round_parameters(means, self._config)
-            yield "average", self._place(rounded)
+            means = average.replace_by_average(state.average, state.params, step, self._config)
+            yield "average", self._place(means)
 
     def _place(self, params):
         """Returns the parameters that inference reads."""

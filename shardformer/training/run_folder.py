@@ -299,9 +299,8 @@ class Run:
 
         state = self._read_on_all(read, step, known)
         if averaged:
-            means = average.replace_by_average(state["average"], state["params"], step)
-            rounded = jax.jit(master_weights.round_parameters, static_argnums=1)(means, self.config)
-            return step, rounded if has_codes else model.store(rounded)
+            means = average.replace_by_average(state["average"], state["params"], step, self.config)
+            return step, means if has_codes else model.store(means)
         return step, state["params"] if has_codes else model.name_parts(state["params"])
 
     def _find_shapes(self, model: TaskOnMesh) -> dict:

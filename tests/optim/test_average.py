@@ -21,7 +21,7 @@ def averaged(config, values):
     update = jax.jit(lambda found, value, step: average.update_average(found, tree(value), step, config))
     for step, value in enumerate(values):
         found = update(found, value, jnp.int32(step))
-    return average.replace_by_average(found, tree(values[-1]), len(values))[LAYERS]["q"]
+    return average.replace_by_average(found, tree(values[-1]), len(values), config)[LAYERS]["q"]
 
 
 @pytest.mark.parametrize("decay", [0.5, 0.99, 0.9999])
@@ -43,8 +43,21 @@ def test_what_does_not_move_is_exact_from_the_first_step(decay):
 def test_before_the_first_step_it_is_the_weights():
     """A base's too, though a run begins with an average of its seed."""
     found, base = ({LAYERS: {"q": jnp.float32(value)}} for value in (3, -5))
-    assert average.replace_by_average(found, base, 0) == base
-    assert average.replace_by_average(found, base, 1) == found
+    assert average.replace_by_average(found, base, 0, shared.tiny(ema=0.5)) == base
+    assert average.replace_by_average(found, base, 1, shared.tiny(ema=0.5)) == found
+
+
+def test_average_in_float32_is_not_copied():
+    found = {LAYERS: {"q": jnp.ones(2)}}
+    assert average.replace_by_average(found, found, 1, shared.tiny(ema=0.5))[LAYERS]["q"] is found[LAYERS]["q"]
+
+
+def test_average_is_rounded_as_the_run_stores_it():
+    config = shared.tiny(ema=0.5, dtype="bfloat16", param_dtype="bfloat16")
+    found = {LAYERS: {"q": jnp.full((1, 2, 2), 1 / 3)}, "transformer/embed": {"tokens": jnp.full((2, 2), 1 / 3)}}
+    rounded = average.replace_by_average(found, found, 1, config)
+    assert rounded[LAYERS]["q"].dtype == "bfloat16"
+    assert rounded["transformer/embed"]["tokens"].dtype == "float32"
 
 
 def test_the_first_step_counts_whole():
