@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from shardformer.analysis import dense_reference
 
@@ -93,6 +94,17 @@ def predict_two_tokens(config, params, batch):
         has_target = jnp.where(documents[:, 1:] == before, has_target, 0)
     first = mean(of_next, weights) + config.training.z_loss * mean(squares, weights)
     return first + config.preferences.mtp_weight * mean(after_next, has_target)
+
+
+def add_up(config, losses):
+    """Returns the minimised loss of metrics whose `loss` is the language model's; a program has float32 weights."""
+    keys = config.preferences
+    weights = {"z_loss": config.training.z_loss}
+    if keys.objective == "mtp":
+        weights |= {"loss": 1.0, "mtp_loss": keys.mtp_weight}
+    else:
+        weights |= {"loss": 1 - keys.distill_weight, "kl": keys.distill_weight * keys.distill_temperature**2}
+    return sum(np.float64(np.float32(weight)) * getattr(losses, name) for name, weight in weights.items())
 
 
 def smooth(margin, share):
