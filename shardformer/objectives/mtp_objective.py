@@ -32,8 +32,8 @@ class MultiToken(Objective):
         )
         require(
             not c.lora.lora_rank,
-            "objective=mtp trains a layer that the base does not have, and adapters leave all else as it is, got "
-            f"lora_rank={c.lora.lora_rank}; give lora_rank=0",
+            f"objective=mtp trains a complete further layer, and lora_rank={c.lora.lora_rank} adapters only; give "
+            "lora_rank=0",
         )
         require(
             not c.optimizer.searches_rate,

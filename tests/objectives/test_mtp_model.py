@@ -203,7 +203,7 @@ def test_base_is_a_language_model_or_one_with_the_prediction():
     [
         ({"seq": 1}, "predicts the token after the next, which a row of seq=1 does not have; give seq=2"),
         ({"mtp_weight": 0.0}, "mtp_weight must be above 0, got 0.0; give objective=lm"),
-        ({"lora_rank": 2}, "adapters leave all else as it is, got lora_rank=2; give lora_rank=0"),
+        ({"lora_rank": 2}, "trains a complete further layer, and lora_rank=2 adapters only; give lora_rank=0"),
         ({"optimizer": "lbfgs"}, "which optimizer=lbfgs does not search with; give optimizer=adamw"),
         (
             {"d_model": 18, "head_dim": 2, "mesh": "2x4"},
