@@ -200,11 +200,11 @@ def _train_reference(trainer: Trainer, batch) -> list[np.ndarray]:
 
 
 def random_batch(config: Config) -> dict[str, np.ndarray]:
-    """Returns a batch of random tokens; raises UsageError for an objective that learns more than tokens."""
-    if not config.objective.has_plain_batches:
+    """Returns a batch of random tokens; raises UsageError for an objective without a dense reference."""
+    if not config.objective.has_dense_reference:
         raise UsageError(
-            f"objective={config.objective.name} is trained on other batches; verify and bench take "
-            "objective=lm, and memory and plan any"
+            f"objective={config.objective.name} has no dense reference; give objective=lm, or give verify exact=true, "
+            "which compares with one device"
         )
     return draw_tokens(config)
 

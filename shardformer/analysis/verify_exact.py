@@ -85,7 +85,7 @@ def make_trainer(config: Config) -> Trainer:
 def has_dense_reference(config: Config) -> bool:
     """Returns whether the dense reference computes this configuration."""
     known = not dense_reference.find_missing(config)
-    return known and config.objective.has_plain_batches and not config.stored.quantized
+    return known and config.objective.has_dense_reference and not config.stored.quantized
 
 
 def compute_gradients(trainer: Trainer, params, batch, key, **options) -> Result:

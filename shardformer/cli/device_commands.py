@@ -39,9 +39,9 @@ def run_coordinates(arguments: list[str]) -> None:
     """Prints, and draws, how far the first steps move the logits of models of several sizes."""
     options, rest = parsing.parse_known_options(arguments, CoordinateOptions)
     settings = parse_settings(rest)
-    if not settings.objective.has_plain_batches or settings.stored.quantized:
+    if not settings.objective.has_dense_reference or settings.stored.quantized:
         raise UsageError(
-            "coordinates trains a language model of float weights, got "
+            "coordinates trains with objective=lm and float weights, got "
             f"objective={settings.preferences.objective} weights={settings.stored.weights}; leave them out"
         )
     settings = mesh.start(settings)

@@ -15,7 +15,7 @@ class MultiToken(Objective):
     """The language model, with a module beside it that predicts the token after the next: objective=mtp."""
 
     task = "shardformer.objectives.mtp_model:MtpModel"
-    has_plain_batches = has_bound_of_bytes = False
+    has_dense_reference = has_bound_of_bytes = False
     only_in_training = ("params/transformer/next", "average/transformer/next")
 
     def check(self) -> None:

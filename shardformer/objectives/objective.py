@@ -23,7 +23,8 @@ class Objective:
     reads_tokens = True  # False: a row has arrays of its own
     has_vocabulary = True  # False: the model gives no distribution over tokens
     trained = "a language model"
-    has_plain_batches = True  # tokens, targets and weights, as analysis/dense_reference.py takes them
+    has_plain_batches = True  # tokens, targets and weights
+    has_dense_reference = True  # the loss is that of analysis/dense_reference.py
     verified_against = "a plain dense model"
     has_bound_of_bytes = True  # the formula of analysis/needed_bytes.py is above the bytes of a step
     only_in_training: tuple[str, ...] = ()  # parts of a checkpoint that other uses leave out
@@ -85,7 +86,7 @@ class Objective:
 class OneProgram(Objective):
     """An objective whose mean over all microbatches is found in one program."""
 
-    has_plain_batches = False
+    has_plain_batches = has_dense_reference = False
 
     def check(self) -> None:
         super().check()

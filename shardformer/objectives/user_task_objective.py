@@ -27,6 +27,7 @@ class UserTask(Objective):
     reads_tokens = has_vocabulary = has_plain_batches = has_bound_of_bytes = False
     trained = "a task of yours"
     verified_against = "one device"
+    has_dense_reference = False
     evaluation_titles = "loss", "accuracy", "rows"
     unit = "rows"
 

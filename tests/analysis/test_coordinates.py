@@ -54,7 +54,7 @@ def test_table_names_the_ratio():
         (["widths=64"], "widths takes two or more sizes, such as 64,128,256; got 64"),
         (["depths=2,x"], "depths takes two or more sizes, such as 64,128,256; got 2,x"),
         (["widths=32,64", "picture=c.txt"], "picture"),
-        (["widths=32,64", "objective=dpo"], "coordinates trains a language model of float weights, got objective=dpo"),
+        (["widths=32,64", "objective=dpo"], "trains with objective=lm and float weights, got objective=dpo"),
     ],
 )
 def test_wrong_sizes_are_rejected(words, message):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardformer import exact
-from shardformer.analysis import traced, verify_exact
+from shardformer.analysis import traced, verify, verify_exact
 from shardformer.cli import eval_command
 from shardformer.config import Config
 from shardformer.errors import UsageError
@@ -51,21 +51,13 @@ def make_config(**changes) -> Config:
 
 
 def draw_batch(config: Config) -> dict:
-    """Returns rows with weights, and with documents if they are masked."""
-    batch, draw = verify_exact.draw_batch(traced.make_trainer(config)), np.random.default_rng(0)
-    shape = batch["tokens"].shape
-    batch["weights"] = (draw.random(shape) < np.linspace(0.3, 1, len(batch["tokens"]))[:, None]).astype(np.float32)
-    if config.data.documents == "masked":
-        batch["documents"] = np.minimum(np.cumsum(draw.random(shape) < 0.2, -1), 3).astype(np.int32)
-    return batch
+    return verify_exact.draw_batch(traced.make_trainer(config))
 
 
 def compute(config: Config, batch: dict | None = None) -> verify_exact.Result:
     """Returns the minimised loss and its gradient."""
     result = meshes.compute_gradients(config, draw_batch(config) if batch is None else batch)
-    losses, weights = result.run.outputs[0], (config.training.z_loss, config.preferences.mtp_weight)
-    of_z, of_next = map(np.float64, map(np.float32, weights))
-    return result._replace(loss=losses.loss + of_z * losses.z_loss + of_next * losses.mtp_loss)
+    return result._replace(loss=objective_reference.add_up(config, result.run.outputs[0]))
 
 
 @functools.cache
@@ -176,6 +168,21 @@ def test_flops_count_the_layer_and_the_second_head():
                                       or p.shape[-2] == 1])  # fmt: skip
     added = flops.flops_per_token(config) - flops.flops_per_token(plain)
     assert added - 6 * vectors == 6 * layer + attention
+
+
+def test_batch_is_that_of_the_language_model():
+    """So training compiles its step early."""
+    config = make_config(documents="masked")
+    assert draw_batch(config).keys() == {"tokens", "targets", "weights", "documents"}
+    assert draw_batch(config).keys() == draw_batch(config.replace(objective="lm")).keys()
+
+
+def test_verify_names_the_comparison_that_works():
+    assert not verify_exact.has_dense_reference(make_config())
+    with pytest.raises(
+        UsageError, match="objective=mtp has no dense reference; give objective=lm, or give verify exact=true"
+    ):
+        verify.random_batch(make_config())
 
 
 @pytest.mark.parametrize("objective", ["mtp", "lm"])
