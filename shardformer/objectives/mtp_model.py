@@ -1,6 +1,6 @@
-"""Multi-token prediction: the language model, and beside it a module that predicts the token after the next.
+"""Multi-token prediction: the language model, and a module that predicts the token after the next.
 
-DeepSeek-V3, section 2.2, with one module. What the module has learned is used in training only.
+DeepSeek-V3, section 2.2, with one module. Only training uses the module.
 """
 
 import functools
@@ -30,7 +30,7 @@ class MtpLoss(NamedTuple):
 
 
 class MtpModel(Model):
-    """`Model` with the further prediction. A batch gets `next_tokens`, `next_targets` and `next_weights`."""
+    """`Model` with the further prediction. A batch gets `next_tokens`, `second_targets` and `second_weights`."""
 
     losses = MtpLoss
     shard: NextTransformerShard
@@ -57,17 +57,17 @@ class MtpModel(Model):
         return plain + 6 * parameters + 3 * flops.attention_flops(config, slice(-1, None))
 
     def prepare(self, batch):
-        """Returns the batch with the tokens and the targets of the next position.
+        """Returns the batch with the tokens, the targets and the weights of the next position.
 
-        The last token of a row and of a document has none.
+        The last token of a row and of a document has no second target.
         """
         weights_BT = batch.get("weights", jnp.ones(batch["tokens"].shape, jnp.float32))
-        has_next_BT = jnp.arange(weights_BT.shape[1])[None] < weights_BT.shape[1] - 1
+        has_second_BT = jnp.arange(weights_BT.shape[1])[None] < weights_BT.shape[1] - 1
         if "documents" in batch:
-            has_next_BT = has_next_BT & (batch["documents"] == _shift(batch["documents"]))
-        next_weights = normalise_weights({"weights": jnp.where(has_next_BT, _shift(weights_BT), 0.0)})["weights"]
-        added = {"next_tokens": _shift(batch["tokens"]), "next_targets": _shift(batch["targets"])}
-        return normalise_weights(batch) | added | {"next_weights": next_weights}
+            has_second_BT = has_second_BT & (batch["documents"] == _shift(batch["documents"]))
+        second_weights = normalise_weights({"weights": jnp.where(has_second_BT, _shift(weights_BT), 0.0)})["weights"]
+        added = {"next_tokens": _shift(batch["tokens"]), "second_targets": _shift(batch["targets"])}
+        return normalise_weights(batch) | added | {"second_weights": second_weights}
 
     # Shard view.
 
@@ -78,9 +78,9 @@ class MtpModel(Model):
         result = self.shard.losses(params, batch, self.draw_masks(dropout_key, batch, tokens), counts)
         weights_BT, token = batch.get("weights", 1.0), result.token
         by_token = token.nats_BT, jnp.square(token.log_z_BT), token.correct_BT.astype(jnp.float32)
-        of_next = average_tokens(result.next_token.nats_BT * batch["next_weights"])
-        losses = MtpLoss(*(average_tokens(x_BT * weights_BT) for x_BT in by_token), of_next)
-        return result.loss + self.config.preferences.mtp_weight * result.next_loss, lax.stop_gradient(losses)
+        of_second = average_tokens(result.second_token.nats_BT * batch["second_weights"])
+        losses = MtpLoss(*(average_tokens(x_BT * weights_BT) for x_BT in by_token), of_second)
+        return result.loss + self.config.preferences.mtp_weight * result.second_loss, lax.stop_gradient(losses)
 
 
 def _shift(x_BT):

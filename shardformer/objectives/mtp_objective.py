@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class MultiToken(Objective):
-    """The language model, with a module beside it that predicts the token after the next: objective=mtp."""
+    """The language model, and a module that predicts the token after the next: objective=mtp."""
 
     task = "shardformer.objectives.mtp_model:MtpModel"
     has_dense_reference = has_bound_of_bytes = False

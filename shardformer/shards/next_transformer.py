@@ -31,13 +31,13 @@ NEXT = "next/"  # of its parameters' modules, behind PREFIX
 HEAD_NORM = "head_norm"
 
 
-class Objectives(NamedTuple):
+class TwoPredictions(NamedTuple):
     """The means that training minimises of both predictions, and the losses of every token, without gradients."""
 
     loss: Array
     token: TokenLoss
-    next_loss: Array
-    next_token: TokenLoss
+    second_loss: Array
+    second_token: TokenLoss
 
 
 @dataclasses.dataclass
@@ -64,10 +64,10 @@ class NextTransformerShard(CausalTransformerShard):
         super().__init__(layout)
         c = self.config
         # The layer's parameters are gathered with those outside the layers.
-        self._last = CausalTransformerShard(dataclasses.replace(layout, replicas=Replicated()))
+        self._ungathered = CausalTransformerShard(dataclasses.replace(layout, replicas=Replicated()))
         without_z = c.replace(z_loss=0.0)
         self._join = transform(lambda *args: JoinShard(c)(*args))
-        self._next_loss = transform(lambda *args: ProjectionShard(without_z, layout.loss_chunk).loss(*args))
+        self._second_loss = transform(lambda *args: ProjectionShard(without_z, layout.loss_chunk).loss(*args))
 
     def init_next(self, key: Array) -> dict:
         """Draws the parameters of the prediction on axes of size 1; its layer is a stack of one, without experts."""
@@ -82,23 +82,25 @@ class NextTransformerShard(CausalTransformerShard):
 
         return {f"{PREFIX}{NEXT}{module}": leaves for module, leaves in draw_only(create, key).items()}
 
-    def losses(self, params: dict, batch: dict, dropout: Dropout | None = None, counts: Any = None) -> Objectives:
+    def losses(self, params: dict, batch: dict, dropout: Dropout | None = None, counts: Any = None) -> TwoPredictions:
         """Returns the losses of this shard's rows; `batch` has `next_tokens` and the targets behind them as well."""
         tokens_BT, documents_BT, weights_BT = batch["tokens"], batch.get("documents"), batch.get("weights")
         outside, x_BTD, records = self._forward(params, tokens_BT, dropout, documents_BT)
         table = self._tied_table(outside)
         loss, token = self._token_loss(outside, x_BTD, batch["targets"], table, weights_BT)
         loss = self.records.complete(loss, records, counts)
-        own = {module.removeprefix(NEXT): leaves for module, leaves in outside.items() if module.startswith(NEXT)}
-        h_BTD = self._continue(outside, own, x_BTD, batch, dropout)
-        head = outside | {"head/norm": own.get(HEAD_NORM, {})}
-        return Objectives(
-            loss, token, *self._next_loss(head, h_BTD, batch["next_targets"], table, batch["next_weights"])
+        prediction_params = {
+            module.removeprefix(NEXT): leaves for module, leaves in outside.items() if module.startswith(NEXT)
+        }
+        h_BTD = self._continue(outside, prediction_params, x_BTD, batch, dropout)
+        head = outside | {"head/norm": prediction_params.get(HEAD_NORM, {})}
+        return TwoPredictions(
+            loss, token, *self._second_loss(head, h_BTD, batch["second_targets"], table, batch["second_weights"])
         )
 
-    def _continue(self, outside, own: dict, x_BTD: Array, batch: dict, dropout: Dropout | None) -> Array:
+    def _continue(self, outside, prediction_params: dict, x_BTD: Array, batch: dict, dropout: Dropout | None) -> Array:
         """Returns the activations behind the further layer, which has the attention of the model's last one."""
-        layout, options, position_BT = self._prepare_rows(outside, batch["tokens"], dropout, batch.get("documents"))
+        layout, options, position_BT = self._lay_out_rows(outside, batch["tokens"], dropout, batch.get("documents"))
         layers = self.config.model.layers
         next_position_BT = jnp.minimum(position_BT + 1, self.config.model.seq - 1)  # the last token has no target
         next_BTD = self._embed(outside, batch["next_tokens"], next_position_BT)
@@ -107,8 +109,12 @@ class NextTransformerShard(CausalTransformerShard):
         masks = dropout and dropout.at(layers + 1)
 
         def layer(x_BTD, stored):
-            return self._last._apply(layout, stored, layers - 1, x_BTD, options, masks)[0]
+            return self._ungathered._apply(layout, stored, layers - 1, x_BTD, options, masks)[0]
 
-        stack = {module: leaves for module, leaves in own.items() if f"{PREFIX}{module}".startswith(LAYERS)}
+        stack = {
+            module: leaves for module, leaves in prediction_params.items() if f"{PREFIX}{module}".startswith(LAYERS)
+        }
         stored = {f"{PREFIX}{module}": jax.tree.map(lambda p: p[0], leaves) for module, leaves in stack.items()}
-        return layout.remat.recompute_layer(layer, in_loop=False)(self._join(own, x_BTD, next_BTD), stored)
+        return layout.remat.recompute_layer(layer, in_loop=False)(
+            self._join(prediction_params, x_BTD, next_BTD), stored
+        )

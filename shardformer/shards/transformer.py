@@ -180,7 +180,7 @@ class CausalTransformerShard:
     def _forward(self, params, tokens_BT, dropout=None, documents_BT=None):
         """Returns the parameters outside the layers, x_BTD after all layers, and the records of the layers."""
         outside, stacked = self._gather_outside(params)
-        layout, options, position_BT = self._prepare_rows(outside, tokens_BT, dropout, documents_BT)
+        layout, options, position_BT = self._lay_out_rows(outside, tokens_BT, dropout, documents_BT)
         x_BTD = self._embed(outside, tokens_BT, position_BT)
         if dropout:
             x_BTD = dropout.at(0)(x_BTD)
@@ -191,7 +191,7 @@ class CausalTransformerShard:
         x_BTD, of_layers = self._run_layers(layers, layout.loop, stacked, x_BTD, wrap)
         return outside, x_BTD, self.records.stack(of_layers)
 
-    def _prepare_rows(self, outside, tokens_BT, dropout, documents_BT):
+    def _lay_out_rows(self, outside, tokens_BT, dropout, documents_BT):
         """Returns the layout for these rows, their attention options, and the position of each token."""
         layout = self._layout_for(tokens_BT.shape[1], bool(dropout and dropout.rate), documents_BT is not None)
         options = self._describe_rows(layout.attention, outside, tokens_BT.shape[1])

@@ -71,23 +71,23 @@ def predict_two_tokens(config, params, batch):
     tokens, targets = batch["tokens"], batch["targets"]
     weights, documents = batch.get("weights", jnp.ones(tokens.shape)), batch.get("documents")
     of_next, squares = dense_reference.token_losses(config, params, tokens, targets, None, documents)
-    own = {name.removeprefix("transformer/next/"): p for name, p in params.items() if "/next/" in name}
+    second_params = {name.removeprefix("transformer/next/"): p for name, p in params.items() if "/next/" in name}
     h = dense_reference.run_layers(config, params, tokens, None, documents, None)[:, :-1]
     positions = jnp.broadcast_to(dense_reference.positions_of(tokens, documents), tokens.shape)
     e = dense_reference.embed_tokens(config, params, tokens[:, 1:], positions[:, 1:])
     normed = [
-        dense_reference._norm(config, own.get(f"join/{name}", {}), x)
+        dense_reference._norm(config, second_params.get(f"join/{name}", {}), x)
         for name, x in (("hidden_norm", h), ("token_norm", e))
     ]
-    layer = {name: leaf[0] for name, leaf in own["layers"].items()}
-    norms = {name.removeprefix("layers/"): {n: leaf[0] for n, leaf in leaves.items()} for name, leaves in own.items()
-             if name.startswith("layers/")}  # fmt: skip
+    layer = {name: leaf[0] for name, leaf in second_params["layers"].items()}
+    norms = {name.removeprefix("layers/"): {n: leaf[0] for n, leaf in leaves.items()}
+             for name, leaves in second_params.items() if name.startswith("layers/")}  # fmt: skip
     norms = {name: norms.get(name, {}) for name in dense_reference.NORMS[config.model.block]} | norms
     of_last = dense_reference._resolve_window(config, config.model.layers - 1)
     before = None if documents is None else documents[:, :-1]
-    x = jnp.concatenate(normed, -1) @ own["join"]["w"]
+    x = jnp.concatenate(normed, -1) @ second_params["join"]["w"]
     x = dense_reference._layer(of_last, params, layer, norms, x, None, before, None)
-    logits = jax.nn.log_softmax(dense_reference.project(config, params, own.get("head_norm", {}), x))
+    logits = jax.nn.log_softmax(dense_reference.project(config, params, second_params.get("head_norm", {}), x))
     after_next = -jnp.take_along_axis(logits, targets[:, 1:, None], -1)[..., 0]
     has_target = weights[:, 1:]
     if documents is not None:
