@@ -3,11 +3,12 @@
 import pytest
 
 from shardformer.__main__ import main
-from shardformer.analysis import best_settings, memory, plan, roofline
+from shardformer.analysis import best_settings, memory, plan, roofline, traced
 from shardformer.cli import plan_command
 from shardformer.cli.analysis_options import PlanOptions
 from shardformer.config.presets import preset
 from shardformer.devices import chips
+from shardformer.layout import specs
 from tests import runs, shared
 
 EIGHT = chips.parse_slice("h100:8")
@@ -112,6 +113,14 @@ def test_unscattered_gradients_of_zero1_are_a_bound():
     assert full / 2 < bound < full
     assert bound <= plan.estimate(config, EIGHT).temporaries
     assert best_settings.bound_gradients(config.replace(zero=3)) == 0
+
+
+def test_bound_counts_the_gradients_of_a_further_layer():
+    """zero=0 sends all of them twice, zero=1 once."""
+    config = shared.tiny(mesh="8x1", objective="mtp")
+    none, one = (best_settings.bound_seconds(config.replace(zero=zero), EIGHT) for zero in (0, 1))
+    sent = 4 * specs.count_parameters(traced.make_trainer(config).model.shapes) * 7 / 8
+    assert none - one == pytest.approx(sent / roofline.axis_bandwidth("dp", config, EIGHT))
 
 
 def test_budget_is_tokens_over_speed_and_all_chips():

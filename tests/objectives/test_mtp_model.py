@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from shardformer import exact
+from shardformer.__main__ import main
 from shardformer.analysis import traced, verify, verify_exact
 from shardformer.cli import eval_command
 from shardformer.config import Config
@@ -183,6 +184,11 @@ def test_verify_names_the_comparison_that_works():
         UsageError, match="objective=mtp has no dense reference; give objective=lm, or give verify exact=true"
     ):
         verify.random_batch(make_config())
+
+
+def test_show_lists_the_parameters_of_the_prediction(capsys):
+    assert main(["show", "tiny", "objective=mtp", "mesh=1x1"]) == 0
+    assert "next/join" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("objective", ["mtp", "lm"])
