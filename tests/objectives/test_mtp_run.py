@@ -1,22 +1,28 @@
 """A run that predicts two tokens: other uses than training read its language model only."""
 
 import dataclasses
+import functools
+import json
 
 import jax
 import numpy as np
 import pytest
 
+from shardformer import exact
 from shardformer.__main__ import main
+from shardformer.analysis.verify import on_one_device
+from shardformer.cli.loading import load_corpus
 from shardformer.convert import safetensors_files
 from shardformer.layout import mesh
 from shardformer.model import Model
 from shardformer.training.run_folder import Run
 from tests import runs, shared
+from tests.integration import objective_reference
 
 pytestmark = pytest.mark.slow
 KEYS = ["mesh=2x2", "zero=3", "sequence_parallel=true", "layers=1", "d_model=16", "heads=2", "d_ff=16", "seq=8",
         "batch=4", "warmup=1", "norm=rmsnorm", "activation=swiglu", "block=sequential", "bias=none", "eval_batches=1",
-        "objective=mtp", "mtp_weight=0.5", "ema=0.5"]  # fmt: skip
+        "log_every=1", "objective=mtp", "mtp_weight=0.5", "ema=0.5"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +31,9 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mtp")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHARDFORMER_CACHE", str(folder / "cache"))
-        assert runs.train("tiny", *KEYS, "steps=2", f"data={runs.text(folder)}", f"out={folder}/run") == 0
+        (folder / "prompts.txt").write_text("the cat")
+        words = [f"data={runs.text(folder)}", f"eval_prompts={folder}/prompts.txt", f"out={folder}/run"]
+        assert runs.train("tiny", *KEYS, "steps=2", *words) == 0
         assert main(["convert", f"{folder}/run", f"{folder}/codes", "weights=int8"]) == 0
         assert main(["convert", f"{folder}/codes", f"{folder}/plain", "weights=float"]) == 0
         yield folder
@@ -41,10 +49,26 @@ def assert_same(got: dict, expected: dict, modules) -> None:
         assert jax.tree.all(jax.tree.map(np.array_equal, got[module], expected[module])), module
 
 
-def test_metrics_have_the_second_loss(folder):
-    rows = runs.rows(folder / "run")
-    assert all(4 < float(row["mtp_loss"]) < 4.5 for row in rows)
-    assert all(row["mtp_loss"] != row["loss"] for row in rows)
+def test_metrics_have_the_second_loss_of_their_batch(folder):
+    run = Run.open(folder / "run")
+    trainer = shared._trainer(run.config)
+    batches = load_corpus(run.config, run.vocabulary).train_batches(run.config, 0, trainer.local_rows)
+    batch = next(batches)
+    batches.close()
+    params = jax.tree.map(np.asarray, trainer.init().params)
+
+    def compute_total(weight: float) -> float:
+        config = on_one_device(run.config).replace(mtp_weight=weight)
+        formula = functools.partial(objective_reference.predict_two_tokens, config)
+        return float(exact.run(formula, params, batch).outputs)
+
+    expected = compute_total(2.0) - compute_total(1.0)
+    assert float(runs.rows(folder / "run")[0]["mtp_loss"]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_monitor_continues_prompts_by_the_language_model(folder):
+    lines = (folder / "run" / "texts.jsonl").read_text().splitlines()
+    assert [json.loads(line)["weights"] for line in lines] == ["last", "average"]
 
 
 @pytest.mark.parametrize("averaged", [False, True])
