@@ -135,10 +135,9 @@ def read_teacher(config: Config) -> Config:
     teacher = checkpoint.read_config(storage.reading_folder(location))
     check_teacher(config, teacher, name)
     architecture = {key: teacher.get(key) for key in ARCHITECTURE}
-    plain = {"objective": "lm", "teacher": "", "lora_rank": 0, "dropout": 0.0, "divergence": "forward",
-             "distill_weight": 1.0, "distill_temperature": 1.0, "param_dtype": "float32",
-             "quantize_aware": "none", "weights": teacher.stored.weights}  # fmt: skip
-    return config.replace(**plain).replace(**architecture | {"seq": config.model.seq})
+    plain = {"lora_rank": 0, "dropout": 0.0, "param_dtype": "float32", "quantize_aware": "none",
+             "weights": teacher.stored.weights}  # fmt: skip
+    return config.objective.as_language_model().replace(**plain).replace(**architecture | {"seq": config.model.seq})
 
 
 def check_teacher(config: Config, teacher: Config, name: str) -> None:

@@ -1,6 +1,11 @@
 """The objective of a student."""
 
+from typing import TYPE_CHECKING
+
 from shardformer.objectives.objective import OneProgram
+
+if TYPE_CHECKING:
+    from shardformer.config.config import Config
 
 
 class Distillation(OneProgram):
@@ -13,3 +18,8 @@ class Distillation(OneProgram):
     def check(self) -> None:
         super().check()
         self.check_stages("needs all layers of the teacher in each stage, which has room for some of them")
+
+    def as_language_model(self) -> "Config":
+        """Returns the configuration without a teacher, whose folder may be gone."""
+        plain = {"divergence": "forward", "distill_weight": 1.0, "distill_temperature": 1.0}
+        return self.config.replace(objective="lm", teacher="", **plain)

@@ -1,5 +1,6 @@
 """`convert` on the command line: runs that go on, and mistakes that are named and leave nothing behind."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -20,7 +21,7 @@ from shardformer.training.run_folder import Run
 from tests import runs as command_line
 from tests import shared
 from tests.convert.conftest import GOLDENS, convert
-from tests.convert.test_gptj import bits, on_host
+from tests.convert.test_gptj import bits, filled, on_host
 from tests.runs import FAILED, USAGE
 from tests.surroundings import before_call, let_fail
 
@@ -238,6 +239,16 @@ def test_wrong_options(refused, recorded, message, words):
 )
 def test_wrong_options_for_a_run(refused, trained, message, words):
     refused(USAGE, message, trained, *words)
+
+
+def test_student_is_converted_without_its_teacher(trained, tmp_path):
+    run, folder = Run.open(trained), tmp_path / "student"
+    folder.mkdir()
+    student = run.config.replace(objective="distill", teacher=f"{tmp_path}/gone", out=str(folder))
+    with runs.open_state(run, 0, with_moments=False) as state:
+        state = state._replace(params=filled(on_host(state).params))
+        runs.write_run(folder, dataclasses.replace(run, config=student), state)
+    assert convert(folder, tmp_path / "codes", "weights=int8") == 0
 
 
 def test_other_targets_are_named_if_none_was_chosen():
