@@ -88,9 +88,9 @@ NIGHTLY_FILES = tuple(
     for name in (
         "analysis/test_best_settings", "analysis/test_coordinates", "analysis/test_forecast", "analysis/test_memory",
         "analysis/test_tpu_bytes", "bench/test_race", "bench/test_step_time", "convert/test_hf",
-        "inference/test_lm_eval_kinds", "legacy/test_gradient_programs", "legacy/test_operation_programs",
-        "objectives/test_keys_of_objectives", "optim/test_seeds", "scripts/test_example_scripts",
-        "shards/test_float32_sums", "training/test_keys_of_features")
+        "inference/test_lm_eval_kinds", "legacy/test_estimators", "legacy/test_gradient_programs",
+        "legacy/test_operation_programs", "objectives/test_keys_of_objectives", "optim/test_seeds",
+        "scripts/test_example_scripts", "shards/test_float32_sums", "training/test_keys_of_features")
 )  # fmt: skip
 
 

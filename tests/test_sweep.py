@@ -194,7 +194,7 @@ def test_wrong_words_are_named(words, message, capsys, tmp_path):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_command_trains_ranks_draws_and_continues(tmp_path, capsys):
     def sweep(*words) -> int:
         return main(["sweep", "tiny", f"data={runs.text(tmp_path)}", "mesh=2x1", "lr=1e-4,1e-2", "steps=8",

@@ -49,7 +49,7 @@ def params(out, step=0):
         return {name: leaf[...] for name, leaf in state.params.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_run_with_a_base_starts_from_its_best_checkpoint(base, adapted):
     before, after = params(base), params(adapted, step=6)
     assert set(before) < set(after)

@@ -82,7 +82,7 @@ def kill_test():
         yield script
 
 
-@pytest.mark.multiprocess
+@pytest.mark.nightly
 def test_the_kill_test_runs(kill_test, monkeypatch, capsys):
     """One kill here, so that the script stays right."""
     monkeypatch.setattr(kill_test, "start", lambda folder, *words: Forked(*words))

@@ -22,7 +22,7 @@ def run_exactly(steps: int, **keys):
     return verify_exact.run_steps(trainer, verify_exact.draw_parameters(trainer.config), batches)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_resume_is_bitwise(tmp_path, text):
     words = ("tiny", "steps=4", "save_every=3", "log_every=1", "eval_every=4", "ema=0.9", "accum=2", f"data={text}")
     words += tuple(f"{name}={value}" for name, value in OPTIONS.items())

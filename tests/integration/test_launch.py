@@ -10,7 +10,7 @@ from tests import runs
 from tests.launch import QUICK, finished, start
 
 
-@pytest.mark.multiprocess
+@pytest.mark.nightly
 def test_quick_command_trains_as_the_installed_one(tmp_path, text):
     """The installed one writes events and prints a sample; both log the same losses."""
     words = ("tiny", "mesh=2x1", f"data={text}", "steps=4", "log_every=1", "eval_every=4", "program_cache=none")

@@ -164,7 +164,7 @@ def test_second_start_of_two_processes_compiles_nothing(counted):
     assert losses(again) == losses(out)
 
 
-@pytest.mark.multiprocess
+@pytest.mark.nightly
 def test_second_resume_with_changed_keys_compiles_nothing(counted, tmp_path):
     kept = programs.find_folder() / "processes"
     compiled = []

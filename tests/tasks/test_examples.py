@@ -28,7 +28,7 @@ needs_checkout = pytest.mark.skipif(
 EVERY = [pytest.param(name, marks=needs_checkout if name == "mesh_transformer" else ()) for name in NAMES]
 SLOW = [
     pytest.param("masked_tokens", "2x4", marks=pytest.mark.nightly),
-    pytest.param("mesh_transformer", "4x2", marks=[pytest.mark.slow, needs_checkout]),
+    pytest.param("mesh_transformer", "4x2", marks=[pytest.mark.nightly, needs_checkout]),
 ]
 
 
