@@ -189,7 +189,7 @@ def draw_by_interpretation():
 
 @pytest.fixture(scope="module", autouse=True)
 def draw_quickly(request):
-    with contextlib.nullcontext() if hasattr(request.module, "EVERY_MESH_DRAWS") else draw_by_interpretation():
+    with contextlib.nullcontext() if hasattr(request.module, "DRAWS_BY_XLA") else draw_by_interpretation():
         yield
 
 

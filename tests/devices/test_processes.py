@@ -20,6 +20,7 @@ from tests import runs
 from tests.launch import ROOT, SECONDS, Forked, connect_pair, finished, start
 from tests.surroundings import simulate_processes
 
+DRAWS_BY_XLA = True  # as other processes do, with whose runs those of this one are compared bitwise: conftest.py
 STEPS = 100
 WORDS = ("tiny", "layers=1", "mesh=2x2", f"steps={STEPS}", "dropout=0.1", "log_every=1", "eval_every=45",
          "eval_batches=1", "save_every=20")  # fmt: skip

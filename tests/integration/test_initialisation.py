@@ -10,7 +10,7 @@ from shardformer.model import Model
 from tests import asserts, shared, tiers
 from tests.integration.made_up import FINE, GPT2, apply, noise, numpy
 
-EVERY_MESH_DRAWS = True  # see conftest.py
+DRAWS_BY_XLA = True  # see conftest.py
 
 
 # One model on every mesh.
