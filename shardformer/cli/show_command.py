@@ -36,12 +36,12 @@ def show(arguments: list[str]) -> None:
     if settings.parallel.mesh == "auto":
         settings = settings.replace(mesh="1x1")
     mesh.use_cpu_devices(1)
-    describe = describe_language_model if settings.objective.reads_tokens else describe_task
+    describe = describe_transformer if settings.objective.reads_tokens else describe_task
     say(describe(settings.replace(vocab=settings.model.vocab or 65)))  # tiny_shakespeare's
 
 
-def describe_language_model(settings: Config) -> str:
-    """Formats the settings of a language model, its parameters, bytes and choices."""
+def describe_transformer(settings: Config) -> str:
+    """Formats the settings of a language or reward model, its parameters, bytes and choices."""
     parameters = choose_task(settings).abstract_parameters(settings)
     stored = resolve(settings).weights.store(parameters)
     splits = parameter_tables.find_splits(stored, settings)

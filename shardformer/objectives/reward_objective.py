@@ -34,7 +34,7 @@ class PairedRewards(Pairs):
             )
         require(
             not c.lora.lora_rank,
-            "objective=reward trains a head that the base does not have, and adapters leave all else as it is; give "
+            f"objective=reward trains a complete head, and lora_rank={c.lora.lora_rank} adapters only; give "
             "lora_rank=0",
         )
         require(

@@ -48,5 +48,5 @@ def replace_by_average(average: dict, parameters: dict, steps: int, config: Conf
 
 @functools.partial(jax.jit, static_argnums=1)
 def _round(parameters: dict, config: Config) -> dict:
-    """Rounds parameters in one program; operation by operation, JAX would compile 220."""
+    """Rounds parameters in one program; operation by operation, JAX would compile more than 200."""
     return master_weights.round_parameters(parameters, config)

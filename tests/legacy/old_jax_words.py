@@ -1,4 +1,4 @@
-"""What errors say today where the tests of jax 0.4.13 expect other words: the same facts, in ours or today's JAX's."""
+"""Today's words of errors, ours or JAX's, for those that the tests of jax 0.4.13 expect: the same facts."""
 
 import re
 
