@@ -11,6 +11,7 @@ from shardformer import exact
 from shardformer.analysis import dense_reference, traced, verify_exact
 from shardformer.data.corpus import choose_row_layout
 from shardformer.errors import UsageError
+from shardformer.model import flops
 from tests import meshes, shared
 from tests.objectives import pairs
 
@@ -144,7 +145,7 @@ def test_shapes_of_a_batch_are_those_of_the_data(changes):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"lora_rank": 2}, "objective=reward trains a head that the base does not have"),
+        ({"lora_rank": 2}, "objective=reward trains a complete head, and lora_rank=2 adapters only; give lora_rank=0"),
         ({"z_loss": 0.1}, "objective=reward has no logits, got z_loss=0.1"),
         ({"eval_prompts": "a.txt"}, "objective=reward trains a model that writes no text"),
         ({"loss_chunk": 64, "base": "a run"}, "no logits, and loss_chunk does nothing; give loss_chunk=auto"),
@@ -156,3 +157,10 @@ def test_shapes_of_a_batch_are_those_of_the_data(changes):
 def test_key_without_a_vocabulary_is_rejected(keys, message):
     with pytest.raises(UsageError, match=message):
         make_config(**keys)
+
+
+def test_flops_count_no_vocabulary():
+    keys = {"objective": "reward", "base": "base", "mesh": "1x1"}
+    tied, untied = (flops.flops_per_token(shared.tiny(tied=tied, **keys)) for tied in (True, False))
+    assert tied == untied
+    assert untied < flops.flops_per_token(shared.tiny(mesh="1x1"))
