@@ -122,9 +122,7 @@ class Session:
         run = Run.open(folder, changes)
         previous = checkpoint.read_config(run.stored)
         check_given(run.config, {key: value for key, value in changes.items() if value != previous.get(key)})
-        if newest := checkpoint.newest_step_folder(run.out):
-            with contextlib.suppress(RunError):  # damaged: an earlier checkpoint may serve
-                _check_steps(run, read_progress(newest).step)
+        _check_newest(run)
         features = open_features(run.config)
         for feature in features:
             corpus = feature.open_data(run.config, corpus)
@@ -134,6 +132,7 @@ class Session:
             corpus = data.load_corpus(run.config, run.vocabulary, progress, resumes=True)
         run.check_corpus(corpus)
         run = run.with_corpus(corpus)
+        _check_newest(run)  # again, as epochs= may be fewer steps
         _check_text_field(run.config, previous)
         return Session(run, corpus, features, previous, is_new=False)
 
@@ -155,11 +154,12 @@ class Session:
         run.refuse_to_overwrite()
         if not names_data:
             _check_fingerprint(source, config)
-        _check_steps(run, config.training.base_step)
         features = open_features(config)
         corpus = data.load_corpus(config, source.vocabulary, progress, resumes=True)
         source.check_corpus(corpus)
-        return Session(run.with_corpus(corpus), corpus, features, previous)
+        run = run.with_corpus(corpus)
+        _check_steps(run, config.training.base_step)
+        return Session(run, corpus, features, previous)
 
     def train(
         self,
@@ -270,6 +270,13 @@ def warn_of_compiler() -> None:
     fault = "" if command_start.is_command() or jax.default_backend() != "cpu" else jax_releases.describe_faults()
     if fault and jax.process_index() == 0:
         log.warning(fault)
+
+
+def _check_newest(run: Run) -> None:
+    """Rejects a last step that the newest checkpoint is beyond."""
+    if newest := checkpoint.newest_step_folder(run.out):
+        with contextlib.suppress(RunError):  # damaged: an earlier checkpoint may serve
+            _check_steps(run, read_progress(newest).step)
 
 
 def _check_steps(run: Run, step: int) -> None:

@@ -124,5 +124,19 @@ def test_resume_with_other_batches_is_rejected(tmp_path):
         Session.resume(tmp_path / "run", own_batches(name="others"), steps=4)
 
 
+def test_epochs_are_counted_from_the_data_again_on_resume(tmp_path, text):
+    """18,000 characters are 1,124 rows of 16 targets."""
+    keys = {"mesh": "1x1", "data": str(text), "batch": 8, "out": str(tmp_path / "run")}
+    session = Session.create(preset("tiny", epochs=2.0, **keys))
+    assert session.run.config.training.steps == 281
+    session.run.write_documents()
+    assert Session.resume(tmp_path / "run").run.config.training.steps == 281
+    longer = Session.resume(tmp_path / "run", epochs=3.0)
+    assert (longer.run.config.training.steps, longer.previous.training.steps) == (422, 281)
+    assert Session.resume(tmp_path / "run", epochs=0.0, steps=500).run.config.training.steps == 500
+    with pytest.raises(UsageError, match="steps=500 and epochs=2 both choose the length of the run"):
+        Session.resume(tmp_path / "run", steps=500)
+
+
 def test_package_lists_the_names_that_it_imports_late():
     assert {"Session", "Task", "OwnBatches", "Config"} <= set(dir(shardformer))

@@ -91,11 +91,18 @@ def parse_keys(arguments: list[str]) -> dict:
     return overrides | {key: expand_home(overrides[key]) for key in ("out", "base") if key in overrides}
 
 
+def reject_epochs(arguments: list[str]) -> None:
+    """Raises UsageError for `epochs=` of a command that does not read the data."""
+    if any(word.startswith("epochs=") for word in arguments):
+        raise UsageError("epochs= counts the rows of the data, which only train reads; give steps=")
+
+
 def parse_settings(arguments: list[str]) -> Config:
     """Returns the config of 'PRESET|RUN|HF_FOLDER key=value ...'; without vocab=, that of tiny_shakespeare."""
     from shardformer.checkpoint import read_config  # imports JAX, as the next one
     from shardformer.convert import hf_settings
 
+    reject_epochs(arguments)
     folder = storage.location(arguments[0]) if arguments else None
     if folder and hf_settings.is_hf_folder(folder):
         _, settings = hf_settings.read_config(folder)

@@ -171,6 +171,6 @@ def parse_branch(arguments: list[str]) -> tuple[Config, Config]:
     before = parse_config(checkpoint.read_document(folder, "config.json"), folder / "config.json")
     settings = override_on_resume(before, given)
     check_given(settings, {key: value for key, value in given.items() if value != before.get(key)})
-    if settings.training.steps <= step:
+    if settings.training.steps <= step and not settings.training.epochs:  # which are not yet counted
         raise UsageError(f"base={folder} leaves no step to train, got steps={settings.training.steps}; give more steps")
     return settings.replace(base=str(folder), out=out), before

@@ -5,7 +5,7 @@ import math
 from typing import NamedTuple
 
 from shardformer.config.config import FIELDS, Config
-from shardformer.config.keys import KeyGroup, check_value, key, largest_divisor
+from shardformer.config.keys import KeyGroup, check_value, key, largest_divisor, require
 from shardformer.errors import UsageError
 from shardformer.tables import format_count
 
@@ -84,6 +84,7 @@ def choose_by_depth(depth: int, given: dict) -> list[Choice]:
 
 def at_depth(depth: int, given: dict) -> Config:
     """Returns the configuration of `depth=N key=value ...`, whose keys no longer know of the depth."""
+    require(not given.get("epochs"), f"depth={depth} chooses the steps; leave epochs out, or name a preset")
     chosen = {choice.key: choice.value for choice in choose_by_depth(depth, given)}
     base = Config.of(
         block="sequential", bias="none", tied=True, qk_norm="head", activation="relu2", init_std=None, lr_min=0.0,

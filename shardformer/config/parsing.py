@@ -21,11 +21,6 @@ AXIS_NAMES = ("dp", "tp", "mp", "pp", "cp", "tensor_model_parallel_size", "pipel
 # Their names for what a key of this package says in another form: (our key, advice, names).
 _OTHER_FORMS = (
     ("mesh", "give the mesh, data x tensor parallel: mesh=4x2, or its axes by name: mesh=dp2.pp2.cp2.mp2", AXIS_NAMES),
-    (
-        "steps",
-        "a run is as long as its steps=, each of batch x seq tokens",
-        ("epochs", "num_epochs", "max_epochs", "num_train_epochs"),
-    ),
     ("documents", "rows are packed already; documents=masked or padded lays them out otherwise", ("packing",)),
     (
         "tracker",
@@ -45,6 +40,7 @@ vocab: vocab_size
 batch: batch_size global_batch_size per_device_train_batch_size train_batch_size
 accum: gradient_accumulation_steps grad_accum gradient_accumulation
 steps: train_iters max_steps max_iters
+epochs: num_epochs max_epochs num_train_epochs
 lr: learning_rate
 lr_min: min_lr
 warmup: lr_warmup_iters warmup_iters warmup_steps

@@ -15,6 +15,7 @@ class TrainingKeys(KeyGroup):
 
     batch: int = key(12, "sequences per step, over the whole mesh", least=1, fixed=True)
     steps: int = key(2000, "optimizer steps of the whole run", least=1)
+    epochs: float = key(0.0, "times that the run reads its training data, in place of steps; 0: by steps", least=0)
     seed: int = key(
         0, "seed of the initial parameters, the order of the batches and the dropout masks", least=0, fixed=True
     )

@@ -94,7 +94,7 @@ class Run:
             )
         config = corpus.separate_documents(config)
         config = config.replace(vocab=vocab, data=corpus.name, tokenizer=vocabulary.name)
-        return Run(config, vocabulary, corpus.fingerprint, special_tokens)
+        return Run(_count_steps(config, corpus), vocabulary, corpus.fingerprint, special_tokens)
 
     @staticmethod
     def open(folder: Path | BucketPath | str, overrides: dict | None = None) -> "Run":
@@ -111,8 +111,9 @@ class Run:
         return Run(settings, *data.load_vocabulary(stored), data.load_special_tokens(stored))
 
     def with_corpus(self, corpus: Data) -> "Run":
-        """Returns the run with the current path of its corpus."""
-        return dataclasses.replace(self, config=self.config.replace(data=corpus.name), fingerprint=corpus.fingerprint)
+        """Returns the run with the current path of its corpus, and the steps that epochs= counts there."""
+        config = _count_steps(self.config.replace(data=corpus.name), corpus)
+        return dataclasses.replace(self, config=config, fingerprint=corpus.fingerprint)
 
     def refuse_to_overwrite(self) -> None:
         """Raises UsageError if `out` already contains a run that has trained, or is a file."""
@@ -400,6 +401,14 @@ def _choose_reading(model: Any, is_changed: bool) -> Callable[[str, StoredLeaf],
 def reads_shorter_rows(config: Config, base: Config) -> bool:
     """Returns whether rows are shorter than the base's, and no parameter of it is a table of positions."""
     return config.model.seq < base.model.seq and base.model.positions != "learned"
+
+
+def _count_steps(config: Config, corpus: Data) -> Config:
+    if not config.training.epochs:
+        return config
+    from shardformer.data.epochs import count_steps  # not imported with steps=
+
+    return count_steps(config, corpus)
 
 
 def _take_vocab_of_base(config: Config, base: Config) -> Config:

@@ -43,8 +43,16 @@ LBFGS = ("optimizer=lbfgs", "clip=0", "weight_decay=0")
         ("unknown preset 'layers=2'", ["train", "layers=2"]),
         ("unknown key 'layer'; did you mean 'layers'?", ["train", "tiny", "layer=2"]),
         ("expected key=value, got '--layers'", ["train", "tiny", "--layers", "2"]),
-        ("unknown key 'epochs'; a run is as long as its steps=", ["train", "tiny", "epochs=3"]),
-        ("unknown key 'num_train_epochs'; a run is as long as its steps=", ["train", "tiny", "num_train_epochs=3"]),
+        ("unknown key 'num_train_epochs'; did you mean 'epochs'?", ["train", "tiny", "num_train_epochs=3"]),
+        (
+            "steps=20 and epochs=3 both choose the length of the run; leave steps out, or give epochs=0",
+            ["train", "tiny", "epochs=3", "steps=20"],
+        ),
+        *(
+            ("epochs= counts the rows of the data, which only train reads; give steps=", [*words, "tiny", "epochs=3"])
+            for words in (["plan"], ["show"], ["verify"], ["sweep", "seeds=2"])
+        ),
+        ("depth=4 chooses the steps; leave epochs out, or name a preset", ["train", "depth=4", "epochs=3"]),
         ("unknown key 'packing'; rows are packed already; documents=masked", ["train", "tiny", "packing=true"]),
         ("unknown key 'report_to'; TensorBoard's events are always", ["train", "tiny", "report_to=wandb"]),
         ("unknown key '--batch_size'; did you mean 'batch'?", ["train", "tiny", "--batch_size=8"]),

@@ -16,8 +16,9 @@ from tests.surroundings import before_call
 
 # The values of keys that take few; `other_value` makes those of the others.
 VALUES = {"mesh": "2x4", "steps": 50, "accum": 2, "decay_steps": 10, "profile": "4:5", "coordinator": "localhost:1"}
-VALUES |= {"data": "builtin", "validation": "0.1", "task": "other.py:Other"}
+VALUES |= {"epochs": 0.1, "data": "builtin", "validation": "0.1", "task": "other.py:Other"}
 REJECTED = {
+    "epochs": "is at step 40 already, got steps=15; give more",
     "pipeline_rounds": "pipeline_rounds does nothing without pipeline stages",
     "data": "data=builtin is not what .* was trained on",
     "validation": "so what the file holds or validation= has changed",

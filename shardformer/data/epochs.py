@@ -1,0 +1,23 @@
+"""The steps of `epochs=`, which are counted when the data are open."""
+
+import math
+from fractions import Fraction
+
+from shardformer.config import Config
+from shardformer.data.batches import Data
+from shardformer.errors import UsageError
+from shardformer.messages import log
+
+
+def count_steps(config: Config, corpus: Data) -> Config:
+    """Returns the configuration with the steps in which a run reads its training data `epochs` times, rounded up."""
+    epochs, repeats = config.training.epochs, config.objective.steps_of_a_batch
+    if config.data.order == "random":
+        raise UsageError(f"epochs={epochs:g} counts rows, which order=random draws without end; give steps=")
+    rows = corpus.count_rows(config)
+    # As a decimal: 0.1 of 30 rows are 3.
+    steps = math.ceil(Fraction(str(epochs)) * rows / config.data_rows) * repeats
+    again = f", each learned from {repeats} times," if repeats > 1 else ""
+    log.info(f"epochs={epochs:g} of {rows:,} rows in batches of {config.data_rows:,}{again} are {steps:,} steps")
+    counted = config.replace(epochs=0.0, steps=steps)  # checks the keys that name a step
+    return counted.replace(epochs=epochs)
