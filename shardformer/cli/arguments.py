@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from shardformer import storage
-from shardformer.config import FIELDS, Config, format_value, override_on_resume, parsing, presets
+from shardformer.config import FIELDS, Config, format_value, parsing, presets
 from shardformer.errors import UsageError
 from shardformer.files import expand_home
 from shardformer.messages import is_first_process
@@ -89,29 +89,6 @@ def parse_keys(arguments: list[str]) -> dict:
     """Returns the given keys of a run; expands a ~ after =, as not every shell does."""
     overrides = parsing.parse_overrides(arguments, Config)
     return overrides | {key: expand_home(overrides[key]) for key in ("out", "base") if key in overrides}
-
-
-def reject_epochs(arguments: list[str]) -> None:
-    """Raises UsageError for `epochs=` of a command that does not read the data."""
-    if any(word.startswith("epochs=") for word in arguments):
-        raise UsageError("epochs= counts the rows of the data, which only train reads; give steps=")
-
-
-def parse_settings(arguments: list[str]) -> Config:
-    """Returns the config of 'PRESET|RUN|HF_FOLDER key=value ...'; without vocab=, that of tiny_shakespeare."""
-    from shardformer.checkpoint import read_config  # imports JAX, as the next one
-    from shardformer.convert import hf_settings
-
-    reject_epochs(arguments)
-    folder = storage.location(arguments[0]) if arguments else None
-    if folder and hf_settings.is_hf_folder(folder):
-        _, settings = hf_settings.read_config(folder)
-        settings = settings.replace(**parsing.parse_overrides(arguments[1:], Config))
-    elif folder and (folder / "config.json").is_file():
-        settings = override_on_resume(read_config(folder), parsing.parse_overrides(arguments[1:], Config))
-    else:
-        settings = parse_preset(arguments)
-    return settings.replace(vocab=settings.model.vocab or 65)
 
 
 def split_paths(arguments: list[str]) -> tuple[list[str], list[str]]:

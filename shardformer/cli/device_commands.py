@@ -11,7 +11,8 @@ from shardformer import jax_releases
 from shardformer.analysis import coordinates, live, traced, verify, verify_exact
 from shardformer.analysis.memory import format_device_bytes
 from shardformer.cli.analysis_options import CoordinateOptions, MemoryOptions, VerifyOptions
-from shardformer.cli.arguments import parse_settings, say
+from shardformer.cli.arguments import say
+from shardformer.cli.settings import parse_settings
 from shardformer.config import Config, parsing
 from shardformer.errors import RunError, UsageError
 from shardformer.layout import mesh

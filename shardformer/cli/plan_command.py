@@ -9,7 +9,8 @@ from rich.console import Console
 
 from shardformer.analysis import best_settings, compiling, plan, traced
 from shardformer.cli.analysis_options import PlanOptions
-from shardformer.cli.arguments import describe_depth, names_depth, parse_settings, say
+from shardformer.cli.arguments import describe_depth, names_depth, say
+from shardformer.cli.settings import parse_settings
 from shardformer.config import Config, check_zero, parsing
 from shardformer.devices import chips
 from shardformer.devices.chips import Slice

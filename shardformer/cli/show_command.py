@@ -6,7 +6,8 @@ from shardformer import storage
 from shardformer.adapters.adapter_keys import select_trainable
 from shardformer.analysis import parameter_tables
 from shardformer.analysis.memory import format_device_bytes, make_trainer
-from shardformer.cli.arguments import describe_depth, names_depth, parse_preset, reject_epochs, say
+from shardformer.cli.arguments import describe_depth, names_depth, parse_preset, say
+from shardformer.cli.settings import reject_epochs
 from shardformer.config import Config, parsing
 from shardformer.devices.chips import CHIPS, CPU, describe_chip
 from shardformer.layout import Layout, mesh, resolve

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardformer import storage
-from shardformer.cli.arguments import names_depth, parse_preset, reject_epochs, say, say_table
+from shardformer.cli.arguments import names_depth, parse_preset, say, say_table
+from shardformer.cli.settings import reject_epochs
 from shardformer.config import FIELDS, Config, parsing
 from shardformer.config.keys import key
 from shardformer.config.presets import PRESETS

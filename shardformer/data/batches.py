@@ -60,10 +60,6 @@ class Data(abc.ABC):
         """Returns the data with these of the named splits only, as they are given."""
         return self
 
-    def count_rows(self, config: Config) -> int:
-        """Returns the rows that are read before one of them comes again."""
-        raise UsageError(f"epochs={config.training.epochs:g} counts rows, and {self.name} has no end; give steps=")
-
     @abc.abstractmethod
     def has_known_arrays(self, config: Config) -> bool:
         """Returns whether the arrays of each training batch are those of the model's `batch_shapes`, and no further."""

@@ -93,16 +93,6 @@ class Corpus(Data):
                 [split] = select_rows([source.splits["train"]], layout)
                 yield from split.describe(source.name, layout)
 
-    def count_rows(self, config: Config) -> int:
-        if len(self.sources) > 1:
-            raise UsageError(
-                f"epochs={config.training.epochs:g} counts the rows of one source, and data={self.name} mixes "
-                f"{len(self.sources)} by their weights; give steps="
-            )
-        layout = choose_row_layout(config)
-        [split] = select_rows(self.splits("train"), layout)
-        return split.make_windows(layout).count
-
     def named_splits(self) -> dict[str, AnySplit]:
         return {f"{source.name}/{name}": split for source in self._opened for name, split in source.splits.items()}
 

@@ -8,7 +8,7 @@ import pytest
 
 from shardformer.__main__ import main
 from shardformer.analysis import compiling, live, memory, pictures, plan, temporaries, traced
-from shardformer.cli.arguments import parse_settings
+from shardformer.cli.settings import parse_settings
 from shardformer.config import check_zero
 from shardformer.config.presets import preset
 from shardformer.devices import chips

@@ -5,7 +5,7 @@ import collections
 import pytest
 
 from shardformer import OwnBatches, load_corpus
-from shardformer.data.epochs import count_steps
+from shardformer.data.epochs import count_rows, count_steps
 from shardformer.errors import UsageError
 from tests import shared
 from tests.data.chat.chats import write_lines
@@ -56,7 +56,7 @@ def test_last_batch_counts_as_a_step(tmp_path, epochs, steps, said):
     (tmp_path / "text.txt").write_text("a b c d " * 27)  # a tenth of it is held out
     config = configure(f"{tmp_path}/text.txt", epochs=epochs)
     corpus = load_corpus(config)
-    assert corpus.count_rows(config) == 12
+    assert count_rows(config, corpus) == 12
     assert count_steps(config, corpus).training.steps == steps
     line = f"epochs={epochs:g} of 12 rows in batches of 5 are {steps} step"
     assert any(text.startswith(line) for text in said)
@@ -67,7 +67,7 @@ def test_decimal_of_epochs_is_exact(tmp_path):
     (tmp_path / "text.txt").write_text("abcd" * 135)
     config = configure(f"{tmp_path}/text.txt", batch=1, epochs=0.1)
     corpus = load_corpus(config)
-    assert corpus.count_rows(config) == 30
+    assert count_rows(config, corpus) == 30
     assert count_steps(config, corpus).training.steps == 3
 
 
@@ -77,7 +77,7 @@ def test_a_prompt_is_read_for_each_batch_of_its_answers(tmp_path):
     keys = {"objective": "grpo", "group_size": 2, "answer_tokens": 4, "rollout_steps": 3, "documents": "padded"}
     config = configure(data, mask_prompt=True, batch=6, epochs=1.0, **keys)
     corpus = load_corpus(config)
-    rows = corpus.count_rows(config)
+    rows = count_rows(config, corpus)
     assert count_steps(config, corpus).training.steps == 3 * -(-rows // 3)
 
 
