@@ -6,7 +6,7 @@ from pathlib import Path
 from shardformer import storage
 from shardformer.checkpoint import read_config
 from shardformer.config import ARCHITECTURE, Config, parsing
-from shardformer.convert import hf_settings, hf_special_tokens, hf_state, runs
+from shardformer.convert import hf_settings, hf_special_tokens, hf_state, reward_heads, runs
 from shardformer.convert.convert_options import FromHf, ToHf
 from shardformer.convert.hf_settings import PublishedModel
 from shardformer.convert.hf_special_tokens import find_end_of_turn
@@ -63,6 +63,9 @@ def model_to_run(
             raise UsageError(f"{name}={changes[name]} contradicts {path}, which has {name}={said}")
     if model.ignored:
         log.info(hf_settings.describe_ignored(folder, model.ignored))
+    objective, own = changes.get("objective", config.preferences.objective), config.objective
+    if objective != own.name and "reward" in (objective, own.name):
+        raise UsageError(f"objective={objective} contradicts {folder / hf_settings.NAME}, which has {own.trained}")
     config = config.replace(**changes | {"out": str(target)})
     config = choose_tokenizer(folder, config)
     config, vocabulary, fingerprint = open_vocabulary(config, model.special_tokens.first)
@@ -76,6 +79,7 @@ def model_to_run(
     return (
         f"{target}: {describe_size(state.params)} of a {family} model, {config.data.tokenizer} as its "
         f"tokenizer{describe_form(config)}{describe_not_finite(not_finite)}"
+        f"{reward_heads.describe_padding(config, model.special_tokens)}"
     )
 
 
@@ -111,7 +115,8 @@ def run_to_hf(source: Path, target: Path, arguments: list[str]) -> str:
         )
     config = run.config.with_factors()
     family = hf_settings.choose_family(config, run.special_tokens.config.get("model_type"))
-    with runs.open_state(run, options.step, False, options.ema) as state, new_folder_on_disk(target) as temporary:
+    opened = runs.open_state(run, options.step, False, options.ema, with_rewards=True)
+    with opened as state, new_folder_on_disk(target) as temporary:
         shard_bytes = int(options.shard_gb * 1e9)
         params = hf_state.fold_embedding_bias(state.params)
         hf_state.write_params(temporary, family, config, params, options.dtype, shard_bytes)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from shardformer.config import ARCHITECTURE, FIELDS, Config, is_hugging_face
 from shardformer.config.parsing import shorten
-from shardformer.convert import hf_special_tokens
+from shardformer.convert import hf_special_tokens, reward_heads
 from shardformer.convert.families import FAMILIES, REJECTED
 from shardformer.convert.families.family import TO_ACTIVATIONS, Family, resolve_aliases
 from shardformer.convert.families.hf_gptj import rename_fork_keys
@@ -90,7 +90,7 @@ def read_model(folder: Path | BucketPath, ignored: Collection[str] = (), seq: in
     try:
         theirs = rename_fork_keys(_drop_ignored(FAMILIES[name], theirs, ignored))
         name = theirs["model_type"]
-        config = _to_config(FAMILIES[name], theirs)
+        config = reward_heads.choose_head(FAMILIES[name], theirs, _to_config(FAMILIES[name], theirs))
         special = hf_special_tokens.read_special_tokens(folder, FAMILIES[name], theirs, config.model.vocab)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
@@ -161,9 +161,8 @@ def write_config(
 ) -> None:
     """Writes config.json: the model, and the keys that its run has kept from the config.json that it came from."""
     family = FAMILIES[name]
-    theirs: dict[str, Any] = {
-        "architectures": [family.architecture], "model_type": name, "dtype": dtype, "torch_dtype": dtype
-    }  # fmt: skip
+    theirs: dict[str, Any] = {"model_type": name, "dtype": dtype, "torch_dtype": dtype}
+    theirs |= reward_heads.describe_class(family, config)
     theirs |= {key: values[0] for key, values in family.fixed.items() if values[0] is not None}
     theirs |= {key: config.get(ours) for ours, key in family.names.items()} | family.write(config)
     if "d_ff" in family.names:
@@ -206,6 +205,8 @@ def list_differences(family: Family, c: Config) -> list[str]:
     if wanted["embed"] == ("plain",) and takes_bias:
         wanted["embed"] = ("plain", "bias")
     no_effect = ["head_bias"] if c.model.tied or "head" not in c.model.biased else []
+    if not c.objective.has_vocabulary:
+        no_effect += ["head_bias", *reward_heads.OF_LOGITS]
     if c.model.positions != "rotary":
         no_effect += ["rotary_dims", "rotary_scaling", "rotary_theta"]
     return [

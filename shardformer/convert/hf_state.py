@@ -21,6 +21,7 @@ from shardformer.convert.tensors import Computed, Tensor
 from shardformer.convert.text_models import select_text_arrays
 from shardformer.errors import RunError, UsageError
 from shardformer.model import Model
+from shardformer.model.task_on_mesh import choose_task
 
 Source = Tensor | Packed | Computed
 MAX_FLOAT16 = 65504.0
@@ -81,7 +82,8 @@ def fill_params(tensors: Sequence[tuple[Stored, Source]], config: Config, not_fi
         row = functools.partial(fill_row, name) if is_stacked else None
         return Filled(shape, np.dtype(np.float32), functools.partial(fill, name), row)
 
-    shapes = {name: leaf.shape for name, leaf in flatten(Model.abstract_parameters(config)).items()}
+    task = Model if config.objective.has_vocabulary else choose_task(config)
+    shapes = {name: leaf.shape for name, leaf in flatten(task.abstract_parameters(config)).items()}
     if shapes.keys() != sources.keys():
         raise RuntimeError(
             f"the arrays of the family and of the model differ: {sorted(shapes.keys() ^ sources.keys())}"

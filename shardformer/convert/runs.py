@@ -36,14 +36,16 @@ def open_state(
     averaged: bool = False,
     with_codes: bool = False,
     before_rounding: bool = False,
+    with_rewards: bool = False,
 ) -> Iterator[State]:
     """Opens a checkpoint of a run: the best by validation unless `step` names one. averaged: see Run.restore_params.
 
     Its arrays are read when they are indexed, until the end of the block. Codes are dequantised then, unless
     `with_codes` asks for them. Parameters of `quantize_aware` are rounded, unless `before_rounding` asks for their
-    masters.
+    masters. Only `with_rewards` opens a model of rewards.
     """
-    if not run.config.objective.has_vocabulary:
+    objective = run.config.objective
+    if not (objective.has_vocabulary or (with_rewards and objective.reads_tokens)):
         raise UsageError(f"{run.out} trained {run.config.objective.trained}: only language models are converted")
     trainer = _trainer(run.config)
     step = run.choose_step(step, averaged)

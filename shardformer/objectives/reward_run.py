@@ -39,8 +39,8 @@ class RewardOfRun:
         self._name = name
         if is_hugging_face((storage.location(name) / "config.json").read_bytes()):
             raise UsageError(
-                f"reward={name} is in Hugging Face's format, expected a run; train one on pairs: train base={name} "
-                "data=PAIRS objective=reward"
+                f"reward={name} is in Hugging Face's format, expected a run; convert a classifier with one label, "
+                f"convert {name} RUN, or train one on pairs: train base={name} data=PAIRS objective=reward"
             )
         self._run = Run.open(name)
         objective = self._run.config.preferences.objective

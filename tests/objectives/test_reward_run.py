@@ -133,7 +133,10 @@ def remove_steps(rewards, tmp_path):
 @pytest.mark.parametrize(
     ("find", "message"),
     [
-        (lambda run, path: FOLDER / "gpt2", "gpt2 is in Hugging Face's format, expected a run; train one on pairs"),
+        (
+            lambda run, path: FOLDER / "gpt2",
+            "gpt2 is in Hugging Face's format, expected a run; convert a classifier with",
+        ),
         (lambda run, path: change_config(run, path, objective="dpo"), "was trained with objective=dpo, expected"),
         (lambda run, path: run / "step_00000012", "is a checkpoint; name its run"),
         (remove_steps, "copy has no checkpoint yet"),

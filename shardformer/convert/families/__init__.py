@@ -62,7 +62,7 @@ from shardformer.convert.families.hf_starcoder2 import STARCODER_2
 from shardformer.convert.families.hf_vaultgemma import VAULT_GEMMA
 from shardformer.convert.families.hf_xglm import XGLM
 from shardformer.convert.families.hf_youtu import YOUTU
-from shardformer.convert.families.layout import Part, Stored
+from shardformer.convert.families.layout import Part, Stored, replace_head
 from shardformer.convert.families.rejected import REJECTED
 
 __all__ = ["FAMILIES", "REJECTED", "Family", "Part", "Stored", "list_arrays", "list_stored"]
@@ -146,7 +146,9 @@ def list_stored(family: str, config: Config) -> list[Stored]:
 
 def list_arrays(family: Family, config: Config) -> list[Stored]:
     """Lists all arrays of a model of a family that FAMILIES may lack."""
-    result = [stored._replace(parts=_prefixed("transformer/", stored.parts)) for stored in family.outside(config)]
+    outside = family.outside(config)
+    outside = outside if config.objective.has_vocabulary else replace_head(outside, config)
+    result = [stored._replace(parts=_prefixed("transformer/", stored.parts)) for stored in outside]
     for i in range(config.model.layers):
         for stored in family.layer(config):
             layers = config.mixture.layers_of(stored.parts[0].ours)

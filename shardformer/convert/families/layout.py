@@ -76,6 +76,12 @@ def head(name: str, c: Config) -> list[Stored]:
     return arrays
 
 
+def replace_head(arrays: list[Stored], c: Config) -> list[Stored]:
+    """Returns arrays with the head of a model of rewards in place of the vocabulary's."""
+    rest = [stored for stored in arrays if stored.parts[0].ours not in ("head/w", "head/bias")]
+    return [*rest, linear("score", "score/w", 1, c.model.d_model)]
+
+
 def rename(arrays: list[Stored], names: dict[str, str]) -> list[Stored]:
     """Returns arrays under the names of another library: `names` has patterns, and what replaces each of them."""
     result = []

@@ -1,0 +1,58 @@
+"""Hugging Face's `...ForSequenceClassification` with one label: a model of rewards, as objective=reward trains it.
+
+transformers keeps the model and replaces the vocabulary's head by `score.weight` [1, d_model], without caps or factors
+of logits.
+"""
+
+import re
+from typing import Any
+
+from shardformer.config import FIELDS, Config
+from shardformer.convert.families.family import Family
+from shardformer.data import SpecialTokens
+from shardformer.errors import UsageError
+
+CLASS = "ForSequenceClassification"
+OTHER_NAMES = {"Gemma3" + CLASS: "Gemma3Text" + CLASS}
+OF_LOGITS = ("tied", "logits_scale", "logits_cap")  # keys of the vocabulary's head
+LABELS: dict[str, Any] = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+
+
+def name_class(family: Family) -> str:
+    """Returns the name of transformers' class of a family with this head."""
+    name = re.sub("(ForCausalLM|LMHeadModel)$", CLASS, family.architecture)
+    return OTHER_NAMES.get(name, name)
+
+
+def choose_head(family: Family, theirs: dict, config: Config) -> Config:
+    """Returns the configuration of a language model, or of a model of rewards if config.json names that class.
+
+    Raises UsageError for another class of labels, or for more labels than one.
+    """
+    named = [name for name in theirs.get("architectures") or () if str(name).endswith(CLASS)]
+    if not named:
+        return config
+    if named != [name_class(family)]:
+        raise UsageError(f"architectures={named!r:.80} is not known here; expected {name_class(family)}")
+    labels = theirs.get("id2label")
+    count = theirs.get("num_labels", 2) if labels is None else len(labels)  # transformers' default
+    if count != 1:
+        raise UsageError(f"{named[0]} has {count} labels, and a reward is one number; expected 1 label")
+    return config.replace(objective="reward", **{name: FIELDS[name].default for name in OF_LOGITS})
+
+
+def describe_padding(config: Config, special: SpecialTokens) -> str:
+    """Returns a line that warns of padding which ends an answer, as transformers reads no score there."""
+    if config.objective.has_vocabulary or special.padding not in special.ends:
+        return ""
+    return (
+        f"\nwarning: its padding, id {special.padding}, is an end of text: transformers reads a score before that "
+        "token, and this run at it"
+    )
+
+
+def describe_class(family: Family, config: Config) -> dict[str, Any]:
+    """Returns the keys of config.json that name the class of a model."""
+    if config.objective.has_vocabulary:
+        return {"architectures": [family.architecture]}
+    return {"architectures": [name_class(family)]} | LABELS
