@@ -30,10 +30,13 @@ def are_rounded(config: Config) -> bool:
     return config.stored.quantize_aware != "none" or config.optimizer.param_dtype != "float32"
 
 
-def round_parameters(parameters: dict, config: Config) -> dict:
-    """Casts float32 parameters to the dtypes in which they are stored, or rounds them to the values of codes."""
+def round_parameters(parameters: dict, config: Config, step=None) -> dict:
+    """Casts float32 parameters to the dtypes in which they are stored, or rounds them to the values of codes.
+
+    step: of a training state, which codes may leave as it is; None: of what is never trained further.
+    """
     if config.stored.quantize_aware != "none":
-        return _rounded_weights().round_to_codes(parameters, config)
+        return _rounded_weights().round_to_codes(parameters, config, step)
     return jax.tree.map(lambda p, dtype: p.astype(dtype), parameters, stored_types(parameters, config))
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING, Literal
 
-from shardformer.config.keys import KeyGroup, key, require
+from shardformer.config.keys import KeyGroup, UsedIf, key, require
 
 if TYPE_CHECKING:
     from shardformer.config.config import Config
@@ -24,6 +24,10 @@ class WeightKeys(KeyGroup):
     quantize_aware: Literal["none", "int8", "int4", "nf4"] = key(
         "none", "train weights for this form of weights=: every product has their rounded values, and the gradient "
         "there updates float32 masters", fixed=True,
+    )  # fmt: skip
+    quantize_after: int | None = key(
+        None, "steps in float before quantize_aware= rounds what products read; auto: three quarters of the run",
+        least=0, used_if=UsedIf(lambda keys: keys.quantize_aware != "none", "without quantize_aware="),
     )  # fmt: skip
 
     @property

@@ -71,7 +71,7 @@ class MasterWeights(Part):
 
     def start(self, params) -> dict:
         masters = master_weights.select_masters(params, self._config)
-        return {"params": master_weights.round_parameters(params, self._config), "masters": masters}
+        return {"params": master_weights.round_parameters(params, self._config, 0), "masters": masters}
 
     def specs(self, model: TaskOnMesh) -> dict:
         return {"masters": master_weights.select_masters(model.grad_specs, self._config)}
@@ -81,7 +81,8 @@ class MasterWeights(Part):
 
     def finish(self, before: TrainState, after: TrainState, trained) -> TrainState:
         masters = master_weights.select_masters(trained, self._config)
-        return after._replace(params=master_weights.round_parameters(after.params, self._config), masters=masters)
+        params = master_weights.round_parameters(after.params, self._config, after.step)
+        return after._replace(params=params, masters=masters)
 
 
 class WeightAverage(Part):

@@ -409,6 +409,7 @@ def test_following_the_advice_leads_to_a_valid_configuration(dp, mp, **changes):
         ),
         ({"mtp_weight": 0.1}, "mtp_weight does nothing with another objective; give objective=mtp"),
         ({"reward_gap": 0.2, "objective": "dpo"}, "reward_gap does nothing with another objective; give objective=sim"),
+        ({"quantize_after": 5}, "quantize_after does nothing without quantize_aware=; got quantize_after=5"),
         ({"bad_rows": "skip"}, "bad_rows does nothing without data from .jsonl records"),
         *(
             ({name: value} | LBFGS, f"{name} does nothing with optimizer=lbfgs, whose line search finds the rate")

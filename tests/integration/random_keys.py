@@ -100,7 +100,7 @@ def draw_keys(seed: int, teacher: str) -> dict:
     if keys.get("objective") == "grpo" and draw.random() < 0.6:
         keys["objective"] = choose(OF_ANSWERS)
     if "lora_rank" not in keys and draw.random() < 0.15:
-        keys["quantize_aware"] = choose(("int8", "int4", "nf4"))
+        keys |= {"quantize_aware": choose(("int8", "int4", "nf4")), "quantize_after": seed % 2}
     if keys.get("objective") == "simpo" and draw.random() < 0.6:
         keys |= {"objective": "reward", "reward_center": choose((0.0, 0.2))}
         for name in ("loss_chunk", "logits_scale", "logits_cap", "tied"):  # of logits

@@ -48,7 +48,7 @@ def round_by_form(form, trainer, params):
 
 @pytest.mark.parametrize(("mesh", "zero"), [("1x1", 0), ("2x2", 1)])
 def test_masters_move_and_parameters_are_rounded(mesh, zero):
-    trainer = make_trainer(quantize_aware="int8", mesh=mesh, zero=zero)
+    trainer = make_trainer(quantize_aware="int8", quantize_after=0, mesh=mesh, zero=zero)
     gradients = draw_gradients(trainer)
     states = apply(trainer, gradients)
     first, last = states[0][0], states[-1][0]
@@ -65,13 +65,22 @@ def test_masters_move_and_parameters_are_rounded(mesh, zero):
 
 @pytest.mark.parametrize("form", ["int4", "nf4"])
 def test_parameters_have_the_values_of_four_bits(form):
-    trainer = make_trainer(quantize_aware=form)
+    trainer = make_trainer(quantize_aware=form, quantize_after=0)
     (first, _), (second, _) = apply(trainer, draw_gradients(trainer, 1))
     for state in (first, second):
         masters = {module: leaves | state.masters.get(module, {}) for module, leaves in state.params.items()}
         assert_close(state.params, round_by_form(form, trainer, masters))
         off = np.abs(state.params[LAYERS]["up"] - state.masters[LAYERS]["up"]).max()
         assert off > 1e-3
+
+
+@pytest.mark.parametrize(("keys", "first"), [({"quantize_after": 2}, 2), ({"steps": 4}, 3)])
+def test_parameters_are_float_before_they_are_rounded(keys, first):
+    trainer = make_trainer(quantize_aware="nf4", **keys)
+    states = [state for state, _ in apply(trainer, draw_gradients(trainer))]
+    off = [np.abs(state.params[LAYERS]["up"] - state.masters[LAYERS]["up"]).max() for state in states]
+    assert off[:first] == [0] * first
+    assert min(off[first:]) > 1e-3
 
 
 def train(tmp_path, form, *words, steps=3) -> int:
@@ -85,7 +94,7 @@ def train(tmp_path, form, *words, steps=3) -> int:
         "layers=1",
         "eval_every=3",
     ]
-    return runs.train(*sizes, f"out={tmp_path / 'run'}", f"quantize_aware={form}", *words)
+    return runs.train(*sizes, f"out={tmp_path / 'run'}", f"quantize_aware={form}", "quantize_after=2", *words)
 
 
 @pytest.fixture(scope="module")
