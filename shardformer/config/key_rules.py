@@ -60,11 +60,9 @@ def check_rules(c: "Config") -> None:
 def check_given(c: "Config", given: dict[str, object]) -> None:
     """Raises UsageError if a key that a user gave has no effect in this configuration."""
     c.mixture.check_given(given)
-    require(
-        not ("steps" in given and c.training.epochs),
-        f"steps={c.training.steps} and epochs={c.training.epochs:g} both choose the length of the run; leave "
-        "steps out, or give epochs=0",
-    )
+    if "steps" in given and (epochs := c.training.epochs):
+        both = f"steps={c.training.steps} and epochs={epochs:g}"
+        raise UsageError(f"{both} both choose the length of the run; leave steps out, or give epochs=0")
     for name, value in given.items():
         keys, field = c.group(name), keys_of(type(c))[name]
         needed, used_if = field.metadata["needs"], field.metadata["used_if"]

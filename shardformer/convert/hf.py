@@ -26,6 +26,7 @@ from shardformer.data.stored_vocabulary import TOKENIZER_FOLDER
 from shardformer.errors import UsageError
 from shardformer.files import read_bytes
 from shardformer.messages import log
+from shardformer.objectives.objective import OBJECTIVES, choose_objective
 from shardformer.storage import BucketPath
 from shardformer.training.run_folder import Run
 
@@ -64,7 +65,7 @@ def model_to_run(
     if model.ignored:
         log.info(hf_settings.describe_ignored(folder, model.ignored))
     objective, own = changes.get("objective", config.preferences.objective), config.objective
-    if objective != own.name and "reward" in (objective, own.name):
+    if objective in OBJECTIVES and choose_objective(objective).has_vocabulary != own.has_vocabulary:
         raise UsageError(f"objective={objective} contradicts {folder / hf_settings.NAME}, which has {own.trained}")
     config = config.replace(**changes | {"out": str(target)})
     config = choose_tokenizer(folder, config)

@@ -157,7 +157,10 @@ def test_config_is_frozen():
 OPTIONAL = {name for name, field in FIELDS.items() if parsing.is_optional(field.type)}
 
 
-@pytest.mark.parametrize("name", sorted(OPTIONAL - {"embed_scale", "expert_width", "scan", "sft_weight"}))  # may be 0
+MAY_BE_ZERO = {"embed_scale", "expert_width", "quantize_after", "scan", "sft_weight"}
+
+
+@pytest.mark.parametrize("name", sorted(OPTIONAL - MAY_BE_ZERO))
 def test_zero_is_not_none(name):
     with pytest.raises(UsageError, match=f"{name} must be (at least 1|above [01])"):
         Config.of(**parsing.parse_overrides([f"{name}=0"], Config))

@@ -104,7 +104,7 @@ def or_code(name: str) -> str:
         ),
         *(
             ({name: -1}, f"{name} must not be negative, got -1")
-            for name in ("vocab", "seed", "z_loss", "lr", "lr_min", "warmup", "weight_decay", "clip", "accum",
+            for name in ("vocab", "seed", "epochs", "z_loss", "lr", "lr_min", "warmup", "weight_decay", "clip", "accum",
                          "lora_rank", "lora_alpha", "save_every", "save_minutes", "keep_every", "processes",
                          "process_id")
         ),
@@ -114,7 +114,8 @@ def or_code(name: str) -> str:
                                "head_dim": "auto", "loss_chunk": "auto", "eval_batches": "all"}.items()
         ),
         *(({name: -1}, f"{name} must not be negative, or {none}, got -1") for name, none in
-          {"init_std": "fan_in", "attention_scale": "auto", "logits_cap": "none", "embed_scale": "sqrt"}.items()),
+          {"init_std": "fan_in", "attention_scale": "auto", "logits_cap": "none", "embed_scale": "sqrt",
+           "quantize_after": "auto"}.items()),
         *(({name: -1}, f"{name} must not be negative, got -1") for name in ("residual_scale", "logits_scale")),
         *(({name: 0}, f"{name} must be above 0, got 0") for name in ("residual_scale", "logits_scale")),
         ({"embed_scale": 0.0}, "embed_scale must be above 0, or sqrt, got 0.0"),
