@@ -16,8 +16,8 @@ def count_steps(config: Config, corpus: Data) -> Config:
     rows = count_rows(config, corpus)
     # As a decimal: 0.1 of 30 rows are 3.
     steps = math.ceil(Fraction(str(epochs)) * rows / config.data_rows) * repeats
-    again = f", each learned from {repeats} times," if repeats > 1 else ""
-    log.info(f"epochs={epochs:g} of {rows:,} rows in batches of {config.data_rows:,}{again} are {steps:,} steps")
+    again = f", each learned from {repeats} times" if repeats > 1 else ""
+    log.info(f"epochs={epochs:g} of {rows:,} rows in batches of {config.data_rows:,}{again}: steps={steps}")
     counted = config.replace(epochs=0.0, steps=steps)  # checks the keys that name a step
     return counted.replace(epochs=epochs)
 
