@@ -26,7 +26,7 @@ READ = {
     "accumulation": ("preset", "rounds", "turn"),
     "zero": ("preset",),
     "checkpoint": ("preset", "rounds", "mb"),
-    "generate": ("preset", "rounds", "rows", "tokens"),
+    "generate": ("preset", "rounds", "peers", "rows", "prompt", "tokens"),
     "kernel": ("preset",),
 }
 OF_A_RECIPE = {"recipe", "seeds", "json"}  # those of them that `bench race recipe=NAME` reads

@@ -1,6 +1,6 @@
-"""`bench generate`: tokens per second of our Generator, interleaved with transformers.generate if it is installed.
+"""`bench generate`: tokens per second of our Generator, interleaved with transformers and llama.cpp where they run.
 
-Both have the same random weights and choose the most likely token; a round includes the prefill.
+All have the same random weights and choose the most likely token; a round includes the prefill.
 """
 
 import dataclasses
@@ -14,8 +14,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from shardformer.bench import llama_cpp_twin
 from shardformer.bench.bench_options import Measuring
-from shardformer.bench.step_time import describe_machine
+from shardformer.bench.step_time import choose_peers, describe_machine
 from shardformer.config import Config
 from shardformer.convert import hf_settings, hf_state, runs
 from shardformer.data import TokenIds
@@ -26,7 +27,7 @@ from shardformer.layout import mesh
 from shardformer.model import Model
 from shardformer.tables import format_count, format_table
 
-PROMPT = 16  # tokens
+PEERS = ("transformers", "llama_cpp")
 
 
 def gpt2() -> Config:
@@ -39,10 +40,11 @@ def gpt2() -> Config:
 
 @dataclasses.dataclass
 class Contender:
-    """A function that continues [rows, PROMPT] ids by a number of tokens, and the seconds of its rounds."""
+    """A function that continues [rows, tokens] ids by a number of tokens, and the seconds of its rounds."""
 
     name: str
     continue_ids: Callable[[np.ndarray, int], np.ndarray]
+    same: float = 1.0  # the share of its tokens that are ours
     times: list[float] = dataclasses.field(default_factory=list)
     cpu_times: list[float] = dataclasses.field(default_factory=list)  # of all threads; less sensitive to other load
 
@@ -56,11 +58,14 @@ class Contender:
 
 def bench_generate(options: Measuring, settings: Config) -> None:
     """Prints a table for each number of rows, and the cost of the last tokens relative to the first."""
-    if not 1 <= options.tokens <= settings.model.seq - PROMPT:
-        raise UsageError(f"tokens={options.tokens} and a prompt of {PROMPT} do not fit seq={settings.model.seq}")
+    if not 1 <= options.tokens <= settings.model.seq - options.prompt:
+        raise UsageError(
+            f"tokens={options.tokens} and prompt={options.prompt} do not fit seq={settings.model.seq}; give less"
+        )
     settings = mesh.start(settings)
     settings = settings.without_stages()
     settings = settings.replace(batch=settings.parallel.dp, accum=1)
+    names = choose_peers(options, lambda name: why_not(name, settings), PEERS, PEERS)
     model = Model.on(settings, mesh.make(settings))
     params = model.init(settings.training.seed)
     generator = Generator(model)
@@ -74,43 +79,60 @@ def bench_generate(options: Measuring, settings: Config) -> None:
         )  # fmt: skip
         return np.array([row.ids for row in rows])
 
-    theirs, why = None, "it is not installed; pip install transformers torch"
-    try:
-        if settings.stored.quantized:
-            raise UsageError(f"weights={settings.stored.weights} is compared with weights=float of another run")
-        theirs = load_transformers(settings, params)
-    except UsageError as reason:  # transformers has no such model
-        why = str(reason)
-    sizes = (
-        f"{format_count(settings.model.layers, 'layer')}, d_model {settings.model.d_model}, {settings.parallel.dtype}"
-    )
-    sizes += f", {PROMPT} + {format_count(options.tokens, 'token')}"
-    print(f"{sizes}, medians of {format_count(options.rounds, 'turn')} on {describe_machine()}")
+    theirs = {}
+    if "transformers" in names:
+        theirs["transformers (PyTorch)"] = load_transformers(settings, params)
+    if "llama_cpp" in names:
+        theirs["llama.cpp"] = llama_cpp_twin.load_llama_cpp(settings, params, max(options.row_counts))
+    print(_describe(options, settings))
     for count in options.row_counts:
-        prompts = np.random.default_rng(count).integers(0, settings.model.vocab, (count, PROMPT))
+        prompts = np.random.default_rng(count).integers(0, settings.model.vocab, (count, options.prompt))
         contenders = [Contender(f"shardformer {settings.parallel.mesh}", ours)]
-        contenders += [Contender("transformers (PyTorch)", theirs)] if theirs else []
-        first, *rest = (contender.run(prompts, options.tokens) for contender in contenders)  # compiles
-        same = "".join(f"; {(first == other).mean():.1%} of the tokens are equal" for other in rest)
-        for contender in contenders:
-            contender.times.clear()
-            contender.cpu_times.clear()
-        slopes = []
-        for _ in range(options.rounds):
-            for contender in contenders:
-                contender.run(prompts, options.tokens)
-            slopes.append(_last_against_first(arrivals))
-        print(f"\n{format_count(count, 'row')}{same}\n{_format(contenders, count * options.tokens)}")
+        contenders += [Contender(name, continue_ids) for name, continue_ids in theirs.items()]
+        slopes = _measure(contenders, prompts, options, arrivals)
+        print(f"\n{format_count(count, 'row')}\n{_format(contenders, count * options.tokens)}")
         print(_describe_bandwidth(params, contenders[0], options.tokens))
         print(f"the last tenth of the tokens costs {np.median(slopes):.2f} times the first tenth")
-    if not theirs:
-        print(f"\nwithout transformers: {why}")
 
 
-def load_transformers(c: Config, params) -> Callable[[np.ndarray, int], np.ndarray] | None:
-    """Returns the same model in transformers; None if it is not installed."""
-    if not all(map(importlib.util.find_spec, ("transformers", "torch"))):
-        return None
+def why_not(name: str, c: Config) -> str:
+    """Returns the reason why a peer cannot continue tokens of this model; empty if it can."""
+    if name == "llama_cpp":
+        return llama_cpp_twin.why_not(c)
+    if c.stored.quantized:
+        return f"weights={c.stored.weights} is compared with weights=float of another run"
+    try:
+        hf_settings.choose_family(c)
+    except UsageError as error:
+        return str(error)
+    installed = all(map(importlib.util.find_spec, ("transformers", "torch")))
+    return "" if installed else "it is not installed; pip install transformers torch"
+
+
+def _describe(options: Measuring, c: Config) -> str:
+    sizes = f"{format_count(c.model.layers, 'layer')}, d_model {c.model.d_model}, {c.parallel.dtype}"
+    sizes += f", weights={c.stored.weights}" if c.stored.quantized else ""
+    sizes += f", {options.prompt} + {format_count(options.tokens, 'token')}"
+    return f"{sizes}, medians of {format_count(options.rounds, 'turn')} on {describe_machine()}"
+
+
+def _measure(contenders: list[Contender], prompts: np.ndarray, options: Measuring, arrivals: list) -> list[float]:
+    """Runs the rounds; returns the cost of our last tokens over that of the first in each."""
+    first, *rest = (contender.run(prompts, options.tokens) for contender in contenders)  # compiles
+    for contender, ids in zip(contenders, [first, *rest], strict=True):
+        contender.same = float((first == ids).mean())
+        contender.times.clear()
+        contender.cpu_times.clear()
+    slopes = []
+    for _ in range(options.rounds):
+        for contender in contenders:
+            contender.run(prompts, options.tokens)
+        slopes.append(_last_against_first(arrivals))
+    return slopes
+
+
+def load_transformers(c: Config, params) -> Callable[[np.ndarray, int], np.ndarray]:
+    """Returns the same model in transformers."""
     import torch
     import transformers
 
@@ -127,7 +149,9 @@ def load_transformers(c: Config, params) -> Callable[[np.ndarray, int], np.ndarr
         ids = torch.from_numpy(prompts).to(device)
         options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
         with torch.inference_mode():
-            return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[:, PROMPT:].cpu().numpy()
+            return (
+                model.generate(ids, attention_mask=torch.ones_like(ids), **options)[:, prompts.shape[1] :].cpu().numpy()
+            )
 
     return continue_ids
 
@@ -161,10 +185,11 @@ def read_bandwidth(rows: int = 1 << 13) -> float:
 
 
 def _format(contenders: list[Contender], tokens: int) -> str:
-    base, rows = contenders[-1], []
+    """Formats a row for each contender, with our speed over its own."""
+    ours, rows = contenders[0], []
     for it in contenders:
         seconds = float(np.median(it.times))
-        speed = float(np.median(np.divide(base.times, it.times)))
         times = f"{seconds:.2f}", f"{min(it.times):.2f}", f"{np.median(it.cpu_times):.2f}"
-        rows.append([it.name, *times, f"{tokens / seconds:,.1f}", f"{speed:.2f}"])
-    return format_table(rows, ["generate", "s", "fastest", "CPU s", "tokens/s", "speed"])
+        ratio = float(np.median(np.divide(it.times, ours.times)))
+        rows.append([it.name, *times, f"{tokens / seconds:,.1f}", f"{ratio:.2f}", f"{it.same:.1%}"])
+    return format_table(rows, ["generate", "s", "fastest", "CPU s", "tokens/s", "ours over it", "equal tokens"])

@@ -16,7 +16,7 @@ import numpy as np
 from shardformer import data, storage
 from shardformer.bench.bench_options import Measuring
 from shardformer.bench.contenders import Contender, ours, stack
-from shardformer.bench.step_time import PEERS, check_same_loss, choose_peers, describe_machine
+from shardformer.bench.step_time import PEERS, check_same_loss, choose_peers, describe_machine, why_not
 from shardformer.config import Config
 from shardformer.layout import mesh
 from shardformer.tables import format_table
@@ -62,7 +62,7 @@ class TurnBatches:
 
 def bench_race(options: Measuring, settings: Config) -> None:
     """Trains ours and its peers interleaved on the same batches; prints and draws loss against time."""
-    names = choose_peers(options, settings, RACERS, AUTOMATIC)
+    names = choose_peers(options, lambda name: why_not(name, settings), RACERS, AUTOMATIC)
     corpus = data.load_corpus(settings)
     settings = mesh.start(corpus.adapt(settings))
     stream = corpus.train_batches(settings)

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import os
 import timeit
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ AUTOMATIC = tuple(name for name in PEERS if name != "torch_compile")  # which co
 
 def bench_step(options: Measuring, settings: Config) -> None:
     """Times our step next to its peers, which start from our parameters and must compute the same first loss."""
-    names = choose_peers(options, settings)
+    names = choose_peers(options, lambda name: why_not(name, settings))
     settings = mesh.start(settings)
     batches, losses = RepeatedBatch(random_batch(settings)), {}
     contenders = [PEERS[name](settings, batches) for name in names if name != PRODUCTS]
@@ -60,9 +60,15 @@ def bench_step(options: Measuring, settings: Config) -> None:
 
 
 def choose_peers(
-    options: Measuring, c: Config, offered: Sequence[str] = tuple(PEERS), automatic: Sequence[str] = AUTOMATIC
+    options: Measuring,
+    find_obstacle: Callable[[str], str],
+    offered: Sequence[str] = tuple(PEERS),
+    automatic: Sequence[str] = AUTOMATIC,
 ) -> list[str]:
-    """Returns the names in `peers`, each of which must be able to run; auto: those that can, and prints the rest."""
+    """Returns the names in `peers`, each of which must be able to run; auto: those that can, and prints the rest.
+
+    find_obstacle: from a name to the reason why this peer cannot run, empty if it can.
+    """
     asked = [] if options.peers == "auto" else options.peers.split(",")
     for name in asked:
         if name not in offered:
@@ -71,7 +77,7 @@ def choose_peers(
             )
     chosen = []
     for name in asked or automatic:
-        reason = why_not(name, c)
+        reason = find_obstacle(name)
         if not reason:
             chosen.append(name)
         elif asked:

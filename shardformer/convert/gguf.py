@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -48,7 +48,7 @@ class Layout(NamedTuple):
 def run_to_gguf(source: Path, target: Path, arguments: list[str]) -> str:
     options = parsing.parse_options(arguments, ToGguf)
     run = Run.open(source)
-    gguf = choose_family(run)
+    gguf = choose_family(run.config.with_factors().replace(lora_rank=0), run.special_tokens.config.get("model_type"))
     with contextlib.ExitStack() as stack:
         state = stack.enter_context(runs.open_state(run, options.step, False, options.ema))
         merged, params = run, state.params
@@ -57,14 +57,12 @@ def run_to_gguf(source: Path, target: Path, arguments: list[str]) -> str:
             params = state.params
         config = merged.config.with_factors()
         arrays = make_arrays(gguf, config, hf_state.fold_embedding_bias(params), options.dtype)
-        keys = {
-            "general.architecture": gguf.architecture,
+        keys = list_model_keys(gguf, config) | {
             "general.type": "model",
             "general.name": target.name.removesuffix(SUFFIX),
             "general.file_type": KINDS[options.dtype].file_code,
             "general.quantization_version": QUANTIZATION_VERSION,
         }
-        keys |= {f"{gguf.architecture}.{name}": value for name, value in list_settings(gguf, config).items()}
         keys |= gguf_tokenizer.list_keys(run) if options.tokenizer else gguf_tokenizer.NONE
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -79,9 +77,8 @@ def run_to_gguf(source: Path, target: Path, arguments: list[str]) -> str:
     )
 
 
-def choose_family(run: Run) -> Gguf:
-    """Returns a family of llama.cpp that computes what a run computes; the error names how the closest differs."""
-    config, published = run.config.with_factors().replace(lora_rank=0), run.special_tokens.config.get("model_type")
+def choose_family(config: Config, published: str | None = None) -> Gguf:
+    """Returns a family of llama.cpp that computes what a model computes; the error names how the closest differs."""
     problems = {
         name: [*hf_settings.list_differences(FAMILIES[name], config), *list_differences(gguf, config)]
         for name, gguf in GGUF.items()
@@ -94,6 +91,12 @@ def choose_family(run: Run) -> Gguf:
             f"{', '.join(GGUF)}, {closest}, differs there"
         )
     return GGUF[closest]
+
+
+def list_model_keys(gguf: Gguf, config: Config) -> dict[str, Any]:
+    """Returns the keys of a file that describe the model."""
+    settings = {f"{gguf.architecture}.{name}": value for name, value in list_settings(gguf, config).items()}
+    return {"general.architecture": gguf.architecture} | settings
 
 
 def list_layouts(gguf: Gguf, config: Config) -> list[Layout]:

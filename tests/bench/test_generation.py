@@ -9,6 +9,7 @@ from shardformer.__main__ import main
 from shardformer.bench import generation
 
 SMALL = ["preset=tiny", "layers=1", "positions=learned", "block=sequential", "bias=all", "tied=true", "seq=32"]
+TIMES = {"ours": [1.0, 2.0, 3.0], "theirs": [6.0, 4.0, 9.0]}
 
 
 @pytest.mark.slow
@@ -26,14 +27,28 @@ def test_differing_tokens_are_reported(capsys, broken):
     def zeros(prompts, tokens):
         return np.zeros((len(prompts), tokens), np.int32)
 
+    broken(generation, "why_not", lambda name, config: "" if name == "transformers" else "absent")
     broken(generation, "load_transformers", lambda config, params: zeros)
     assert main(["bench", "generate", *SMALL, "rows=1", "tokens=4", "rounds=1"]) == 0
-    share = float(re.search(r"; ([\d.]+)% of the tokens are equal", capsys.readouterr().out)[1])
-    assert share < 100
+    ours, theirs = re.findall(r"([\d.]+)%$", capsys.readouterr().out, re.MULTILINE)
+    assert float(theirs) < float(ours) == 100
+
+
+def test_speed_is_ours_over_each_peers():
+    contenders = [generation.Contender(name, None, times=times, cpu_times=times) for name, times in TIMES.items()]
+    rows = generation._format(contenders, tokens=12).splitlines()[1:]
+    assert [row.split()[-2] for row in rows] == ["1.00", "3.00"]
+    assert [row.split()[-3] for row in rows] == ["6.0", "2.0"]
 
 
 @pytest.mark.parametrize(
-    ("message", "word"), [("do not fit seq=32", "tokens=17"), ("rows takes numbers with commas", "rows=1,x")]
+    ("message", "word"),
+    [
+        ("do not fit seq=32", "tokens=17"),
+        ("rows takes numbers with commas", "rows=1,x"),
+        ("and prompt=32 do not fit seq=32", "prompt=32"),
+        ("seeds and prompt are at least 1", "prompt=0"),
+    ],
 )
 def test_impossible_sizes_are_rejected(message, word, capsys):
     assert main(["bench", "generate", *SMALL, word]) == 2
