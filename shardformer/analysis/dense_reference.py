@@ -37,6 +37,7 @@ NORMS = {
         "attention_norm", "post_attention_norm", "feed_forward_norm", "post_feed_forward_norm",
     ),
     "sequential_post_norms": ("post_attention_norm", "post_feed_forward_norm"),
+    "sequential_sum_norms": ("attention_norm", "feed_forward_norm"),
 }  # fmt: skip
 KNOWN = {
     "activation": (*ACTIVATIONS, *GATES),
@@ -89,6 +90,8 @@ def embed_tokens(c, params: Params, tokens, positions):
     """Returns [B, T, D] in front of the first layer, without dropout."""
     embed = params["transformer/embed"]
     x = embed["tokens"][tokens] * (math.sqrt(c.model.d_model) if c.model.embed_scale is None else c.model.embed_scale)
+    if "project" in embed:
+        x = x @ embed["project"]
     x = x + embed.get("bias", jnp.zeros(c.model.d_model))[None, None]
     if c.model.positions == "learned":
         x = x + embed["positions"][positions]
@@ -99,7 +102,9 @@ def embed_tokens(c, params: Params, tokens, positions):
 
 def project(c, params: Params, norm, x):
     """Returns the logits [B, T, vocab] of activations; `norm` has the parameters of the last norm."""
-    x, head = _norm(c, norm, x), params.get("transformer/head", {})
+    x = x if c.model.block == "sequential_sum_norms" else _norm(c, norm, x)
+    head = params.get("transformer/head", {})
+    x = x @ head["project"] if "project" in head else x
     out = x @ (params["transformer/embed"]["tokens"].T if c.model.tied else head["w"])
     if "bias" in head:
         out = out + head["bias"][None, None]
@@ -278,6 +283,10 @@ def _layer(c, params, layer, norms, x, masks, documents, routes):
     def normed(kind, x):
         return _norm(c, norms[kind], x) if kind in norms else x
 
+    if c.model.block == "sequential_sum_norms":
+        y = _attention(c, params, layer, norms, x, masks, documents)
+        x = _norm(c, norms["attention_norm"], x + _drop(masks, y * c.model.residual_scale, 1))
+        return _norm(c, norms["feed_forward_norm"], x + _drop(masks, feed_forward(x) * c.model.residual_scale, 2))
     if c.model.block.startswith("sequential"):
         y = _attention(c, params, layer, norms, normed("attention_norm", x), masks, documents)
         x = x + _drop(masks, normed("post_attention_norm", y) * c.model.residual_scale, 1)

@@ -111,6 +111,10 @@ def _check_scale(c: "Config") -> None:
         "leave one of them out",
     )
     require(
+        not c.model.embed_dim,
+        f"scale={c.model.scale} has no rule for embed_dim={c.model.embed_dim}; leave one of them out",
+    )
+    require(
         not c.model.kv_latent,
         f"scale={c.model.scale} has no rule for latents, got kv_latent={c.model.kv_latent}; leave one of them out",
     )

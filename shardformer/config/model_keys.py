@@ -62,13 +62,19 @@ class ModelKeys(KeyGroup):
     seq: int = key(64, "context length in tokens", least=1)
     vocab: int = key(0, "tokens that the model predicts; auto: as many as the data has", least=0, zero="auto")
     vocab_multiple: int = key(8, "pad the token table to a multiple of this, which mp must divide", least=1)
-    block: Literal["parallel", "parallel_two_norms", "sequential", "sequential_four_norms", "sequential_post_norms"] = (
-        key(
-            "parallel",
-            "residual block; parallel: GPT-J's, one all-reduce per layer; parallel_two_norms: GPT-NeoX's; "
-            "sequential: GPT-2's, two all-reduces; sequential_four_norms: Gemma 2's, norms before and after branches; "
-            "sequential_post_norms: OLMo 2's, norms only after branches",
-        )
+    block: Literal[
+        "parallel",
+        "parallel_two_norms",
+        "sequential",
+        "sequential_four_norms",
+        "sequential_post_norms",
+        "sequential_sum_norms",
+    ] = key(
+        "parallel",
+        "residual block; parallel: GPT-J's, one all-reduce per layer; parallel_two_norms: GPT-NeoX's; "
+        "sequential: GPT-2's, two all-reduces; sequential_four_norms: Gemma 2's, norms before and after branches; "
+        "sequential_post_norms: OLMo 2's, norms only after branches; sequential_sum_norms: OPT-350M's, norms after "
+        "branches are added, and none in front of the head",
     )
     norm: str = key(
         "layernorm",
@@ -142,6 +148,12 @@ class ModelKeys(KeyGroup):
         "plain",
         "token embeddings; bias: and a bias, as GPT-J's; norm: normed, with positions=learned after their sum, as "
         "BLOOM's",
+    )
+    embed_dim: int | None = key(
+        None,
+        "width of the token embeddings and of the output head, with a matrix to d_model and one from it, as OPT-350M; "
+        "auto: d_model",
+        least=1,
     )
     embed_scale: float | None = key(
         1.0,
@@ -290,12 +302,21 @@ class ModelKeys(KeyGroup):
         return BIASES[self.bias]
 
     @functools.cached_property
+    def table_size(self) -> int:
+        """Width of the token table and of the output head."""
+        return self.embed_dim or self.d_model
+
+    @functools.cached_property
     def pre_norms(self) -> bool:
-        return self.block != "sequential_post_norms"
+        return self.block not in ("sequential_post_norms", "sequential_sum_norms")
 
     @functools.cached_property
     def post_norms(self) -> bool:
         return self.block in ("sequential_four_norms", "sequential_post_norms")
+
+    @functools.cached_property
+    def sum_norms(self) -> bool:
+        return self.block == "sequential_sum_norms"
 
     @functools.cached_property
     def padded_vocab(self) -> int:

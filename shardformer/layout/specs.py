@@ -31,6 +31,7 @@ RULES = (
     ("*/embed/tokens", P("mp", None)),
     ("*/embed/bias", P()),
     ("*/embed/positions", P(None, "mp")),
+    ("*/project", P()),  # between d_model and the width of the token table
     ("*/relative_bias/*", P(None, "mp")),  # of any position encoding: [rows, heads]
     ("*/head/w", P(None, "mp")),
     ("*/join/w", P(None, "mp")),  # of multi-token prediction

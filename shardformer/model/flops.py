@@ -53,9 +53,10 @@ def attention_flops(config: Config, layers: slice = slice(None)) -> int:
 
 def _count_multiplying(parameters: dict, config: Config) -> int:
     """Counts the parameters that multiply an activation."""
-    table = specs.count_parameters(parameters.get(EMBED, {}))
+    of_tokens = {name: leaf for name, leaf in parameters.get(EMBED, {}).items() if name != "project"}
+    table = specs.count_parameters(of_tokens)
     has_tied_head = config.model.tied and config.objective.has_vocabulary and EMBED in parameters
-    tied_head = config.model.padded_vocab * config.model.d_model if has_tied_head else 0
+    tied_head = config.model.padded_vocab * config.model.table_size if has_tied_head else 0
     return _count_active(parameters, config) - table + tied_head
 
 

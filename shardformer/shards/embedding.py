@@ -10,7 +10,7 @@ from jax import Array
 from shardformer import collectives
 from shardformer.config import Config
 from shardformer.shards.norm import Norm
-from shardformer.shards.parameters import add_bias, add_broadcast, weight, zeros
+from shardformer.shards.parameters import add_bias, add_broadcast, project, weight, zeros
 from shardformer.shards.positions import POSITIONS
 
 
@@ -31,7 +31,7 @@ class EmbeddingShard(hk.Module):
     def table(self) -> Array:
         """Returns this shard's rows; a tied head reads the same table."""
         c = self.config
-        shape = [collectives.local(c.model.padded_vocab), c.model.d_model]
+        shape = [collectives.local(c.model.padded_vocab), c.model.table_size]
         return weight("tokens", shape, c.model.table_std)
 
     def _lookup(self, tokens_BT, position_BT):
@@ -39,6 +39,8 @@ class EmbeddingShard(hk.Module):
         x_BTD = self._scale(
             collectives.reduce(self._masked_lookup(tokens_BT).astype(dtype), c.parallel.sequence_parallel)
         )
+        if c.model.table_size != c.model.d_model:
+            x_BTD = project(x_BTD, c.model.d_model, c)
         if c.model.embeds_positions:
             positions_BTd = POSITIONS[c.model.positions](c, position_BT).astype(dtype)
             positions_BTD = collectives.gather_last(positions_BTd, c.parallel.sequence_parallel)

@@ -94,8 +94,10 @@ class TransformerLayerShard(hk.Module):
 
         partial, cache = self.attention(self._enter("attention_norm", x_BTD), options, cache)
         x_BTD = x_BTD + self.branch(partial, ["o"], site=1, post_norm="post_attention_norm")
+        x_BTD = self._norm_sum("attention_norm", x_BTD)
         partial = self.feed_forward(self._enter("feed_forward_norm", x_BTD))
-        return x_BTD + self.branch(partial, ["down"], site=2, post_norm="post_feed_forward_norm"), cache
+        x_BTD = x_BTD + self.branch(partial, ["down"], site=2, post_norm="post_feed_forward_norm")
+        return self._norm_sum("feed_forward_norm", x_BTD), cache
 
     def attention(self, h_BTD: Array, options: AttentionOptions, cache: Cache | None) -> tuple[Array, Cache]:
         """Returns this shard's heads' part of the output projection, a partial sum over mp, and the cache."""
@@ -169,6 +171,11 @@ class TransformerLayerShard(hk.Module):
         """Returns the input of a branch for this shard's products, normed unless all norms follow the branches."""
         h_BTD = Norm(self.config, norm)(x_BTD) if self.config.model.pre_norms else x_BTD
         return collectives.fan_out(h_BTD, self.config.parallel.sequence_parallel)
+
+    @hk.name_like("__call__")
+    def _norm_sum(self, norm, x_BTD):
+        """Returns the residual stream after a branch was added, normed if the block has its norms there."""
+        return Norm(self.config, norm)(x_BTD) if self.config.model.sum_norms else x_BTD
 
     def _heads(self, name, h_BTD):
         """Returns this shard's queries, keys or values."""

@@ -78,7 +78,8 @@ class NextTransformerShard(CausalTransformerShard):
             x_BTD = JoinShard(c)(zeros_BTD, zeros_BTD)
             layer = functools.partial(draw_only, lambda: self._layer(c, Plain())(x_BTD, self._options(position_T)))
             hk.transparent_lift(jax.vmap(layer))(jax.random.split(hk.next_rng_key(), 1))
-            Norm(c, HEAD_NORM)(x_BTD)
+            if not c.model.sum_norms:
+                Norm(c, HEAD_NORM)(x_BTD)
 
         return {f"{PREFIX}{NEXT}{module}": leaves for module, leaves in draw_only(create, key).items()}
 

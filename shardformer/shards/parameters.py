@@ -1,5 +1,6 @@
 """Creation of this shard's slices of parameters, and operations on them."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
 
+from shardformer.config import Config
 from shardformer.config.names import DP, MP, is_stacked
+from shardformer.kernels.linear import linear
 
 
 def map_stacked(function: Callable, params: dict) -> dict:
@@ -37,6 +40,13 @@ def zeros(name: str, *shape: int) -> Array:
 def ones(name: str, *shape: int) -> Array:
     """Returns a parameter that starts at one."""
     return hk.get_parameter(name, shape, jnp.float32, init=jnp.ones)
+
+
+def project(x_BTI: Array, outputs: int, config: Config) -> Array:
+    """Returns the product of activations and the matrix `project`, which is on every shard of the model."""
+    inputs = x_BTI.shape[-1]
+    w_IO = weight("project", [inputs, outputs], config.model.matrix_std or 1 / math.sqrt(inputs))
+    return linear(x_BTI, w_IO.astype(x_BTI.dtype))
 
 
 def draw_only(module_call: Callable, key: Array) -> dict:

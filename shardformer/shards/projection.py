@@ -13,7 +13,7 @@ from shardformer.kernels import vocabulary_loss
 from shardformer.kernels.vocabulary_loss import TokenLoss, Vocabulary
 from shardformer.layout.float_weights import FLOAT, FloatWeights
 from shardformer.shards.norm import Norm
-from shardformer.shards.parameters import weight, zeros
+from shardformer.shards.parameters import project, weight, zeros
 
 
 @dataclasses.dataclass
@@ -28,11 +28,13 @@ class ProjectionShard(hk.Module):
     def __call__(self, x_BTD: Array, tied_table_vD: Array | None = None) -> tuple:
         """Returns the factors of the logits: normed activations, this shard's table and bias, and its vocabulary."""
         c, tied = self.config, tied_table_vD is not None
-        h_BTD = self._scale(Norm(c)(x_BTD))  # the logits are linear in it, and far more numbers
+        h_BTD = self._scale(self._norm(x_BTD))  # the logits are linear in it, and far more numbers
+        if c.model.table_size != c.model.d_model:
+            h_BTD = project(h_BTD, c.model.table_size, c)
         h_BTD = collectives.fan_out(h_BTD, c.parallel.sequence_parallel)
         v, table, bias_v = collectives.local(c.model.padded_vocab), tied_table_vD, None
         if not tied:
-            table = weight("w", [c.model.d_model, v], c.model.table_std)
+            table = weight("w", [c.model.table_size, v], c.model.table_std)
         if not tied and "head" in c.model.biased and c.model.head_bias:
             bias_v = self._scale(zeros("bias", v))
         multiply = self.weights.multiply_table
@@ -43,9 +45,14 @@ class ProjectionShard(hk.Module):
         return x if scale == 1 else x * scale
 
     @hk.name_like("__call__")  # else Haiku adds this method's name to the norm's path
+    def _norm(self, x_BTD: Array) -> Array:
+        """Returns the last norm of activations, unless the layers normed them."""
+        return x_BTD if self.config.model.sum_norms else Norm(self.config)(x_BTD)
+
+    @hk.name_like("__call__")
     def hidden(self, x_BTD: Array) -> Array:
         """Returns the last norm of activations, in float32."""
-        return Norm(self.config)(x_BTD).astype(jnp.float32)
+        return self._norm(x_BTD).astype(jnp.float32)
 
     def logits(self, x_BTD: Array, tied_table_vD: Array | None = None) -> Array:
         """Returns this shard's logits_BTv in float32; padded entries are -inf."""

@@ -16,7 +16,6 @@ from shardformer.kernels.vocabulary_loss import TokenLoss
 from shardformer.layout import Layout
 from shardformer.layout.attention_limits import Rows
 from shardformer.layout.choose_layers import Loop
-from shardformer.shards import layer_groups
 from shardformer.shards.dropout import Dropout
 from shardformer.shards.embedding import EmbeddingShard
 from shardformer.shards.layer import LayerInputs
@@ -304,6 +303,8 @@ def run_layers(
     Layer i is `layers[i % len(layers)]`. `wrap(layer, in_loop=...)` changes the backward pass of a layer.
     """
     if loop.scan and loop.types > 1:
+        from shardformer.shards import layer_groups  # not imported if all layers are of one type
+
         return layer_groups.scan_groups(layers, inputs, x, count, wrap)
     layers = [wrap(layer, in_loop=loop.scan) for layer in layers] if wrap else layers
     if not loop.scan:

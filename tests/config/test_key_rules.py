@@ -181,6 +181,7 @@ def or_code(name: str) -> str:
         ({"quantize_aware": "int8", "offload": "optimizer"}, "quantize_aware=int8 has masters of its own"),
         ({"param_dtype": "bfloat16"}, "the type that they multiply in: give dtype=bfloat16; got dtype=float32"),
         ({"scale": "completep:64x2", "experts": 4, "bias": "none"}, "has no rule for experts and their router"),
+        ({"scale": "completep:64x2", "embed_dim": 16}, "has no rule for embed_dim=16"),
         (LATENT | {"scale": "completep:64x2"}, "has no rule for latents, got kv_latent=16"),
         ({"scale": "completep:64x2"} | LBFGS, "needs optimizer=adamw, muon or normuon, whose updates have known"),
         *(({"scale": text}, "scale takes completep:WIDTHxLAYERS, the size for which lr was tuned, such as")

@@ -125,6 +125,7 @@ MODELS = {
         | {"rope_parameters": LINEAR},
     ),
     "opt": ("OPT", OPT),
+    "opt_350m": ("OPT", OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 16}),
     "bloom": ("Bloom", BLOOM),
     "smollm3": (
         "SmolLM3",
@@ -420,7 +421,8 @@ SETTINGS = {
     ),
     "opt": (
         {"activation_function": "gelu_new", "tie_word_embeddings": False},
-        {"num_attention_heads": 2, "hidden_size": 48, "word_embed_proj_dim": 48},
+        {"num_attention_heads": 2, "hidden_size": 48, "word_embed_proj_dim": 48, "do_layer_norm_before": False},
+        {"word_embed_proj_dim": 40, "tie_word_embeddings": False},
         {"ffn_dim": 40, "max_position_embeddings": 30, "activation_function": "gelu"},
     ),
     "bloom": (

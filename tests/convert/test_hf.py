@@ -87,7 +87,8 @@ def test_every_family_has_a_recorded_model():
 # rotations or a second rotary_theta changes no split.
 ON_A_MESH = (
     "bloom", "cohere", "deepseek_v3", "exaone4", "exaone_moe", "falcon_multi_query", "flex_olmo", "gemma2", "gpt_neo",
-    "gpt_oss", "gptj", "granite", "hunyuan_v1_dense", "llama", "ministral3", "nemotron", "neox_parallel", "olmo", "opt",
+    "gpt_oss", "gptj", "granite", "hunyuan_v1_dense", "llama", "ministral3", "nemotron", "neox_parallel", "olmo",
+    "opt_350m",
     "phi3_long", "qwen2_moe", "smollm3", "stablelm", "xglm", "youtu",
 )  # fmt: skip
 
@@ -141,6 +142,7 @@ WRONG_KEYS = {
     "starcoder2": {"window": 6, "rotary_scaling": "", "activation": "gelu_exact", "norm_eps": 1e-2},
     "gemma": {"embed_scale": 1.0, "norm": "rmsnorm", "activation": "swiglu", "rotary_scaling": ""},
     "opt": {"activation": "gelu", "norm_eps": 1e-2},
+    "opt_350m": {"activation": "gelu", "norm_eps": 1e-2},
     "bloom": {"activation": "gelu_exact", "positions": "none", "embed": "plain", "norm_eps": 1e-2},
     "mistral": {"window": 6, "window_pattern": "wf", "rotary_scaling": ""},
     "gemma2": {

@@ -107,6 +107,8 @@ def draw_keys(seed: int, teacher: str) -> dict:
             keys.pop(name, None)
     if keys.get("objective") == "orpo" and draw.random() < 0.6:
         keys |= {"objective": "mtp", "mtp_weight": choose((0.1, 0.3))}
+    if draw.random() < 0.15:
+        keys |= {"block": "sequential_sum_norms"} | choose_some({"embed_dim": (24,)}, 0.7)
     if keys.get("positions", "rotary") != "rotary":  # commands reject it
         keys.pop("rotary_scaling", None)
     return keys

@@ -36,6 +36,9 @@ BLOCKS = {
         "query_growth": 0.5, "rotary_theta": 100.0, "rotary_scaling": "yarn:4,0.5,3,6,1.5",
     },
     "xglm": {"block": "sequential", "bias": "all", "positions": "sinusoids", "embed_scale": None, "tied": True},
+    "opt": {
+        "block": "sequential_sum_norms", "bias": "all", "positions": "learned", "embed_dim": 24, "tied": True,
+    },
     "bloom": {"block": "sequential", "bias": "all", "positions": "alibi", "embed": "norm", "tied": True},
 }  # fmt: skip
 ADAPTERS = {"lora_rank": 2, "lora_targets": "q,k,v,gate"}
@@ -48,6 +51,8 @@ ROWS = [
     ("stablelm", "2x4", {"scan": False}),
     ("bloom", "2x4", {"sequence_parallel": True, "zero": 3, "attention": "blocks"}),
     ("bloom", "dp2.cp2.mp2", {}),
+    ("opt", "4x2", {"sequence_parallel": True, "zero": 3, "dropout": 0.1}),
+    ("opt", "1x8", {}),
     ("xglm", "dp2.cp2.mp2", {}),
     pytest.param("xglm", "2x4", {"sequence_parallel": True, "documents": "masked"}, marks=pytest.mark.slow),
     ("hunyuan", "2x4", {"sequence_parallel": True, "zero": 3, "remat": "full"}),
@@ -89,7 +94,7 @@ WRONG = [
     ("qwen", {"qk_norm": "none"}), ("gemma", {"logits_cap": None}), ("gemma", {"embed_scale": 1.0}),
     ("gemma", {"norm": "rmsnorm"}), ("gemma", {"activation": "swiglu"}), ("gemma", {"qk_norm": "none"}),
     ("olmo", {"qk_norm": "none"}), ("bloom", {"positions": "none"}), ("bloom", {"embed": "plain"}),
-    ("xglm", {"positions": "none"}),
+    ("xglm", {"positions": "none"}), ("opt", {"block": "sequential"}),
     ("hunyuan", {"qk_norm": "head"}), ("hunyuan", {"query_growth": 0.0}),
     ("granite", {"embed_scale": 1.0}), ("granite", {"residual_scale": 1.0}), ("granite", {"logits_scale": 1.0}),
     ("granite", {"rotary_scaling": "longrope:16,1.5,1,1.2,2,4"}), ("cohere", {"window_pattern": "fw"}),

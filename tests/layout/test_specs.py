@@ -23,6 +23,7 @@ OPTIONS = [
     {"lora_rank": 2, "lora_targets": "q,k,v,o,up,down"},
     {"qk_norm": "head"}, {"qk_norm": "all"}, {"qk_norm": "rotated_head"},
     {"block": "sequential_four_norms"}, {"block": "sequential_post_norms"},
+    {"block": "sequential_sum_norms", "embed_dim": 8},
     {"norm": "plain_layernorm", "bias": "none"}, {"sinks": True},
     {"kv_latent": 8, "q_latent": 8, "rotary_dims": 2},
     {"activation": "swiglu", "lora_rank": 2, "lora_targets": "gate"},

@@ -32,6 +32,12 @@ def test_tied_head_multiplies_by_the_table():
     assert flops.flops_per_token(config) == 6 * (layers + head) + 6 * config.model.layers * config.model.seq * 32
 
 
+def test_projection_of_the_embedding_multiplies():
+    plain, narrow = (shared.tiny(mesh="1x1", tied=True, embed_dim=size) for size in (None, 24))
+    head = 2 * 32 * 24 + 24 * 64  # both matrices, and the table
+    assert flops.flops_per_token(narrow) - flops.flops_per_token(plain) == 6 * (head - 32 * 64)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_frozen_weights_have_no_gradient_of_their_own(tied):
     """2 forward, 2 for the gradient of what they multiply; adapters have 2 more."""

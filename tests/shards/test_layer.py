@@ -228,6 +228,7 @@ NORMS = {
     "sequential": "attention_norm feed_forward_norm",
     "sequential_four_norms": "attention_norm feed_forward_norm post_attention_norm post_feed_forward_norm",
     "sequential_post_norms": "post_attention_norm post_feed_forward_norm",
+    "sequential_sum_norms": "attention_norm feed_forward_norm",
 }  # fmt: skip
 
 

@@ -1,30 +1,30 @@
-"""OPT: `OPTForCausalLM`. OPT-350M differs: norms after its branches, and tokens narrower than its layers."""
+"""OPT: `OPTForCausalLM`. OPT-350M has norms of its residual sums, and tokens narrower than its layers."""
 
 from shardformer.config import Config
 from shardformer.convert.families.family import HIDDEN_NAMES, LAYERNORM, Family, read_activation
 from shardformer.convert.families.hf_gpt2 import write_activation
 from shardformer.convert.families.layout import Part, Stored, head, linear, norm, plain, table
-from shardformer.errors import UsageError
 
 FIRST = 2  # row of the first position
 DEFAULTS = {
     "vocab_size": 50272, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "ffn_dim": 3072,
     "max_position_embeddings": 2048, "activation_function": "relu", "tie_word_embeddings": True,
-    "word_embed_proj_dim": None, "bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1,
+    "word_embed_proj_dim": None, "do_layer_norm_before": True, "bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1,
 }  # fmt: skip
 
 
 def _read(theirs: dict) -> dict:
     width = theirs["word_embed_proj_dim"]
-    if width not in (None, theirs["hidden_size"]):
-        raise UsageError(
-            f"word_embed_proj_dim={width!r:.80} is not computed here; expected hidden_size={theirs['hidden_size']}"
-        )
-    return read_activation(theirs, "activation_function")
+    block = "sequential" if theirs["do_layer_norm_before"] else "sequential_sum_norms"
+    embed_dim = None if width == theirs["hidden_size"] else width
+    return read_activation(theirs, "activation_function") | {"block": block, "embed_dim": embed_dim}
 
 
 def _write(c: Config) -> dict:
-    return write_activation(c) | {"word_embed_proj_dim": c.model.d_model}
+    return write_activation(c) | {
+        "do_layer_norm_before": not c.model.sum_norms,
+        "word_embed_proj_dim": c.model.table_size,
+    }
 
 
 def _outside(c: Config) -> list[Stored]:
@@ -34,8 +34,12 @@ def _outside(c: Config) -> list[Stored]:
         (Part("embed/positions"),),
         first=FIRST,
     )
-    tokens, last = table("model.decoder.embed_tokens.weight", c), norm("model.decoder.final_layer_norm", "head/norm", c)
-    return [tokens, positions, *last, *head("lm_head", c)]
+    arrays = [table("model.decoder.embed_tokens.weight", c), positions, *head("lm_head", c)]
+    if c.model.table_size != c.model.d_model:
+        width, narrow = c.model.d_model, c.model.table_size
+        arrays.append(linear("model.decoder.project_in", "embed/project", width, narrow))
+        arrays.append(linear("model.decoder.project_out", "head/project", narrow, width))
+    return arrays if c.model.sum_norms else arrays + norm("model.decoder.final_layer_norm", "head/norm", c)
 
 
 def _layer(c: Config) -> list[Stored]:
@@ -57,7 +61,6 @@ OPT = Family(
     names=HIDDEN_NAMES | {"d_ff": "ffn_dim"},
     defaults=DEFAULTS,
     fixed={
-        "do_layer_norm_before": (True,),
         "_remove_final_layer_norm": (False,),
         "enable_bias": (True,),
         "layer_norm_elementwise_affine": (True,),
@@ -66,10 +69,11 @@ OPT = Family(
     | {"block": "sequential", "bias": "all", "positions": "learned", "head_bias": False, "norm_eps": 1e-5},
     read=_read,
     write=_write,
-    also=("activation_function",),
+    also=("activation_function", "do_layer_norm_before", "word_embed_proj_dim"),
     outside=_outside,
     layer=_layer,
     dropouts=("dropout", "attention_dropout"),
     silent=("init_std", "layerdrop"),
     harmless=("activation_dropout",),
+    variants=lambda c: {"block": ("sequential", "sequential_sum_norms"), "embed_dim": None},
 )

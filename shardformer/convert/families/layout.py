@@ -56,7 +56,8 @@ def norm(name: str, ours: str, c: Config) -> list[Stored]:
 
 def table(name: str, c: Config) -> Stored:
     """The token table, without the rows that pad the vocabulary."""
-    return Stored(name, (c.model.vocab, c.model.d_model), (Part("embed/tokens", lambda ours: ours[: c.model.vocab]),))
+    shape = c.model.vocab, c.model.table_size
+    return Stored(name, shape, (Part("embed/tokens", lambda ours: ours[: c.model.vocab]),))
 
 
 def head(name: str, c: Config) -> list[Stored]:
@@ -65,7 +66,7 @@ def head(name: str, c: Config) -> list[Stored]:
     arrays = [
         Stored(
             f"{name}.weight",
-            (c.model.vocab, c.model.d_model),
+            (c.model.vocab, c.model.table_size),
             (Part("head/w", lambda ours: ours[:, : c.model.vocab].T),),
         )
     ]
