@@ -124,6 +124,7 @@ MODELS = {
         | {"hidden_size": 64, "intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 3}
         | {"rope_parameters": LINEAR},
     ),
+    "openai_gpt": ("OpenAIGPT", {name: value for name, value in GPT.items() if name != "n_inner"}),
     "opt": ("OPT", OPT),
     "opt_350m": ("OPT", OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 16}),
     "bloom": ("Bloom", BLOOM),
@@ -418,6 +419,11 @@ SETTINGS = {
         {"layer_types": ["sliding_attention"] * 2, "rope_parameters": YARN},
         {"layer_types": ["full_attention"] * 2, "tie_word_embeddings": False, "num_key_value_heads": 1},
         GROUPS_OF_THREE | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 1},
+    ),
+    "openai_gpt": (
+        {"n_head": 2, "n_embd": 48, "afn": "silu", "tie_word_embeddings": False},
+        {"afn": "relu", "layer_norm_epsilon": 1e-2},
+        {"n_positions": 30, "afn": "swish"},
     ),
     "opt": (
         {"activation_function": "gelu_new", "tie_word_embeddings": False},

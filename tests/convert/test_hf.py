@@ -142,6 +142,7 @@ WRONG_KEYS = {
     "starcoder2": {"window": 6, "rotary_scaling": "", "activation": "gelu_exact", "norm_eps": 1e-2},
     "gemma": {"embed_scale": 1.0, "norm": "rmsnorm", "activation": "swiglu", "rotary_scaling": ""},
     "opt": {"activation": "gelu", "norm_eps": 1e-2},
+    "openai_gpt": {"activation": "gelu_exact", "norm_eps": 1e-2},
     "opt_350m": {"activation": "gelu", "norm_eps": 1e-2},
     "bloom": {"activation": "gelu_exact", "positions": "none", "embed": "plain", "norm_eps": 1e-2},
     "mistral": {"window": 6, "window_pattern": "wf", "rotary_scaling": ""},

@@ -33,6 +33,7 @@ ROPE = {
 GEMMA = ROPE | LAYERS | {"hidden_act": ["relu"], "sliding_window_pattern": [1, 2], "query_pre_attn_scalar": [2.5, 36]}
 QWEN = ROPE | LAYERS | {"use_sliding_window": [True], "sliding_window": [5], "max_window_layers": [0, 1]}
 LOCAL = {"sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}}
+OTHERS = {"rotary": [True], "norm_eps": [0.1], "head_dim": [8]}  # of other families
 # Values in addition to those of `list_values`, and keys that the recorded files lack.
 FURTHER = {
     "llama": ROPE | LAYERS | {"rope_interleaved": [True], "internal_version": ["7b-alpha"]},
@@ -70,7 +71,9 @@ FURTHER = {
     "mpt": {"attn_config": [{"clip_qkv": 0.1}, {"softmax_scale": 0.5}, {"alibi_bias_max": 4}, {"alibi": False}]},
     "cohere": ROPE | {"use_qk_norm": [True], "logit_scale": [-1.0], "head_dim": [8]},
     "cohere2": ROPE | LAYERS | {"sliding_window": [None, 1], "sliding_window_pattern": [1, 2]},
-    "opt": {},
+    "openai_gpt": OTHERS | {"n_inner": [64], "scale_attn_weights": [False]},
+    "opt": OTHERS | {"do_layer_norm_before": [False], "word_embed_proj_dim": [16]},
+    "opt_350m": OTHERS | {"do_layer_norm_before": [True], "word_embed_proj_dim": [8, 32]},
     "bloom": {"n_embed": [64], "n_inner": [64], "num_attention_heads": [8], "hidden_dropout": [0.1]},
     "gpt_neo": {"attention_types": [[[["local"], 2]], [[["global"], 2]], [[["local"], 3]]], "rotary": [True]},
     "mistral": ROPE

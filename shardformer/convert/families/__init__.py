@@ -47,6 +47,7 @@ from shardformer.convert.families.hf_olmo import OLMO
 from shardformer.convert.families.hf_olmo2 import OLMO_2
 from shardformer.convert.families.hf_olmo3 import OLMO_3
 from shardformer.convert.families.hf_olmoe import OLMOE
+from shardformer.convert.families.hf_openai_gpt import OPENAI_GPT
 from shardformer.convert.families.hf_opt import OPT
 from shardformer.convert.families.hf_phi import PHI
 from shardformer.convert.families.hf_phi3 import PHI_3
@@ -136,6 +137,7 @@ FAMILIES = {
     "mistral4": MISTRAL_4,
     "hunyuan_v1_dense": HUNYUAN,
     "xglm": XGLM,
+    "openai-gpt": OPENAI_GPT,
 }
 
 

@@ -29,9 +29,8 @@ _BY_PART = {
     "weights of two bits": "bitnet",
     "embeddings of each layer": "gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text",
     "fixed sinusoids of this form as positions": "ctrl",
-    "norms after the residual sum": "openai-gpt",
     "norms of queries and keys after their rotation": "hunyuan_v1_moe nanochat",
-    "a factor on queries that grows with their position": "llama4 llama4_text",
+    "attention within chunks, and experts whose inputs are weighted": "llama4 llama4_text",
     "an encoder besides its decoder": (
         "bart mbart t5 pegasus marian blenderbot blenderbot-small mvp plbart prophetnet bigbird_pegasus whisper trocr"
     ),
