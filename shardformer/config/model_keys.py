@@ -73,8 +73,8 @@ class ModelKeys(KeyGroup):
         "parallel",
         "residual block; parallel: GPT-J's, one all-reduce per layer; parallel_two_norms: GPT-NeoX's; "
         "sequential: GPT-2's, two all-reduces; sequential_four_norms: Gemma 2's, norms before and after branches; "
-        "sequential_post_norms: OLMo 2's, norms only after branches; sequential_sum_norms: GPT-1's and OPT-350M's, norms "
-        "after branches are added, and none in front of the head",
+        "sequential_post_norms: OLMo 2's, norms only after branches; sequential_sum_norms: GPT-1's, norms after "
+        "branches are added, and none in front of the head",
     )
     norm: str = key(
         "layernorm",

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from shardformer.config import ARCHITECTURE, FIELDS, Config, is_hugging_face
 from shardformer.config.parsing import shorten
-from shardformer.convert import hf_special_tokens, reward_heads
+from shardformer.convert import baichuan, hf_special_tokens, reward_heads
 from shardformer.convert.families import FAMILIES, REJECTED
 from shardformer.convert.families.family import TO_ACTIVATIONS, Family, resolve_aliases
 from shardformer.convert.families.hf_gptj import rename_fork_keys
@@ -106,7 +106,8 @@ def read_model(folder: Path | BucketPath, ignored: Collection[str] = (), seq: in
 
 def _read_text_config(path: Path | BucketPath) -> dict:
     try:
-        return find_text_config(_rename_older_config(json.loads(read_small(path))))
+        theirs = baichuan.rename_config(json.loads(read_small(path)))
+        return find_text_config(_rename_older_config(theirs))
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardformer.config import Config
-from shardformer.convert import safetensors_files, weight_files
+from shardformer.convert import baichuan, safetensors_files, weight_files
 from shardformer.convert.convert_options import FLOAT_NAMES
 from shardformer.convert.families import FAMILIES, Family, Part, Stored, list_arrays, list_stored
 from shardformer.convert.families.layout import rename
@@ -34,7 +34,8 @@ _DERIVED = re.compile(
 
 def find_tensors(folder: Path) -> Mapping[str, Source]:
     """Returns the arrays of the text model of a folder."""
-    return unpack(select_text_arrays(weight_files.find_tensors(folder)))
+    tensors = select_text_arrays(weight_files.find_tensors(folder))
+    return baichuan.unpack_arrays(folder, tensors) if baichuan.is_packed(tensors) else unpack(tensors)
 
 
 def open_params(

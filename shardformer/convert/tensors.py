@@ -81,7 +81,7 @@ class Computed:
     name: str
     dtype: np.dtype
     shape: tuple[int, ...]
-    compute: Callable[[], np.ndarray]
+    compute: Callable[..., np.ndarray]
 
     def read(self, rows: slice = slice(None), seen: tuple[int, ...] | None = None) -> np.ndarray:
         """Returns rows of the array, or of the same values in another shape."""
