@@ -18,6 +18,7 @@ from shardformer.convert import (
     grok,
     hf,
     hf_settings,
+    levanter,
     maxtext,
     merge,
     orbax_folder,
@@ -97,13 +98,16 @@ def _choose_converter(source: Path | BucketPath, target: Path | BucketPath, argu
         return next((convert for word, convert in formats.items() if word in arguments), run_to_gptj)
     if isinstance(source, Path) and orbax_folder.find_state(source):
         return maxtext.maxtext_to_run
+    if isinstance(source, Path) and levanter.find_checkpoint(source):
+        return levanter.levanter_to_run
     inside = (
         next((path.parent for path in sorted(source.glob("*/shard_0"))), None) if isinstance(source, Path) else None
     )
     reason = "cannot be converted" if source.exists() else "does not exist"
     raise UsageError(
         f"{source} {reason}; expected a run, a Hugging Face folder, PEFT's adapters, GPT-J's shards "
-        f"(shard_0/0.npz), Grok-1's checkpoint (ckpt-0/tensor00000_000), EasyLM's stream or MaxText's checkpoint"
+        "(shard_0/0.npz), Grok-1's checkpoint (ckpt-0/tensor00000_000), EasyLM's stream, or a checkpoint of MaxText's "
+        "or levanter's"
         f"{f'; did you mean {inside}?' if inside else ''}"
     )
 

@@ -57,7 +57,7 @@ class FromHf:
 
 @dataclasses.dataclass(frozen=True)
 class FromMaxtext:
-    """MaxText's checkpoint (every key of a run is taken as well)."""
+    """MaxText's or levanter's checkpoint (every key of a run is taken as well)."""
 
     config: str = key("", "Hugging Face folder with the model's config.json and tokenizer, which SRC lacks")
 

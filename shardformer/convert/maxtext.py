@@ -85,15 +85,21 @@ class _Slice(NamedTuple):
 
 
 def maxtext_to_run(source: Path, target: Path, arguments: list[str]) -> str:
+    folder, words = read_options(source, arguments, "MaxText")
+    arrays = orbax_folder.Arrays(orbax_folder.find_state(source) or source)
+    return hf.model_to_run(folder, target, words, [], arrays.folder, functools.partial(find_tensors, arrays))
+
+
+def read_options(source: Path, arguments: list[str], owner: str) -> tuple[Path, list[str]]:
+    """Returns the folder with the configuration that a checkpoint of this owner lacks, and the other arguments."""
     options, words = parsing.parse_known_options(arguments, FromMaxtext)
-    state, folder = orbax_folder.find_state(source), Path(options.config)
-    if state is None or not options.config or not hf_settings.is_hf_folder(folder):
+    folder = Path(options.config)
+    if not options.config or not hf_settings.is_hf_folder(folder):
         raise UsageError(
-            f"{source} is a checkpoint of MaxText's, which has no configuration; give config=FOLDER, a Hugging Face "
+            f"{source} is a checkpoint of {owner}'s, which has no configuration; give config=FOLDER, a Hugging Face "
             f"folder with config.json and tokenizer of this model, got config={options.config}"
         )
-    arrays = orbax_folder.Arrays(state)
-    return hf.model_to_run(folder, target, words, [], state, functools.partial(find_tensors, arrays))
+    return folder, words
 
 
 def find_tensors(arrays: orbax_folder.Arrays, model: PublishedModel) -> dict[str, Computed]:

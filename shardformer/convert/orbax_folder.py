@@ -27,12 +27,16 @@ def find_state(folder: Path) -> Path | None:
     return next((place for place in candidates if (place / METADATA).is_file()), None)
 
 
+def require_tensorstore(folder: Path) -> None:
+    if importlib.util.find_spec("tensorstore") is None:
+        raise UsageError(f"{folder} has arrays of tensorstore, which is missing: pip install 'shardformer[orbax]'")
+
+
 class Arrays:
     """The arrays of a checkpoint by name, such as `params.params.decoder.decoder_norm.scale`."""
 
     def __init__(self, folder: Path):
-        if importlib.util.find_spec("tensorstore") is None:
-            raise UsageError(f"{folder} is Orbax's, which needs tensorstore: pip install 'shardformer[orbax]'")
+        require_tensorstore(folder)
         self.folder = folder
         try:
             described = json.loads(read_bytes(folder / METADATA, MAX_METADATA))
@@ -44,20 +48,19 @@ class Arrays:
             raise RunError(f"{folder / METADATA} does not list arrays ({error!s:.100}); copy it again") from None
         self.open = functools.cache(self._open)
 
-    def _open(self, name: str) -> Any:
-        """Returns tensorstore's array of this name, not yet read."""
-        import tensorstore
-
+    def _describe(self, name: str) -> dict[str, Any]:
+        """Returns tensorstore's description of the array of this name."""
         folder = self.folder.absolute()
         store = {"driver": "file", "path": f"{folder}/{name}/"}
         if (folder / OCDBT).is_file():
             store = {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"{name}/"}
-        spec = {
-            "driver": self._driver,
-            "kvstore": store,
-            "recheck_cached_data": False,
-            "fill_missing_data_reads": not self._is_complete,
-        }
+        return {"driver": self._driver, "kvstore": store, "fill_missing_data_reads": not self._is_complete}
+
+    def _open(self, name: str) -> Any:
+        """Returns tensorstore's array of this name, not yet read."""
+        import tensorstore
+
+        spec = self._describe(name) | {"recheck_cached_data": False}
         with self._explain(name):
             array: Any = tensorstore.open(spec, open=True, read=True, context=self._context).result()
         chunk = array.chunk_layout.read_chunk.shape

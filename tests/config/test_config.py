@@ -86,7 +86,7 @@ def test_model_batch_and_state_keys_are_fixed_on_resume():
               "norm", "norm_eps", "bias", "head_bias", "positions", "rotary_dims", "rotary_theta", "rotary_scaling",
               "attention_scale", "attention_cap", "window", "window_pattern", "window_rotary_theta",
               "embed", "tied", "init_std", "head_dim", "qk_norm", "logits_cap", "embed_scale", "residual_scale",
-              "logits_scale", "sinks", "kv_latent", "q_latent", "value_dim", "query_growth",
+              "embed_dim", "logits_scale", "sinks", "kv_latent", "q_latent", "value_dim", "query_growth",
               "scale"}  # fmt: skip
     batches = {"tokenizer", "order", "documents", "mask_prompt", "special_tokens", "bos", "batch",
                "seed", "chat_template", "objective", "teacher", "group_size", "answer_tokens", "rollout_steps",

@@ -27,6 +27,7 @@ IN_SHAPES = {
     "kv_heads": {"kv_heads": 2}, "d_ff": {"d_ff": 64}, "seq": {"seq": 32, "positions": "learned"},
     "vocab_multiple": {"vocab_multiple": 48}, "bias": {"bias": "all"}, "head_bias": {"head_bias": False},
     "value_dim": {"value_dim": 8, "kv_latent": 16, "rotary_dims": 2, "bias": "none"},
+    "embed_dim": {"embed_dim": 16},
 }  # fmt: skip
 INITIAL_VALUES_ONLY = {"init_std"}
 
