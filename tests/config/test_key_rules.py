@@ -111,7 +111,8 @@ def or_code(name: str) -> str:
         *(
             ({name: -1}, f"{name} must be at least 1, or {none}, got -1")
             for name, none in {"kv_heads": "auto", "d_ff": "auto", "rotary_dims": "auto", "decay_steps": "auto",
-                               "head_dim": "auto", "embed_dim": "auto", "loss_chunk": "auto", "eval_batches": "all"}.items()
+                               "head_dim": "auto", "embed_dim": "auto", "loss_chunk": "auto",
+                               "eval_batches": "all"}.items()
         ),
         *(({name: -1}, f"{name} must not be negative, or {none}, got -1") for name, none in
           {"init_std": "fan_in", "attention_scale": "auto", "logits_cap": "none", "embed_scale": "sqrt",
