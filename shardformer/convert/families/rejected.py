@@ -29,6 +29,10 @@ _BY_PART = {
     "weights of two bits": "bitnet",
     "embeddings of each layer": "gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text",
     "fixed sinusoids of this form as positions": "ctrl",
+    "norms of queries and keys that subtract the mean": "persimmon fuyu",
+    "positions relative to segments": "cpmant",
+    "attention to images": "mllama",
+    "codebooks of sounds": "moshi musicgen musicgen_melody",
     "norms of queries and keys after their rotation": "hunyuan_v1_moe nanochat",
     "attention within chunks, and experts whose inputs are weighted": "llama4 llama4_text",
     "an encoder besides its decoder": (
