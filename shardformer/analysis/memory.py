@@ -25,6 +25,7 @@ class DeviceBytes(NamedTuple):
     gradients: int  # while a step runs
     optimizer: int  # with float32 masters of parameters that are stored in bfloat16
     average: int
+    reward_model: int = 0  # parameters of the one that scores a policy's answers
     host: int = 0  # of the host's memory, which offload=optimizer uses for each device
 
     @property
@@ -55,7 +56,8 @@ def predict_bytes(config: Config) -> DeviceBytes:
     _, parameters, optimizer, average, masters, *_ = map(_sum, stored)
     host = sum(shard_bytes(leaf, leaf.sharding) for _, leaf in list_offloaded(state))
     parameters += sum(shard_bytes(leaf, leaf.sharding) for leaf in jax.tree.leaves(model.constant_shapes()))
-    return DeviceBytes(parameters, _sum(gradients), optimizer + masters - host, average, host)
+    rewards = sum(shard_bytes(leaf, leaf.sharding) for leaf in jax.tree.leaves(model.companion_shapes()))
+    return DeviceBytes(parameters, _sum(gradients), optimizer + masters - host, average, rewards, host)
 
 
 def list_offloaded(state) -> list[tuple]:

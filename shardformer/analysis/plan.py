@@ -43,7 +43,7 @@ class Plan(NamedTuple):
     def bytes(self) -> int:
         """The bytes on one device: compiled for this chip if possible, else estimated."""
         if self.compiled and self.compiled.compiler == "libtpu" and not self.compiled.refused:
-            return self.compiled.bytes
+            return self.compiled.bytes + self.stored.reward_model  # which no step reads
         return self.estimate
 
     @property

@@ -174,6 +174,10 @@ class TaskOnMesh:
         """Returns the shapes and shardings of the arrays that a step needs besides its batch."""
         return {}
 
+    def companion_shapes(self) -> dict:
+        """Returns the shapes and shardings of another model's arrays, which a step does not read."""
+        return {}
+
     def make_constants(self) -> dict:
         """Returns arrays of these shapes, for a measurement of a step."""
         return {}

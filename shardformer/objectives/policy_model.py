@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardformer import collectives
+from shardformer import checkpoint, collectives, storage
 from shardformer.config.names import CP
 from shardformer.model.model import Model
 from shardformer.model.task_on_mesh import TaskOnMesh
+from shardformer.objectives.reward_model import RewardModel, fit_rows, names_run
 from shardformer.shards.pair_transformer import PairTransformerShard
 
 
@@ -58,6 +59,14 @@ class PolicyModel(Model):
         if self.config.preferences.beta:
             shapes["references"] = values
         return shapes | dict.fromkeys(("rewards", "lengths"), jax.ShapeDtypeStruct((rows,), jnp.float32))
+
+    def companion_shapes(self) -> dict:
+        """Returns the parameters of the reward model that reward= names, on the policy's mesh."""
+        name = self.config.start.reward
+        if not names_run(name):
+            return {}
+        reward = checkpoint.read_config(storage.reading_folder(storage.location(name)))
+        return RewardModel.on(fit_rows(reward, self.config), self.mesh).abstract
 
     def prepare(self, batch):
         """Returns the batch with weights of mean 1 and, for dr_grpo, each row's factor of the loss."""

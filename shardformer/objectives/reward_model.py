@@ -3,15 +3,20 @@
 The number is read at the last token of an answer by a head [d_model, 1], which replaces that of the vocabulary.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardformer import collectives
+from shardformer import collectives, storage
 from shardformer.config import Config
+from shardformer.config.keys import keys_of, next_multiple
 from shardformer.config.names import PREFIX, Stream
+from shardformer.config.parallel_keys import ParallelKeys
+from shardformer.config.registries import names_code
+from shardformer.errors import UsageError
 from shardformer.kernels.threefry import THREEFRY
 from shardformer.model.model import Model
 from shardformer.objectives.preference_model import Losses, PreferenceModel
@@ -19,6 +24,7 @@ from shardformer.shards.score_transformer import SCORE, ScoreTransformerShard
 
 HEAD = f"{PREFIX}head"  # of the vocabulary, if no table is tied to it
 MODULE = f"{PREFIX}{SCORE}"
+TILE = 128  # tokens: rows are as long as a multiple of it
 
 
 class RewardLoss(NamedTuple):
@@ -103,3 +109,35 @@ def compute_losses(chosen: jax.Array, rejected: jax.Array, center: float) -> jax
 def replace_head(params: dict, head) -> dict:
     """Returns the parameters of a language model with this head in place of the vocabulary's."""
     return {module: leaves for module, leaves in params.items() if module != HEAD} | {MODULE: {"w": head}}
+
+
+def names_run(name: str) -> bool:
+    """Returns whether reward= names a folder with a config.json."""
+    return bool(name) and not names_code(name) and (storage.location(name) / "config.json").exists()
+
+
+def fit_rows(reward: Config, policy: Config) -> Config:
+    """Returns the configuration of a reward model on the policy's mesh, for rows that hold all tokens of the policy's.
+
+    A table of learned positions keeps its length.
+    """
+    seq = reward.model.seq
+    if reward.model.positions != "learned":
+        seq = next_multiple(policy.model.seq + 1, math.lcm(TILE, 2 * policy.parallel.mp * policy.parallel.cp))
+    of_mesh = {name: policy.get(name) for name in keys_of(ParallelKeys) if name not in ("dtype", "loss_chunk")}
+    of_rows = {"batch": policy.training.batch, "accum": 1, "documents": "padded", "seq": seq}
+    check_frequencies(reward, seq)
+    try:
+        return reward.replace(**of_mesh | of_rows).without_gradients()
+    except UsageError as error:
+        raise UsageError(f"reward={reward.run.out} cannot be split over this policy's mesh: {error}") from None
+
+
+def check_frequencies(reward: Config, seq: int) -> None:
+    """Raises UsageError if rows of `seq` tokens have other frequencies of longrope than those of the training."""
+    limit, trained = reward.model.longest_short_row, reward.model.seq
+    if limit and (trained > limit) != (seq > limit):
+        raise UsageError(
+            f"reward={reward.run.out} was trained in rows of seq={trained}, and would read rows of {seq} tokens here: "
+            f"its longrope has other frequencies beyond {limit}; give a reward model that was trained with seq={seq}"
+        )

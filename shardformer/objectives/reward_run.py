@@ -1,7 +1,6 @@
 """Rewards that a run of objective=reward gives: its weights on the devices of the run that learns from them."""
 
 import dataclasses
-import math
 
 import jax
 import numpy as np
@@ -9,27 +8,19 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer import checkpoint, storage
 from shardformer.config import Config, is_hugging_face
-from shardformer.config.keys import keys_of, next_multiple
-from shardformer.config.parallel_keys import ParallelKeys
-from shardformer.config.registries import names_code
+from shardformer.config.keys import next_multiple
 from shardformer.data import Data, Vocabulary
 from shardformer.data.prompt_windows import PromptRow
 from shardformer.devices import processes, programs
 from shardformer.errors import RunError, UsageError
 from shardformer.inference.generator import Continuation, place
 from shardformer.messages import log
-from shardformer.objectives.reward_model import RewardModel
+from shardformer.objectives.reward_model import RewardModel, fit_rows
 from shardformer.objectives.weight_digests import check_weights, digest_weights
 from shardformer.training.run_folder import Run
 from shardformer.training.trainer import Trainer
 
 FILE = "reward.json"
-TILE = 128  # tokens: rows are as long as a multiple of it
-
-
-def names_run(name: str) -> bool:
-    """Returns whether reward= names a folder with a config.json."""
-    return bool(name) and not names_code(name) and (storage.location(name) / "config.json").exists()
 
 
 class RewardOfRun:
@@ -134,31 +125,4 @@ def check_positions(reward: Config, policy: Config) -> None:
         raise UsageError(
             f"reward={reward.run.out} has learned positions for seq={seq}, and a prompt and its answer have up to "
             f"{longest} tokens; give seq={seq - 1}"
-        )
-
-
-def fit_rows(reward: Config, policy: Config) -> Config:
-    """Returns the configuration of a reward model on the policy's mesh, for rows that hold all tokens of the policy's.
-
-    A table of learned positions keeps its length.
-    """
-    seq = reward.model.seq
-    if reward.model.positions != "learned":
-        seq = next_multiple(policy.model.seq + 1, math.lcm(TILE, 2 * policy.parallel.mp * policy.parallel.cp))
-    of_mesh = {name: policy.get(name) for name in keys_of(ParallelKeys) if name not in ("dtype", "loss_chunk")}
-    of_rows = {"batch": policy.training.batch, "accum": 1, "documents": "padded", "seq": seq}
-    check_frequencies(reward, seq)
-    try:
-        return reward.replace(**of_mesh | of_rows).without_gradients()
-    except UsageError as error:
-        raise UsageError(f"reward={reward.run.out} cannot be split over this policy's mesh: {error}") from None
-
-
-def check_frequencies(reward: Config, seq: int) -> None:
-    """Raises UsageError if rows of `seq` tokens have other frequencies of longrope than those of the training."""
-    limit, trained = reward.model.longest_short_row, reward.model.seq
-    if limit and (trained > limit) != (seq > limit):
-        raise UsageError(
-            f"reward={reward.run.out} was trained in rows of seq={trained}, and would read rows of {seq} tokens here: "
-            f"its longrope has other frequencies beyond {limit}; give a reward model that was trained with seq={seq}"
         )

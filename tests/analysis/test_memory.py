@@ -206,3 +206,22 @@ def test_offloaded_state_outside_of_layers_is_on_the_device_during_a_step():
     hosted, kept = (temporaries.estimate_temporaries(resolve(config.replace(offload=o))) for o in ("optimizer", "none"))
     assert hosted - kept == moment_bytes(lambda module: not is_stacked(module))
     assert hosted - kept < moment_bytes(lambda module: True)
+
+
+@pytest.mark.parametrize(("shape", "zero"), [("1x1", 0), ("4x2", 0), ("4x2", 1)])
+def test_reward_model_of_a_policy_counts(shape, zero, tmp_path):
+    reward = shared.tiny(mesh="1x1", objective="reward", layers=1, d_ff=64, bias="none")
+    (tmp_path / "config.json").write_text(reward.to_json())
+    policy = shared.tiny(mesh=shape, zero=zero, objective="grpo", group_size=2, answer_tokens=8)
+    plain, scored = (memory.predict_bytes(policy.replace(reward=name)) for name in ("", str(tmp_path)))
+    table, layer, norms, head = 64 * 32, 4 * 32 * 32 + 2 * 32 * 64, 2 * 32, 32
+    mp = policy.parallel.mp
+    assert scored.reward_model == 4 * ((table + layer) // mp + norms + head)
+    assert scored.total - plain.total == scored.reward_model
+    assert plain.reward_model == 0
+
+
+def test_compiled_step_and_reward_model_count_together():
+    stored = memory.DeviceBytes(10, 20, 30, 0, reward_model=7)
+    compiled = types.SimpleNamespace(compiler="libtpu", refused="", bytes=100)
+    assert plan.Plan(None, None, stored, 0, [], None, compiled).bytes == 107  # type: ignore[arg-type]
