@@ -150,10 +150,7 @@ class ModelKeys(KeyGroup):
         "BLOOM's",
     )
     embed_dim: int | None = key(
-        None,
-        "width of the token embeddings and of the output head, with a matrix to d_model and one from it, as OPT-350M; "
-        "auto: d_model",
-        least=1,
+        None, "width of token embeddings and head, by matrices to and from d_model, as OPT-350M; auto: d_model", least=1
     )
     embed_scale: float | None = key(
         1.0,

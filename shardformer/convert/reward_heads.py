@@ -34,6 +34,10 @@ def choose_head(family: Family, theirs: dict, config: Config) -> Config:
         return config
     if named != [name_class(family)]:
         raise UsageError(f"architectures={named!r:.80} is not known here; expected {name_class(family)}")
+    if config.model.table_size != config.model.d_model:
+        raise UsageError(
+            f"{named[0]} reads its score behind the matrix of word_embed_proj_dim, which is not computed here"
+        )
     labels = theirs.get("id2label")
     count = theirs.get("num_labels", 2) if labels is None else len(labels)  # transformers' default
     if count != 1:

@@ -9,8 +9,10 @@ import pytest
 from shardformer import exact
 from shardformer.__main__ import main
 from shardformer.analysis import traced
-from shardformer.convert import hf_settings, hf_state, runs
+from shardformer.convert import hf_settings, hf_state, reward_heads, runs
+from shardformer.convert.families import FAMILIES
 from shardformer.data.prompt_windows import PromptRow
+from shardformer.errors import UsageError
 from shardformer.inference.generator import Continuation
 from shardformer.layout import mesh
 from shardformer.objectives.reward_run import RewardOfRun
@@ -109,3 +111,12 @@ def test_head_of_another_objective_is_rejected(tmp_path, capsys, folder, objecti
     source = make_folder("qwen3", tmp_path / "src") if folder == "reward" else FOLDER / "qwen3"
     assert main(["convert", str(source), str(tmp_path / "run"), f"objective={objective}"]) == USAGE
     assert f"objective={objective} contradicts {source}/config.json, which has {trained}" in capsys.readouterr().err
+
+
+def test_scores_of_narrow_embeddings_are_rejected():
+    family, config = hf_settings.read_config(FOLDER / "opt_350m")
+    theirs = {"architectures": ["OPTForSequenceClassification"], "num_labels": 1}
+    with pytest.raises(UsageError, match="reads its score behind the matrix of word_embed_proj_dim"):
+        reward_heads.choose_head(FAMILIES[family], theirs, config)
+    with pytest.raises(UsageError, match="has embed_dim=16; the closest, opt, differs there"):
+        hf_settings.choose_family(config.replace(objective="reward", tied=False), family)

@@ -75,5 +75,8 @@ OPT = Family(
     dropouts=("dropout", "attention_dropout"),
     silent=("init_std", "layerdrop"),
     harmless=("activation_dropout",),
-    variants=lambda c: {"block": ("sequential", "sequential_sum_norms"), "embed_dim": None},
+    variants=lambda c: {
+        "block": ("sequential", "sequential_sum_norms"),
+        "embed_dim": None if c.objective.has_vocabulary else (None, c.model.d_model),
+    },
 )
