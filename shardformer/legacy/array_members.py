@@ -20,6 +20,7 @@ ADVICE = {
     "'dict' object has no attribute 'unfreeze'": frozen_dicts.ADVICE,
     "incompatible devices for jitted computation": "jax: the result of a pmap met arrays on one device up to jax 0.4; "
     "today write jax.device_put(x, device) around it, or around the other",
+    "only 0-dimensional arrays can be converted": "numpy: float(x) of an array with one value is x.item() today",
     "cannot import name 'Flax": f"transformers: {FLAX_MODELS}",
     "Device' object is not callable": "jax: x.device() is x.device today; an assert of pytest and getattr read it "
     "before they call it: write device = x.device() on a line before",
@@ -41,6 +42,8 @@ def put_back(stack: contextlib.ExitStack) -> None:
         _set(stack, array, "unsafe_raw_array", jax.random.key_data)
         _set(stack, array, "to_py", lambda x: np.asarray(x))
         _set(stack, array, "block_host_until_ready", lambda x: x.block_until_ready())
+        for conversion in vars(array).keys() & {"__int__", "__float__", "__complex__"}:  # random keys have none
+            _set(stack, array, conversion, _of_one_value(vars(array)[conversion]))
     for member in ("as_text", "compiler_ir"):
         _set(stack, Lowered, member, _naming_mhlo(getattr(Lowered, member)))
     _set(stack, Compiled, "compiler_ir", lambda compiled: compiled.runtime_executable().hlo_modules())
@@ -50,6 +53,16 @@ def put_back(stack: contextlib.ExitStack) -> None:
         _set(stack, owner, "split", jnp.split)
         _set(stack, owner, "broadcast", jax.lax.broadcast)
         _set(stack, owner, "broadcast_in_dim", jax.lax.broadcast_in_dim)
+
+
+def _of_one_value(conversion: Callable) -> Callable:
+    """Returns a conversion to a Python number that accepts an array of one value, whatever its rank is."""
+
+    @functools.wraps(conversion)
+    def convert(array):
+        return conversion(array.reshape(()) if array.size == 1 else array)
+
+    return convert
 
 
 def _equals_tuple(spec: PartitionSpec, other) -> bool:

@@ -145,6 +145,10 @@ RENAMED = {
     "jax.experimental.optimizers": "jax.example_libraries.optimizers",
     "jax.experimental.stax": "jax.example_libraries.stax",
     "haiku.experimental.named_call": "jax:named_call",
+    **{
+        f"chex.assert_tree_all_{name}": f"chex:assert_trees_all_{name}"
+        for name in ("close", "equal_comparator", "equal_shapes", "equal_structs")
+    },
     "optax.AdditiveWeightDecayState": "optax:AddDecayedWeightsState",
     "optax.additive_weight_decay": "optax:add_decayed_weights",
     "optax.maybe_update": "optax:conditionally_transform",

@@ -54,6 +54,18 @@ def test_install_imports_neither_haiku_nor_optax(libraries):
         optix.adam  # noqa: B018
 
 
+def test_chex_has_its_old_assertions(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "chex", raising=False)
+    (tmp_path / "chex.py").write_text("def assert_trees_all_close(*trees): return trees\n")
+    with installed():
+        import chex
+
+        assert chex.assert_tree_all_close is chex.assert_trees_all_close
+        assert not hasattr(chex, "assert_tree_all_equal_shapes")  # today's name is gone too
+    assert not hasattr(sys.modules.pop("chex"), "assert_tree_all_close")
+
+
 def test_the_stack_of_traces_tells_transformations_apart():
     def level():
         running = jax.core.thread_local_state.trace_state.trace_stack.stack
