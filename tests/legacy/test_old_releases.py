@@ -1,4 +1,4 @@
-"""The tests of jax 0.4.13 that do not pass under `legacy` are listed by name, with the reason."""
+"""The tests of jax 0.4.13, dm-haiku 0.0.9 and optax 0.1.5 that fail under `legacy` are listed, with the reason."""
 
 import json
 import re
