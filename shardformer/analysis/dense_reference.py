@@ -89,7 +89,11 @@ def run_layers(c, params: Params, tokens, masks, documents, routes):
 def embed_tokens(c, params: Params, tokens, positions):
     """Returns [B, T, D] in front of the first layer, without dropout."""
     embed = params["transformer/embed"]
-    x = embed["tokens"][tokens] * (math.sqrt(c.model.d_model) if c.model.embed_scale is None else c.model.embed_scale)
+    rows = embed["tokens"][tokens]
+    for distance, table in enumerate(embed.get("previous", ()), 1):
+        reaches = (positions >= distance)[..., None]
+        rows = rows + jnp.where(reaches, jnp.roll(table[tokens], distance, axis=1), 0)
+    x = rows * (math.sqrt(c.model.d_model) if c.model.embed_scale is None else c.model.embed_scale)
     if "project" in embed:
         x = x @ embed["project"]
     x = x + embed.get("bias", jnp.zeros(c.model.d_model))[None, None]

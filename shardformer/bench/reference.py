@@ -34,7 +34,7 @@ PLAIN = {
     "moment_dtype": "float32", "window": None, "attention_cap": None, "head_dim": None, "qk_norm": "none",
     "embed_scale": 1.0, "logits_cap": None, "residual_scale": 1.0, "logits_scale": 1.0, "window_pattern": "",
     "experts": 0, "offload": "none", "sinks": False, "kv_latent": None, "query_growth": 0.0, "scale": "",
-    "embed_dim": None,
+    "embed_dim": None, "previous_tokens": 0,
 }  # fmt: skip
 # Values that the reference implements, and the one that a rejection proposes.
 IMPLEMENTED = {

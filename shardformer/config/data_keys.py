@@ -25,9 +25,7 @@ class DataKeys(KeyGroup):
 
     # `data` and `validation` may move: a run recognises its text by a fingerprint.
     source: str = key(
-        "auto",
-        "auto, tiny_shakespeare, builtin, tfds:NAME, text files, token files, or 'a=3,b=1' of them",
-        flat="data",
+        "auto", "auto, tiny_shakespeare, builtin, tfds:NAME, text files, token files, or 'a=3,b=1' of them", flat="data"
     )
     tokenizer: str = key(
         "auto", "chars, bytes, bpe:N (trained on the data), a tokenizer.json, or ids; auto: by the data", fixed=True
@@ -36,9 +34,7 @@ class DataKeys(KeyGroup):
         "", "another source for validation, or a share of the data; empty means 0.05, and 2 MB at most"
     )
     order: Literal["epoch", "random", "file"] = key(
-        "epoch",
-        "order of the rows; epoch: each once, shuffled; random: nanoGPT's; file: as stored",
-        fixed=True,
+        "epoch", "order of the rows; epoch: each once, shuffled; random: nanoGPT's; file: as stored", fixed=True
     )
     documents: Literal["packed", "masked", "padded"] = key(
         "packed",

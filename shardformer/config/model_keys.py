@@ -125,10 +125,7 @@ class ModelKeys(KeyGroup):
         False, "give each head a trainable logit that only the denominator of its softmax has, as gpt-oss"
     )
     window: int | None = key(
-        None,
-        "tokens that a windowed layer attends to, its own token included; none: all",
-        least=1,
-        none="none",
+        None, "tokens that a windowed layer attends to, its own token included; none: all", least=1, none="none"
     )
     window_pattern: str = key(
         "",
@@ -157,6 +154,9 @@ class ModelKeys(KeyGroup):
         "factor on the token embeddings, as Granite; sqrt: sqrt(d_model), rounded to dtype, as Gemma",
         least=0,
         none="sqrt",
+    )
+    previous_tokens: int = key(
+        0, "tokens before each whose vectors, from a table of each distance, are added to its own; 0: none", least=0
     )
     residual_scale: float = key(
         1.0, "factor on each branch before it is added to the residual stream, as Granite", least=0

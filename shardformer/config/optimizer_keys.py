@@ -51,9 +51,7 @@ class OptimizerKeys(KeyGroup):
         used_if=UsedIf(lambda keys: keys.decays_late, "without schedule=wsd"),
     )
     lr_rules: str = key(
-        "",
-        "rates by whole parts of names: '*bias=10x,embed=0.1x,layers/up=frozen'; first match wins",
-        fixed=True,
+        "", "rates by whole parts of names: '*bias=10x,embed=0.1x,layers/up=frozen'; first match wins", fixed=True
     )
     beta1: float = key(0.9, "decay of Adam's first moment", used_if=WITH_RATE)
     beta2: float = key(0.99, "decay of Adam's second moment", used_if=WITH_RATE)
@@ -66,9 +64,7 @@ class OptimizerKeys(KeyGroup):
         fixed=True,
     )
     moment_dtype: Literal["float32", "bfloat16"] = key(
-        "float32",
-        "type of the optimizer's moments; bfloat16 takes half the memory and rounds at random",
-        fixed=True,
+        "float32", "type of the optimizer's moments; bfloat16 takes half the memory and rounds at random", fixed=True
     )
     offload: Literal["none", "optimizer"] = key(
         "none",

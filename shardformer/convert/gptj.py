@@ -29,7 +29,7 @@ FIXED = {
     "activation": "gelu", "attention_scale": None, "rotary_theta": 10_000.0, "rotary_scaling": "",
     "lora_rank": 0, "window": None, "attention_cap": None, "head_dim": None, "qk_norm": "none",
     "embed_scale": 1.0, "logits_cap": None, "residual_scale": 1.0, "logits_scale": 1.0, "window_pattern": "",
-    "experts": 0, "sinks": False, "kv_latent": None, "query_growth": 0.0,
+    "experts": 0, "sinks": False, "kv_latent": None, "query_growth": 0.0, "previous_tokens": 0,
 }  # fmt: skip
 
 

@@ -30,6 +30,7 @@ RULES = (
     ("*/layers/down_bias", P()),
     ("*/embed/tokens", P("mp", None)),
     ("*/embed/bias", P()),
+    ("*/embed/previous", P(None, "mp", None)),
     ("*/embed/positions", P(None, "mp")),
     ("*/project", P()),  # between d_model and the width of the token table
     ("*/relative_bias/*", P(None, "mp")),  # of any position encoding: [rows, heads]

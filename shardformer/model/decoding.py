@@ -47,9 +47,10 @@ class Decoder:
         """Returns logits [B, V] after the first lengths[b] of each row of tokens [B, S], and each layer's cache.
 
         Rows are split over dp. In the caches, which are rings, every row ends just before slot `end`. A cache has
-        `cache_size` slots, or fewer if the layer's window is shorter, rounded up to a multiple of cp.
+        `cache_size` slots, or fewer if its window is shorter, rounded up to a multiple of cp.
         """
         m, attention = self.model, self._shard.layout.attention
+        windows = *m.config.model.layer_windows, m.config.model.previous_tokens + 1
 
         def body(params, tokens_BS, length_B, end):
             def one(tokens_S, length):
@@ -57,7 +58,7 @@ class Decoder:
                     return attention.align(cache, min(cache_size, window or cache_size), length, end)
 
                 logits_1v, caches = self._shard.prefill(params, tokens_S[None], length)
-                return logits_1v[0], list(map(align, caches, m.config.model.layer_windows))
+                return logits_1v[0], list(map(align, caches, windows))
 
             return jax.vmap(one)(attention.take_tokens(tokens_BS), length_B)
 

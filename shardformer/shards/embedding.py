@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import haiku as hk
 import jax.numpy as jnp
@@ -21,9 +22,9 @@ class EmbeddingShard(hk.Module):
     config: Config
     name: str = "embed"
 
-    def __call__(self, tokens_BT: Array, position_BT: Array) -> Array:
+    def __call__(self, tokens_BT: Array, position_BT: Array, look_up_before: Callable | None = None) -> Array:
         """Returns x_BTD, replicated over mp or split by tokens; `position_BT` may have one row for all."""
-        x_BTD = self._lookup(tokens_BT, position_BT)
+        x_BTD = self._lookup(tokens_BT, position_BT, look_up_before)
         if self.config.model.embed == "bias":
             x_BTD = add_bias(x_BTD, zeros("bias", self.config.model.d_model))
         return Norm(self.config)(x_BTD) if self.config.model.embed == "norm" else x_BTD
@@ -34,11 +35,12 @@ class EmbeddingShard(hk.Module):
         shape = [collectives.local(c.model.padded_vocab), c.model.table_size]
         return weight("tokens", shape, c.model.table_std)
 
-    def _lookup(self, tokens_BT, position_BT):
+    def _lookup(self, tokens_BT, position_BT, look_up_before):
         c, dtype = self.config, jnp.dtype(self.config.parallel.dtype)
-        x_BTD = self._scale(
-            collectives.reduce(self._masked_lookup(tokens_BT).astype(dtype), c.parallel.sequence_parallel)
-        )
+        x_BTD = self.masked_lookup(tokens_BT, self.table())
+        if look_up_before:
+            x_BTD = x_BTD + look_up_before(self, position_BT)
+        x_BTD = self._scale(collectives.reduce(x_BTD.astype(dtype), c.parallel.sequence_parallel))
         if c.model.table_size != c.model.d_model:
             x_BTD = project(x_BTD, c.model.d_model, c)
         if c.model.embeds_positions:
@@ -47,9 +49,8 @@ class EmbeddingShard(hk.Module):
             x_BTD = add_broadcast(x_BTD, positions_BTD)
         return x_BTD
 
-    def _masked_lookup(self, tokens_BT):
+    def masked_lookup(self, tokens_BT: Array, table_vD: Array) -> Array:
         """Returns the rows of the tokens that this shard stores, else zeros; a sum over mp completes them."""
-        table_vD = self.table()
         row_BT = tokens_BT - collectives.offset(table_vD.shape[0])
         in_shard_BT = (row_BT >= 0) & (row_BT < table_vD.shape[0])
         x_BTD = table_vD[jnp.where(in_shard_BT, row_BT, 0)]

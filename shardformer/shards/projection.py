@@ -59,11 +59,7 @@ class ProjectionShard(hk.Module):
         return vocabulary_loss.project(*self(x_BTD, tied_table_vD))
 
     def loss(
-        self,
-        x_BTD: Array,
-        targets_BT: Array,
-        tied_table_vD: Array | None = None,
-        weights_BT: Array | None = None,
+        self, x_BTD: Array, targets_BT: Array, tied_table_vD: Array | None = None, weights_BT: Array | None = None
     ) -> tuple[Array, TokenLoss]:
         """Returns (the mean that training minimises, each token's loss); only the first may be differentiated.
 

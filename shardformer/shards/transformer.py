@@ -21,12 +21,7 @@ from shardformer.shards.embedding import EmbeddingShard
 from shardformer.shards.layer import LayerInputs
 from shardformer.shards.layer_features import choose_features, choose_layer, choose_mixed_layers, choose_records
 from shardformer.shards.parameters import draw_only, unstack
-from shardformer.shards.positions import (
-    RelativeBiasShard,
-    choose_by_length,
-    find_rotation,
-    restart_positions,
-)
+from shardformer.shards.positions import RelativeBiasShard, choose_by_length, find_rotation, restart_positions
 from shardformer.shards.projection import ProjectionShard
 
 
@@ -42,6 +37,11 @@ class CausalTransformerShard:
         )
         self._stage_layers, self._features, self.records = c.stage_layers, choose_features(c), choose_records(layout)
         self._mixed, self._layer = choose_mixed_layers(c), choose_layer(c)
+        self._previous: Any = None
+        if c.model.previous_tokens:
+            from shardformer.shards.previous_tokens import PreviousTokens  # not imported without them
+
+            self._previous = PreviousTokens(c.model.previous_tokens)
         self._embed = transform(lambda *args: EmbeddingShard(c)(*args))
         self._table = transform(lambda: EmbeddingShard(c).table())
         self._relative_bias = transform(lambda *args: RelativeBiasShard(c)(*args))
@@ -57,7 +57,8 @@ class CausalTransformerShard:
             if c.model.biased_by_distance:
                 RelativeBiasShard(c)(position_T, position_T)
             embed = EmbeddingShard(c)
-            x_BTD = embed(jnp.zeros((1, c.model.seq), jnp.int32), position_T[None])
+            tokens_BT = jnp.zeros((1, c.model.seq), jnp.int32)
+            x_BTD = embed(tokens_BT, position_T[None], self._find_before(Plain(), tokens_BT))
             options = self._options(position_T)
 
             def draw(sparse):
@@ -109,8 +110,11 @@ class CausalTransformerShard:
             stored, index = inputs
             return self._apply(layout, stored, index if layer_type is None else layer_type, x_BSD, options)[:2]
 
-        x_BSD = self._embed(outside, tokens_BS, options.position_T[None])
+        before = self._find_before(layout.attention, tokens_BS)
+        x_BSD = self._embed(outside, tokens_BS, options.position_T[None], before)
         x_BSD, caches = self._run_layers(_by_type(layer, layout.loop), layout.loop, stacked, x_BSD)
+        if self._previous:
+            caches = [*caches, self._previous.make_cache(tokens_BS)]
         last_B1D = layout.attention.take_token(x_BSD, length - 1)
         return self._project(outside, last_B1D)[:, 0], caches
 
@@ -151,7 +155,11 @@ class CausalTransformerShard:
         With a `count`, each shard has its tokens of the chunk; a single token is on all shards.
         """
         outside, per_layer = self._gather_outside(params)
-        attention = self.layout.attention
+        attention, L, before = self.layout.attention, self.config.stage_layers, None
+        caches, ids = caches[:L], caches[L:]
+        if self._previous:
+            options = AttentionOptions(position, slot=slot, stored=count)
+            before, *ids = self._previous.extend(attention, token_BT, options, *ids)
         if count is None:
             position_T = position + jnp.arange(1)
         else:  # padding may be behind the last position
@@ -170,17 +178,16 @@ class CausalTransformerShard:
             stored, cache, index = inputs
             return self._apply(self.layout, stored, index, x_BTD, options, cache=cache)[:2]
 
-        x_BTD = self._embed(outside, token_BT, position_T[None])
-        inputs = per_layer, caches, list(range(self.config.stage_layers))
+        x_BTD = self._embed(outside, token_BT, position_T[None], before)
         split = self._mixed.unstack if self._mixed else unstack
-        x_BTD, caches = run_in_order([layer], split(inputs, self.config.stage_layers), x_BTD)
-        return outside, x_BTD, caches
+        x_BTD, caches = run_in_order([layer], split((per_layer, caches, list(range(L))), L), x_BTD)
+        return outside, x_BTD, [*caches, *ids]
 
     def _forward(self, params, tokens_BT, dropout=None, documents_BT=None):
         """Returns the parameters outside the layers, x_BTD after all layers, and the records of the layers."""
         outside, stacked = self._gather_outside(params)
         layout, options, position_BT = self._lay_out_rows(outside, tokens_BT, dropout, documents_BT)
-        x_BTD = self._embed(outside, tokens_BT, position_BT)
+        x_BTD = self._embed(outside, tokens_BT, position_BT, self._find_before(layout.attention, tokens_BT))
         if dropout:
             x_BTD = dropout.at(0)(x_BTD)
         if layout.pipeline:
@@ -189,6 +196,9 @@ class CausalTransformerShard:
         wrap = None if remat.layer is None else remat.recompute_layer
         x_BTD, of_layers = self._run_layers(layers, layout.loop, stacked, x_BTD, wrap)
         return outside, x_BTD, self.records.stack(of_layers)
+
+    def _find_before(self, attention, tokens_BT):
+        return self._previous and self._previous.find_in_rows(attention, tokens_BT)
 
     def _lay_out_rows(self, outside, tokens_BT, dropout, documents_BT):
         """Returns the layout for these rows, their attention options, and the position of each token."""

@@ -87,7 +87,7 @@ def test_model_batch_and_state_keys_are_fixed_on_resume():
               "attention_scale", "attention_cap", "window", "window_pattern", "window_rotary_theta",
               "embed", "tied", "init_std", "head_dim", "qk_norm", "logits_cap", "embed_scale", "residual_scale",
               "embed_dim", "logits_scale", "sinks", "kv_latent", "q_latent", "value_dim", "query_growth",
-              "scale"}  # fmt: skip
+              "previous_tokens", "scale"}  # fmt: skip
     batches = {"tokenizer", "order", "documents", "mask_prompt", "special_tokens", "bos", "batch",
                "seed", "chat_template", "objective", "teacher", "group_size", "answer_tokens", "rollout_steps",
                "rollout_top_k", "rollout_top_p", "token_mean"}  # fmt: skip

@@ -28,6 +28,7 @@ IN_SHAPES = {
     "vocab_multiple": {"vocab_multiple": 48}, "bias": {"bias": "all"}, "head_bias": {"head_bias": False},
     "value_dim": {"value_dim": 8, "kv_latent": 16, "rotary_dims": 2, "bias": "none"},
     "embed_dim": {"embed_dim": 16},
+    "previous_tokens": {"previous_tokens": 1},
 }  # fmt: skip
 INITIAL_VALUES_ONLY = {"init_std"}
 

@@ -301,6 +301,7 @@ def test_run_at_its_tuned_size_is_a_gptj():
         {"rotary_scaling": "linear:2"},
         {"positions": "alibi"},
         {"embed": "norm"},
+        {"previous_tokens": 1},
     ],
 )
 def test_what_gptj_cannot_compute_is_refused_by_name(override):

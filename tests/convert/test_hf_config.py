@@ -96,6 +96,12 @@ def test_partly_rotating_heads_are_no_llama():
         hf_settings.choose_family(config.replace(embed_scale=2.0))
 
 
+def test_no_family_reads_the_tokens_before_each():
+    config = hf_settings.read_config(FOLDER / "llama")[1].replace(previous_tokens=1)
+    with pytest.raises(UsageError, match="no Hugging Face family has previous_tokens=1; the closest, llama"):
+        hf_settings.choose_family(config, "llama")
+
+
 def test_attention_types_rule_over_attention_layers(tmp_path):
     source = copy_model("gpt_neo", tmp_path / "src", attention_layers=["global", "global"], window_size=8)
     with pytest.raises(UsageError, match="attention_layers contradicts attention_types"):

@@ -106,7 +106,9 @@ def test_decoding_in_another_slot_is_noticed():
 def empty(row: str):
     """Returns the logits and caches without tokens of each row, with as many slots in a window's as in others."""
     logits, caches = prefill(row, EXTENDED)
-    return logits, jax.tree.map(lambda x_BhSK: np.zeros((*x_BhSK.shape[:2], SEQ, x_BhSK.shape[3])), caches)
+    return logits, jax.tree.map(
+        lambda x_BhSK: np.zeros((*x_BhSK.shape[:2], SEQ, x_BhSK.shape[3]), x_BhSK.dtype), caches
+    )
 
 
 def make_chunks() -> list[Chunk]:

@@ -32,12 +32,13 @@ ROWS = {
     "t5, sequential, scanned": ({"positions": "t5", "block": "sequential"}, 8, 1),
     "none, parallel, unrolled": ({"positions": "none", "scan": False, "tied": True}, 11, 20),
     "windows, unrolled": (
-        WINDOWS | {"window_pattern": "wf", "window_rotary_theta": 50.0, "sinks": True, "scan": False},
+        WINDOWS
+        | {"window_pattern": "wf", "window_rotary_theta": 50.0, "sinks": True, "scan": False, "previous_tokens": 2},
         6,
         1,
     ),
     "windows, scanned": (WINDOWS | {"window_pattern": "fw", "kv_heads": 2, "sinks": True}, 1, 3),
-    "t5 with windows": (WINDOWS | {"window_pattern": "fw", "positions": "t5"}, 5, 2),
+    "t5 with windows": (WINDOWS | {"window_pattern": "fw", "positions": "t5", "previous_tokens": 3}, 5, 2),
     "layers without rotary": ({"window_pattern": "fn", "rotary_theta": 50.0}, 3, 1),
     "longrope, longer than its short rows": (
         {"rotary_theta": 50.0, "rotary_scaling": "longrope:5,1.2,1,1.1,1.2,1.3,2,3,4,5"},

@@ -74,7 +74,7 @@ def predict_two_tokens(config, params, batch):
     second_params = {name.removeprefix("transformer/next/"): p for name, p in params.items() if "/next/" in name}
     h = dense_reference.run_layers(config, params, tokens, None, documents, None)[:, :-1]
     positions = jnp.broadcast_to(dense_reference.positions_of(tokens, documents), tokens.shape)
-    e = dense_reference.embed_tokens(config, params, tokens[:, 1:], positions[:, 1:])
+    e = dense_reference.embed_tokens(config, params, tokens, positions)[:, 1:]
     normed = [
         dense_reference._norm(config, second_params.get(f"join/{name}", {}), x)
         for name, x in (("hidden_norm", h), ("token_norm", e))

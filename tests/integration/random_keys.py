@@ -111,6 +111,8 @@ def draw_keys(seed: int, teacher: str) -> dict:
         keys |= {"block": "sequential_sum_norms"} | choose_some({"embed_dim": (24,)}, 0.7)
     if keys.get("positions", "rotary") != "rotary":  # commands reject it
         keys.pop("rotary_scaling", None)
+    if draw.random() < 0.2:
+        keys["previous_tokens"] = choose((1, 3))
     return keys
 
 

@@ -24,7 +24,7 @@ OPTIONS = [
     {"qk_norm": "head"}, {"qk_norm": "all"}, {"qk_norm": "rotated_head"},
     {"block": "sequential_four_norms"}, {"block": "sequential_post_norms"},
     {"block": "sequential_sum_norms", "embed_dim": 8},
-    {"norm": "plain_layernorm", "bias": "none"}, {"sinks": True},
+    {"norm": "plain_layernorm", "bias": "none"}, {"sinks": True}, {"previous_tokens": 2},
     {"kv_latent": 8, "q_latent": 8, "rotary_dims": 2},
     {"activation": "swiglu", "lora_rank": 2, "lora_targets": "gate"},
     {"experts": 4, "bias": "none", "activation": "swiglu", "shared_width": 8, "shared_gate": True, "balance_rate": 0.1,

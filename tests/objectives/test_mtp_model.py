@@ -34,7 +34,7 @@ WITH_FORMULA = (
         "window_pattern": "fw",
         "layers": 2,
     },
-    {"mesh": "4x2", "zero": 3, "accum": 2, "documents": "masked", "block": "sequential"},
+    {"mesh": "4x2", "zero": 3, "accum": 2, "documents": "masked", "block": "sequential", "previous_tokens": 2},
 )
 SPLIT = (
     {"mesh": "1x8", "kv_heads": 2, "sequence_parallel": True},

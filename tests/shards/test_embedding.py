@@ -1,5 +1,7 @@
 """The embedding against a plain lookup in float64, values and gradients; and what it rounds to bfloat16."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from shardformer import collectives
+from shardformer.shards import previous_tokens
 from shardformer.shards.embedding import EmbeddingShard
 from tests import asserts, sharded, shared
 
@@ -71,6 +74,40 @@ def test_embed_scale_may_be_a_factor():
         lambda tokens, at: EmbeddingShard(config)(tokens, at), config, parameters(config), TOKENS, FROM_1
     )
     np.testing.assert_array_equal(got, 3 * TABLE[TOKENS])
+
+
+PREVIOUS = np.float64(sharded.normal(3, 2, 16, 8))  # the tables of both distances
+BEFORE = np.array([[[9, 0, 3, 4, 12], [9, 12, 8, 7, 1]], [[9, 9, 0, 3, 4], [9, 9, 12, 8, 7]]], np.int32)  # 9: no token
+POSITION = FROM_1 - 1
+
+
+def look_up_with_previous(tokens, at, *before):
+    embed = EmbeddingShard(settings(previous_tokens=2, embed_scale=3.0))
+    return embed(tokens, at, functools.partial(previous_tokens.look_up, before))
+
+
+def test_vectors_of_the_tokens_before_are_added():
+    params = {"embed": {"tokens": TABLE, "previous": PREVIOUS}}
+    expected = np.copy(TABLE[TOKENS])
+    for distance in (1, 2):
+        expected[:, distance:] += PREVIOUS[distance - 1][TOKENS[:, :-distance]]
+    got = sharded.apply(look_up_with_previous, settings(), params, TOKENS, POSITION, *BEFORE)
+    np.testing.assert_allclose(got, 3 * expected, rtol=1e-14)
+    later = sharded.apply(look_up_with_previous, settings(), params, TOKENS, POSITION + 1, *BEFORE)
+    assert asserts.relative(later, 3 * expected) > 0.1  # there, a token is before the first
+
+
+def test_gradient_goes_to_the_rows_of_tokens_before():
+    params = {"embed": {"tokens": TABLE, "previous": PREVIOUS}}
+
+    def weighted(*args):
+        return (look_up_with_previous(*args) * WEIGHT).sum()
+
+    grads = sharded.gradient(weighted, settings(), params, TOKENS, POSITION, *BEFORE)["embed"]
+    expected, weight = np.zeros_like(PREVIOUS), 3 * np.float64(WEIGHT)
+    for distance in (1, 2):
+        np.add.at(expected[distance - 1], TOKENS[:, :-distance], weight[:, distance:])
+    np.testing.assert_allclose(grads["previous"], expected, rtol=1e-13)
 
 
 def compile_lookup(**overrides):

@@ -24,7 +24,7 @@ CASES = {
         "layers": 2, "block": "parallel_two_norms", "bias": "all", "zero": 3, "tied": True, "vocab_multiple": 8,
     },
     "dropout": {"layers": 2, "dropout": 0.3, "block": "sequential", "accum": 2},
-    "sequence_parallel": {"positions": "learned", "dropout": 0.3, "sequence_parallel": True},
+    "sequence_parallel": {"positions": "learned", "dropout": 0.3, "sequence_parallel": True, "previous_tokens": 2},
     "documents": {"positions": "learned", "documents": "masked", "mesh": "2x1"},
     "llama": LLAMA | {"layers": 2, "rotary_scaling": "llama3:2,1,4,8", "zero": 3},
     "grouped_queries": LLAMA | {"mesh": "2x1"},
@@ -42,6 +42,7 @@ CASES = {
     "ring": LLAMA | ON_CP | {"context_parallel": "ring", "documents": "masked"},
     "ring_windows": LLAMA | {"mesh": "dp2.cp2.mp2", "context_parallel": "ring", "window": 5, "zero": 3},
     "gather": LLAMA | ON_CP | {"context_parallel": "gather"},
+    "previous_tokens": LLAMA | ON_CP | {"previous_tokens": 2, "documents": "masked", "embed_scale": 2.0},
     "sinks": LLAMA | {
         "layers": 2, "sinks": True, "bias": "attention", "window": 5, "window_pattern": "wf", "dropout": 0.3,
     },

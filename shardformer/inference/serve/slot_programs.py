@@ -165,12 +165,13 @@ class SlotPrograms:
         return state, Drawn(*map(np.asarray, results))
 
     def _slots(self, size: int) -> list[int]:
-        """Returns the slots of each layer's cache: a window's ring also has the chunk that is read.
+        """Returns the slots of each layer's cache, and of ids: a window's ring also has the chunk that is read.
 
         A ring has a multiple of the longest chunk, so that the slots of a chunk without padding are consecutive.
         """
         chunk = self.longest_chunk
-        windows = [window or size for window in self.model.config.model.layer_windows]
+        model = self.model.config.model
+        windows = [*(window or size for window in model.layer_windows), model.previous_tokens + 1]
         return [-(-min(size, -(-window // chunk) * chunk + chunk) // self._cp) * self._cp for window in windows]
 
     def _make_empty(self, *, size: int) -> State:
@@ -180,7 +181,10 @@ class SlotPrograms:
         def zeros(slots, size):
             return jnp.zeros((self.rows, self.decoder.cached_heads, slots, size), c.parallel.dtype)
 
-        caches = [Cache(*[zeros(slots, each) for each in c.model.cached_sizes]) for slots in self._slots(size)]
+        *slots_of_layers, slots_of_ids = self._slots(size)
+        caches = [Cache(*[zeros(slots, each) for each in c.model.cached_sizes]) for slots in slots_of_layers]
+        if c.model.previous_tokens:
+            caches.append(Cache(jnp.zeros((self.rows, c.parallel.mp, slots_of_ids, 1), jnp.int32)))
         return State(logits_BV, caches, jnp.zeros(logits_BV.shape, bool))
 
     def _put_rows(self, state: State, row_D, new, seen_DV, seen_row_D) -> State:

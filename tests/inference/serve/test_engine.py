@@ -28,7 +28,7 @@ from tests.inference import test_generator
 from tests.inference.test_generator import PROMPTS
 
 ORDERS = int(os.environ.get("SERVE_ORDERS", 0))  # of arrival, in the long form
-SIZES = {"seq": 32, "layers": 2, "window": 3, "window_pattern": "wf"}
+SIZES = {"seq": 32, "layers": 2, "window": 3, "window_pattern": "wf", "previous_tokens": 2}
 TEXT = Sampling(tokens=2 * test_generator.SEQ, samples=2, temperature=3.0, top_p=0.9, repetition_penalty=1.2, stride=3)
 
 

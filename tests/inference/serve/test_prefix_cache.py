@@ -21,7 +21,7 @@ from tests.inference import test_generator
 from tests.inference.serve.test_engine import copy_of, describe, scaled_parameters
 from tests.surroundings import before_call
 
-SIZES = {"seq": 32, "layers": 2, "window": 3, "window_pattern": "wf"}
+SIZES = {"seq": 32, "layers": 2, "window": 3, "window_pattern": "wf", "previous_tokens": 2}
 PLENTY = 2**20
 SYSTEM = [(7 * i) % shared.VOCAB for i in range(19)]
 
@@ -175,11 +175,11 @@ def test_rings_of_windows_are_restored(own, engines):
     """A chunk lies in consecutive slots of each ring, also after it has wrapped around."""
     programs = own.programs
     slots = [cache.k_BhSK.shape[2] for cache in programs.make_state(32).caches]
-    assert slots == [8, 32]
+    assert slots == [8, 32, 8]  # of the ids for previous_tokens last
     state, position_D = programs.make_state(32), np.array([8], np.int32)
     chunk = jax.tree.map(lambda x: np.ones((1, x.shape[1], 4, x.shape[3]), x.dtype), state.caches)
     state = programs.restore(state, np.array([1], np.int32), position_D, chunk)
-    for cache, first in zip(state.caches, (0, 8), strict=True):
+    for cache, first in zip(state.caches, (0, 8, 0), strict=True):
         filled = np.asarray(cache.k_BhSK).any(axis=(1, 3))
         assert np.argwhere(filled).tolist() == [[1, slot] for slot in range(first, first + 4)]
 
