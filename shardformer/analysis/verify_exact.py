@@ -178,10 +178,10 @@ def draw_parameters(config: Config) -> dict:
 
     params = jax.tree.map_with_path(draw_leaf, choose_task(config).abstract_parameters(config))
     if config.experts.experts:
-        layers, tokens = params["transformer/layers"], params["transformer/embed"]["tokens"]
-        signs = np.resize(np.array([1, -1], np.float32), config.model.d_model)
-        tokens += 2 * SPREAD * signs
-        layers["router"][:, :, 0] = -signs
+        layers, embed = params["transformer/layers"], params["transformer/embed"]
+        signs = np.resize(np.array([1, -1], np.float32), config.model.table_size)
+        embed["tokens"] += 2 * SPREAD * signs
+        layers["router"][:, :, 0] = -np.sign(signs @ embed["project"]) if "project" in embed else -signs
         if ROUTER_BIAS in layers:
             layers[ROUTER_BIAS] /= 10 * config.experts.experts
     return params
