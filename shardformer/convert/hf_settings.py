@@ -43,11 +43,12 @@ HARMLESS = {
 # Keys of the model that change neither its results nor the arrays of a folder.
 NOT_COMPARED = {"vocab_multiple", "init_std"}
 
-# Names of families in files from before transformers had their classes, with the keys that such files leave out.
+# Other names of families, of files from before transformers had their classes, with the keys that such files leave out.
 OLDER_TYPES: dict[str, dict[str, Any]] = {
     "RefinedWeb": {"model_type": "falcon", "new_decoder_architecture": True},
     "RefinedWebModel": {"model_type": "falcon"},
     "youtu_llm": {"model_type": "youtu"},
+    "gpt-sw3": {"model_type": "gpt2"},  # a second name of transformers' own for this class
 }
 
 EMPTY: tuple[Any, ...] = (None, False, "", [], {})

@@ -119,19 +119,19 @@ def match(
         result.append((stored, tensor))
     if missing:
         raise RunError(f"{folder} lacks {first_of(missing)}; copy all of its files again")
-    tied = {"lm_head.weight", "embed_out.weight"} if config.model.tied else set()
+    tied = {"lm_head.weight", "embed_out.weight", "output_projection.weight"} if config.model.tied else set()
     if family.predicts_further:
-        left = {array: tensor for array, tensor in left.items() if _number_of_layer(array) < config.model.layers}
+        left = {array: tensor for array, tensor in left.items() if not _predicts_further(array, config.model.layers)}
     unknown = [array for array in left if array not in tied and not _DERIVED.fullmatch(array)]
     if unknown:
         raise UsageError(f"{folder} has {first_of(unknown)}, which no {name} model with this config.json has")
     return result
 
 
-def _number_of_layer(name: str) -> int:
-    """Returns the number of the layer that an array is of; 0 for an array outside of the layers."""
+def _predicts_further(name: str, layers: int) -> bool:
+    """Returns whether an array is of what follows the last layer, to predict later tokens."""
     number = re.match(r"model\.layers\.(\d{1,9})\.", name)
-    return int(number[1]) if number else 0
+    return int(number[1]) >= layers if number else name.startswith("model.mtp_")
 
 
 def first_of(names: list[str]) -> str:

@@ -172,6 +172,14 @@ MODELS = {
     "jais2": ("Jais2", HIDDEN | GROUPED | ENDS | {"rope_parameters": LINEAR}),
     "seed_oss": ("SeedOss", HIDDEN | GROUPED | ENDS | {"rope_parameters": LINEAR, "attention_dropout": 0.0}),
     "ernie4_5": ("Ernie4_5", HIDDEN | GROUPED | ENDS),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        HIDDEN
+        | EIGHT
+        | ENDS
+        | {"num_hidden_layers": 2, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}
+        | {"moe_num_shared_experts": 2, "moe_layer_start_index": 1, "tie_word_embeddings": False},
+    ),
     "helium": ("Helium", HIDDEN | QWEN | ENDS | {"hidden_size": 64, "head_dim": 4}),
     "glm": ("Glm", HIDDEN | PARTLY | ENDS | EIGHT),
     "glm4": ("Glm4", HIDDEN | PARTLY | ENDS | EIGHT),
@@ -268,6 +276,13 @@ MODELS = {
         | ENDS
         | {"max_position_embeddings": SEQ, "attention_dropout": 0.0},
     ),
+    "biogpt": (
+        "BioGpt",
+        HIDDEN
+        | ENDS
+        | {"num_hidden_layers": 2, "num_attention_heads": 8, "hidden_dropout_prob": 0.0}
+        | {"attention_probs_dropout_prob": 0.0},
+    ),
 }
 # What their publishers' config.json has, of types that transformers does not know.
 OTHER_TYPES = {
@@ -284,7 +299,8 @@ ROUNDED_BY_TRANSFORMERS += ("ernie4_5", "helium", "glm", "glm4", "cwm", "granite
 ROUNDED_BY_TRANSFORMERS += ("hyperclovax", "vaultgemma", "gpt_bigcode", "codegen", "progen")
 ROUNDED_BY_TRANSFORMERS += ("glm4_moe", "dots1", "solar_open", "exaone_moe", "minimax_m2", "gpt_oss")
 ROUNDED_BY_TRANSFORMERS += ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "sarvam_mla")
-ROUNDED_BY_TRANSFORMERS += ("youtu", "ministral3", "mistral4", "hunyuan_v1_dense", "xglm")
+ROUNDED_BY_TRANSFORMERS += ("youtu", "ministral3", "mistral4", "hunyuan_v1_dense", "xglm", "biogpt")
+ROUNDED_BY_TRANSFORMERS += ("ernie4_5_moe",)
 ADDS_ONE_TO_SCALES = ("gemma", "vaultgemma", "nemotron")
 # Further settings of a family, which are compared where transformers is installed.
 SHARED = {"num_key_value_heads": 1, "num_attention_heads": 8, "hidden_size": 48}
@@ -490,6 +506,10 @@ SETTINGS = {
         {"rope_parameters": YARN, "tie_word_embeddings": False},
         SHARED | {"head_dim": 6, "rms_norm_eps": 1e-2, "rope_parameters": LINEAR},
     ),
+    "ernie4_5_moe": (
+        {"rope_parameters": YARN, "tie_word_embeddings": True, "num_hidden_layers": 4, "moe_layer_interval": 2},
+        {"num_hidden_layers": 4, "moe_layer_end_index": 2, "moe_num_shared_experts": 1, "rope_parameters": LINEAR},
+    ),
     "helium": ({"rope_parameters": YARN, "num_key_value_heads": 1, "tie_word_embeddings": True},),
     "glm": (
         {"attention_bias": False, "rope_parameters": YARN | {"partial_rotary_factor": 1.0}, "head_dim": 6},
@@ -580,6 +600,10 @@ SETTINGS = {
     "xglm": (
         {"scale_embedding": False, "tie_word_embeddings": False, "activation_function": "gelu_new"},
         {"attention_heads": 2, "d_model": 48, "ffn_dim": 40, "max_position_embeddings": 30},
+    ),
+    "biogpt": (
+        {"scale_embedding": False, "tie_word_embeddings": False, "hidden_act": "gelu_new"},
+        {"num_attention_heads": 2, "hidden_size": 48, "intermediate_size": 40, "max_position_embeddings": 30},
     ),
     "flex_olmo": (
         {"num_experts": 8, "num_experts_per_tok": 1, "tie_word_embeddings": True},

@@ -208,6 +208,8 @@ WRONG_KEYS = {
     "mistral4": {"query_growth": 0.4, "attention_scale": None, "router_norm": False, "router_scale": 1.0},
     "hunyuan_v1_dense": {"qk_norm": "head", "rotary_theta": 100.0},
     "xglm": {"positions": "none", "embed_scale": 1.0, "activation": "gelu"},
+    "biogpt": {"embed_scale": 1.0, "activation": "gelu", "norm_eps": 1e-2},
+    "ernie4_5_moe": {"experts_per_token": 1, "router": "sigmoid", "router_norm": False, "balance_rate": 0.0},
     "youtu": {"rotary_theta": 9000.0, "norm_eps": 1e-2},
     # Not router_norm, which scales all experts of a token: the norm after them takes that away.
     "flex_olmo": {"experts_per_token": 2, "qk_norm": "none"},

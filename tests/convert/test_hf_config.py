@@ -14,12 +14,14 @@ from shardformer.config import Config
 from shardformer.convert import hf_settings, runs
 from shardformer.convert.families import FAMILIES, REJECTED
 from shardformer.convert.hf_special_tokens import find_stored
+from shardformer.convert.text_models import WRAPPERS
 from shardformer.data import SpecialTokens
 from shardformer.errors import UsageError
 from shardformer.layout import mesh
 from shardformer.model import Decoder, Model
 from shardformer.shards.positions import find_rotation
 from shardformer.training.run_folder import Run
+from tests.convert.conftest import GOLDENS
 from tests.convert.hf_models import FOLDER
 from tests.convert.record_rotary import GOLDEN, LLAMA, NEOX
 from tests.convert.test_hf import on_devices, params_of
@@ -444,7 +446,22 @@ def test_finetuned_yarn_is_yarn(tmp_path):
         hf_settings.read_config(source)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "falcon_h1", "gemma3n_text", "llama4_text", "lfm2", "dbrx", "jetmoe"])
+def test_every_causal_type_of_transformers_is_read_or_named():
+    """Of transformers 5.24's classes of causal language models, in `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`."""
+    names = (GOLDENS / "causal_types.txt").read_text().split()
+    read = {*FAMILIES, *WRAPPERS, *hf_settings.OLDER_TYPES}
+    assert len(names) == len({*names}) == 196
+    assert [name for name in names if name not in read and name not in REJECTED] == []
+    assert read & {*REJECTED} == set()
+
+
+def test_gpt_sw3_is_a_gpt2(tmp_path):
+    kinds = "gpt-sw3", "gpt2"
+    first, second = (hf_settings.read_config(write(tmp_path / kind, {"model_type": kind})) for kind in kinds)
+    assert first == second
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "falcon_h1", "gemma3n_text", "llama4_text", "lfm2", "dbrx", "jetmoe", "hy_v3"])
 def test_rejected_family_names_what_is_missing(kind, tmp_path):
     with pytest.raises(UsageError, match=f"model_type='{kind}' is not computed here; missing: {REJECTED[kind][:9]}"):
         hf_settings.read_config(write(tmp_path / "src", {"model_type": kind}))

@@ -98,6 +98,9 @@ FURTHER |= {
     "jais2": ROPE | {"attention_bias": [False], "mlp_bias": [False], "rms_norm_eps": [1e-2]},
     "seed_oss": ROPE | {"attention_out_bias": [True], "mlp_bias": [True], "residual_dropout": [0.5]},
     "ernie4_5": ROPE | {"use_bias": [True], "attention_bias": [True]},
+    "ernie4_5_moe": ROPE
+    | {"use_bias": [True], "moe_norm_min": [0.9], "moe_num_shared_experts": [0, 1], "moe_layer_interval": [2, 0]}
+    | {"moe_layer_start_index": [0, 2], "moe_layer_end_index": [0, -1], "num_experts": [8], "num_experts_per_tok": [1]},
     "helium": ROPE | {"attention_bias": [True], "mlp_bias": [True]},
     "glm": ROPE | {"rope_parameters": [None], "mlp_bias": [True]},
     "glm4": ROPE | {"rope_parameters": [None], "mlp_bias": [True]},
@@ -192,6 +195,8 @@ FURTHER |= {
     "xglm": {"scale_embedding": [False], "tie_word_embeddings": [False], "activation_function": ["mish", "tanh"]}
     | {"activation_dropout": [0.1], "num_attention_heads": [4], "rotary": [True], "norm_eps": [0.1]}
     | {"hidden_size": [64], "num_hidden_layers": [1]},
+    "biogpt": {"scale_embedding": [False], "tie_word_embeddings": [False], "hidden_act": ["mish", "tanh"]}
+    | {"activation_dropout": [0.1], "layer_norm_eps": [0.1], "rotary": [True]},
     "youtu": ROPE
     | {"rope_interleave": [False], "q_lora_rank": [None], "head_dim": [8], "num_key_value_heads": [None, 4]}
     | {"attention_bias": [True], "mlp_bias": [True], "n_routed_experts": [4]},

@@ -3,6 +3,7 @@
 from shardformer.config import Config
 from shardformer.convert.families.family import Family
 from shardformer.convert.families.hf_arcee import ARCEE
+from shardformer.convert.families.hf_biogpt import BIOGPT
 from shardformer.convert.families.hf_bloom import BLOOM
 from shardformer.convert.families.hf_codegen import CODEGEN, PROGEN
 from shardformer.convert.families.hf_cohere import COHERE
@@ -10,6 +11,7 @@ from shardformer.convert.families.hf_cohere2 import COHERE_2
 from shardformer.convert.families.hf_cwm import CWM
 from shardformer.convert.families.hf_deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
 from shardformer.convert.families.hf_ernie4_5 import ERNIE_4_5
+from shardformer.convert.families.hf_ernie4_5_moe import ERNIE_4_5_MOE
 from shardformer.convert.families.hf_exaone4 import EXAONE_4
 from shardformer.convert.families.hf_exaone_moe import EXAONE_MOE
 from shardformer.convert.families.hf_falcon import FALCON
@@ -112,6 +114,7 @@ FAMILIES = {
     "jais2": JAIS_2,
     "seed_oss": SEED_OSS,
     "ernie4_5": ERNIE_4_5,
+    "ernie4_5_moe": ERNIE_4_5_MOE,
     "helium": HELIUM,
     "glm": GLM,
     "glm4": GLM_4,
@@ -138,6 +141,7 @@ FAMILIES = {
     "hunyuan_v1_dense": HUNYUAN,
     "xglm": XGLM,
     "openai-gpt": OPENAI_GPT,
+    "biogpt": BIOGPT,
 }
 
 

@@ -47,7 +47,7 @@ def _turn(ours: np.ndarray) -> np.ndarray:
 def list_shared(c: Config, at: str) -> list[Stored]:
     """Lists the matrices of the expert `at` that every token uses, and the vector of its sigmoid if it has one."""
     D, F = c.model.d_model, c.experts.shared_width
-    sigmoid = [Stored(f"{at}_gate.weight", (1, D), (Part("shared_scale", _show_as_row),))]
+    sigmoid = [Stored(f"{at}_gate.weight", (1, D), (Part("shared_scale", show_as_row),))]
     return [
         linear(f"{at}.gate_proj", "shared_gate", F, D),
         linear(f"{at}.up_proj", "shared_up", F, D),
@@ -56,7 +56,8 @@ def list_shared(c: Config, at: str) -> list[Stored]:
     ]
 
 
-def _show_as_row(ours: np.ndarray) -> np.ndarray:
+def show_as_row(ours: np.ndarray) -> np.ndarray:
+    """Returns a vector as the only row of a matrix."""
     return ours[None]
 
 

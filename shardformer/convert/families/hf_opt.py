@@ -27,13 +27,13 @@ def _write(c: Config) -> dict:
     }
 
 
+def place_positions(name: str, c: Config) -> Stored:
+    """Returns the table of learned positions, of which the first rows are not read."""
+    return Stored(name, (FIRST + c.model.seq, c.model.d_model), (Part("embed/positions"),), first=FIRST)
+
+
 def _outside(c: Config) -> list[Stored]:
-    positions = Stored(
-        "model.decoder.embed_positions.weight",
-        (FIRST + c.model.seq, c.model.d_model),
-        (Part("embed/positions"),),
-        first=FIRST,
-    )
+    positions = place_positions("model.decoder.embed_positions.weight", c)
     arrays = [table("model.decoder.embed_tokens.weight", c), positions, *head("lm_head", c)]
     if c.model.table_size != c.model.d_model:
         width, narrow = c.model.d_model, c.model.table_size
