@@ -692,6 +692,13 @@ def compute(model, tokens: np.ndarray) -> np.ndarray:
         return model(torch.from_numpy(tokens).long()).logits.float().numpy()
 
 
+def to_float64(model):
+    """Returns a copy that computes in float64, in which torch has no grouped products of experts."""
+    result = copy.deepcopy(model)
+    result.set_experts_implementation("eager")
+    return result.double()
+
+
 def continue_greedily(model, tokens: np.ndarray) -> np.ndarray:
     import torch
 

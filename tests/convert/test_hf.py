@@ -299,11 +299,15 @@ def test_published_weights_are_no_run_that_was_trained_for_codes(tmp_path, capsy
     assert not (tmp_path / "run").exists()
 
 
-def test_layers_that_predict_further_are_not_read(tmp_path):
-    folder = shutil.copytree(FOLDER / "glm4_moe", tmp_path / "src")
+@pytest.mark.parametrize(
+    ("name", "array"),
+    [("glm4_moe", "model.layers.2.eh_proj.weight"), ("ernie4_5_moe", "model.mtp_linear_proj.0.weight")],
+)
+def test_layers_that_predict_further_are_not_read(name, array, tmp_path):
+    folder = shutil.copytree(FOLDER / name, tmp_path / "src")
     whole = params_of(folder)
-    tensors = weight_files.find_tensors(FOLDER / "glm4_moe")
-    tensors["model.layers.2.eh_proj.weight"] = tensors["model.layers.1.self_attn.o_proj.weight"]
+    tensors = weight_files.find_tensors(FOLDER / name)
+    tensors[array] = tensors["model.layers.1.self_attn.o_proj.weight"]
     made = [safetensors_files.CreatedTensor(name, t.dtype, t.shape, t.read) for name, t in tensors.items()]
     safetensors_files.write_tensors(folder, made, 10**9)
     assert {n: leaf.tobytes() for n, leaf in params_of(folder).items()} == {n: e.tobytes() for n, e in whole.items()}

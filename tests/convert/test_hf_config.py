@@ -358,6 +358,24 @@ def test_layers_with_experts_are_those_of_transformers(step, dense, sparse, tmp_
     assert [i for i, has_experts in enumerate(config.mixture.sparse_layers) if has_experts] == sparse
 
 
+@pytest.mark.parametrize(("keys", "sparse"), [((1, 2, 1), [1, 2]), ((0, -1, 2), [1, 3]), ((2, 9, 3), [2])])
+def test_layers_with_experts_of_ernie_are_written_again(keys, sparse, tmp_path):
+    """Every `moe_layer_interval`-th layer, counted from the model's first one, from `start` to `end`."""
+    names = "moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"
+    theirs = {"model_type": "ernie4_5_moe", "num_hidden_layers": 4} | dict(zip(names, keys, strict=True))
+    family, config = hf_settings.read_config(write(tmp_path / "src", theirs))
+    assert [i for i, has_experts in enumerate(config.mixture.sparse_layers) if has_experts] == sparse
+    assert hf_settings.list_differences(FAMILIES[family], config) == []
+    again = write(tmp_path / "again", theirs | FAMILIES[family].write(config))
+    assert hf_settings.read_config(again) == (family, config)
+
+
+def test_ernie_cannot_have_experts_in_any_layers(tmp_path):
+    theirs = {"model_type": "ernie4_5_moe", "num_hidden_layers": 4}
+    config = hf_settings.read_config(write(tmp_path / "src", theirs))[1].replace(dense_first=0, expert_pattern="edee")
+    assert hf_settings.list_differences(FAMILIES["ernie4_5_moe"], config) == ["expert_pattern=edee"]
+
+
 @pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
 def test_more_groups_than_there_are_are_rejected(kind, tmp_path):
     theirs = {"model_type": kind, "n_group": 1, "topk_method": "noaux_tc", "num_experts_per_tok": 4}
@@ -461,7 +479,9 @@ def test_gpt_sw3_is_a_gpt2(tmp_path):
     assert first == second
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "falcon_h1", "gemma3n_text", "llama4_text", "lfm2", "dbrx", "jetmoe", "hy_v3"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3_next", "falcon_h1", "gemma3n_text", "llama4_text", "lfm2", "dbrx", "jetmoe", "hy_v3"]
+)
 def test_rejected_family_names_what_is_missing(kind, tmp_path):
     with pytest.raises(UsageError, match=f"model_type='{kind}' is not computed here; missing: {REJECTED[kind][:9]}"):
         hf_settings.read_config(write(tmp_path / "src", {"model_type": kind}))

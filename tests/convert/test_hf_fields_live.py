@@ -195,8 +195,9 @@ FURTHER |= {
     "xglm": {"scale_embedding": [False], "tie_word_embeddings": [False], "activation_function": ["mish", "tanh"]}
     | {"activation_dropout": [0.1], "num_attention_heads": [4], "rotary": [True], "norm_eps": [0.1]}
     | {"hidden_size": [64], "num_hidden_layers": [1]},
-    "biogpt": {"scale_embedding": [False], "tie_word_embeddings": [False], "hidden_act": ["mish", "tanh"]}
-    | {"activation_dropout": [0.1], "layer_norm_eps": [0.1], "rotary": [True]},
+    "biogpt": OTHERS
+    | {"scale_embedding": [False], "tie_word_embeddings": [False], "hidden_act": ["mish", "tanh"]}
+    | {"activation_dropout": [0.1], "layer_norm_eps": [0.1]},
     "youtu": ROPE
     | {"rope_interleave": [False], "q_lora_rank": [None], "head_dim": [8], "num_key_value_heads": [None, 4]}
     | {"attention_bias": [True], "mlp_bias": [True], "n_routed_experts": [4]},
@@ -220,6 +221,7 @@ OF_WRAPPER = {
         "vision_feature_layer": [0], "multimodal_projector_bias": [True],
     },
 }  # fmt: skip
+HEADS = ("lm_head.weight", "output_projection.weight")
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_pytorch_tanh", "silu")
 
 
@@ -255,9 +257,8 @@ def compute_theirs(folder):
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         random = torch.randn(parameter.shape, generator=generator)
         parameter.data = 0.1 * random if parameter.ndim == 1 else 0.6 * random * parameter.shape[-1] ** -0.5
-    stored = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith("lm_head.weight")}
-    if not config.tie_word_embeddings:
-        stored["lm_head.weight"] = model.lm_head.weight
+    left_out = HEADS if config.tie_word_embeddings else ()
+    stored = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith(left_out)}
     # transformers joins experts, and names EXAONE's arrays as Llama's, in memory, not in its files.
     if config.model_type == "exaone" or any(".experts." in name for name in stored):
         model.save_pretrained(folder / "saved")

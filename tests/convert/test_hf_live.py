@@ -6,7 +6,9 @@ import jax
 import numpy as np
 import pytest
 
+from shardformer import exact
 from shardformer.__main__ import main
+from shardformer.analysis import traced
 from shardformer.convert import mxfp4, safetensors_files
 from shardformer.convert.safetensors_files import CreatedTensor
 from shardformer.model import Decoder
@@ -33,13 +35,15 @@ def test_transformers_loads_what_we_write(name, tmp_path):
     np.testing.assert_array_equal(hf_models.compute(back, tokens), hf_models.compute(theirs, tokens))
 
 
+# transformers' float32 logits of these are up to 5.8e-6 from its float64 logits. Ours are 1.3e-6 from those.
+IN_FLOAT64 = {("qwen2_moe", 0)}
 SETTINGS = [(name, i) for name, settings in hf_models.SETTINGS.items() for i in range(len(settings))]
 
 
 @pytest.mark.parametrize(("name", "number"), SETTINGS)
 def test_unusual_settings_of_a_family(name, number, tmp_path):
     theirs = hf_models.make_model(name, seed=5, **hf_models.SETTINGS[name][number])
-    back = convert_there_and_back(theirs, tmp_path)
+    back = convert_there_and_back(theirs, tmp_path, in_float64=(name, number) in IN_FLOAT64)
     assert type(back) is type(theirs)
 
 
@@ -60,22 +64,33 @@ def test_text_model_of_a_wrapper(name, wrapper, model, changes, tmp_path):
     assert type(back) is getattr(transformers, model)
 
 
-def convert_there_and_back(theirs, tmp_path):
+def convert_there_and_back(theirs, tmp_path, in_float64=False):
     """Compares logits on three meshes; returns the model that transformers loads from what we write."""
     theirs.save_pretrained(tmp_path / "src")
     tokens = np.random.RandomState(1).randint(0, hf_models.VOCAB, (2, hf_models.SEQ)).astype(np.int32)
     expected = hf_models.compute(theirs, tokens)
+    wanted = hf_models.compute(hf_models.to_float64(theirs), tokens) if in_float64 else expected
+    compute = compute_exactly if in_float64 else compute_compiled
     config, params = test_hf.hf_settings.read_config(tmp_path / "src")[1], test_hf.params_of(tmp_path / "src")
     for shape in ("1x1", "4x2", "1x8") if config.model.heads % 8 == 0 else ("1x1",):
-        settings = config.replace(mesh=shape, batch=8)
-        ours = test_hf.Model.on(settings, test_hf.mesh.make(settings))
-        logits = np.asarray(jax.jit(Decoder(ours).logits)(test_hf.on_devices(ours, params), np.tile(tokens, (4, 1))))
-        assert np.abs(logits[:2, :, : hf_models.VOCAB] - expected).max() <= SAME, shape
+        logits = compute(config.replace(mesh=shape, batch=8), params, np.tile(tokens, (4, 1)))
+        assert np.abs(logits[:2, :, : hf_models.VOCAB] - wanted).max() <= SAME, shape
     assert convert(tmp_path / "src", tmp_path / "run") == 0
     assert convert(tmp_path / "run", tmp_path / "back", "format=hf") == 0
     back = hf_models.load(tmp_path / "back")
     np.testing.assert_array_equal(hf_models.compute(back, tokens), expected)
     return back
+
+
+def compute_compiled(config, params, tokens):
+    ours = test_hf.Model.on(config, test_hf.mesh.make(config))
+    return np.asarray(jax.jit(Decoder(ours).logits)(test_hf.on_devices(ours, params), tokens))
+
+
+def compute_exactly(config, params, tokens):
+    """Returns our logits in float64."""
+    ours = traced.make_trainer(config).model
+    return exact.run(Decoder(ours).logits, test_hf.runs.nest(ours.shapes, params), tokens).outputs
 
 
 def test_experts_in_mxfp4_are_those_of_transformers(tmp_path):
