@@ -70,9 +70,10 @@ def _is_spec(node: Any) -> bool:
     return isinstance(node, P)
 
 
-def split_blocks(full: np.ndarray, spec: P, device_mesh: Mesh | AbstractMesh) -> np.ndarray:
-    """Returns the block of each device, [*mesh, *block]."""
-    full, sizes = np.asarray(full), dict(device_mesh.shape)
+def split_blocks(full: Any, spec: P, device_mesh: Mesh | AbstractMesh) -> np.ndarray:
+    """Returns the block of each device, [*mesh, *block]; of a random key the block of its words."""
+    is_key = isinstance(full, jax.Array) and jax.dtypes.issubdtype(full.dtype, jax.dtypes.prng_key)
+    full, sizes = np.asarray(jax.random.key_data(full) if is_key else full), dict(device_mesh.shape)
     blocks = lockstep.split(full, full.ndim, spec, sizes)
     return np.broadcast_to(blocks, (*sizes.values(), *blocks.shape[len(sizes) :]))
 

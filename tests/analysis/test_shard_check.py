@@ -122,3 +122,18 @@ def test_result_of_blocks_is_compared_by_device():
     wrong = {"own": P("dp"), "all": P("dp")}
     (sentence,) = shardformer.verify_function(on_shard, sum_and_keep, (x,), (P("dp"),), wrong, [{"dp": 2}])
     assert "`all` has shape [4] on each device; expected the block [2] of [4]" in sentence
+
+
+def drop(x, key):
+    return jnp.where(jax.random.bernoulli(key, 0.5, x.shape[1:]), x, 0)
+
+
+def drop_by_device(x, key):
+    return drop(x, jax.random.fold_in(key, lax.axis_index("dp")))
+
+
+@pytest.mark.parametrize(("function", "is_right"), [(drop, True), (drop_by_device, False)])
+def test_argument_may_be_a_random_key(function, is_right):
+    arguments, specs = (BATCH["x"], jax.random.key(0)), (P("dp"), P())
+    sentences = shardformer.verify_function(function, drop, arguments, specs, P("dp"), MESHES[:1])
+    assert (not sentences) is is_right

@@ -35,7 +35,6 @@ def find_equation(function, name, *arguments):
 
 
 X = np.ones(3, np.float32)
-KEY = np.zeros(2, np.uint32)
 
 
 def test_line_is_the_users_not_jaxs():
@@ -78,7 +77,7 @@ def use_compiled(x):
 @pytest.mark.parametrize(
     ("function", "name", "code"),
     [
-        (lambda x: hk.transform(use_haiku).init(KEY, x), "dot_general", "# the line of the layer"),
+        (lambda x: hk.transform(use_haiku).init(jax.random.key(0), x), "dot_general", "# the line of the layer"),
         (use_optax, "mul", "# the line of the loss"),
         (use_functools, "add", "# the line of the sum"),
         (use_compiled, "mul", "# the line of the product"),

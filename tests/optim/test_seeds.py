@@ -1,4 +1,4 @@
-"""The two seeds on gradient accumulation, as they were written but for their printing: all ways give one update."""
+"""The two seeds on gradient accumulation, as written but for printing and keys: all ways give one update."""
 
 import functools
 
@@ -23,8 +23,8 @@ def standard_promotion():
 
 # Seed 001: a Haiku MLP, 9 examples in 3 batches, optax.MultiSteps.
 
-EXAMPLES = jax.random.uniform(jax.random.PRNGKey(0), (9, 28, 28, 1))
-LABELS = jax.random.randint(jax.random.PRNGKey(0), (9,), minval=0, maxval=10)
+EXAMPLES = jax.random.uniform(jax.random.key(0), (9, 28, 28, 1))
+LABELS = jax.random.randint(jax.random.key(0), (9,), minval=0, maxval=10)
 WHOLE = [{"image": EXAMPLES, "label": LABELS}]
 BATCHES = [{"image": EXAMPLES[i : i + 3], "label": LABELS[i : i + 3]} for i in (0, 3, 6)]
 SCHEDULE = optax.piecewise_constant_schedule(init_value=1.0, boundaries_and_scales={0: 1e-4, 1: 1e-1})
@@ -39,11 +39,11 @@ def net(image):
 
 @functools.cache
 def mlp():
-    return net.init(jax.random.PRNGKey(0), EXAMPLES)
+    return net.init(jax.random.key(0), EXAMPLES)
 
 
 def mlp_loss(params, batch):
-    logits = net.apply(params, jax.random.PRNGKey(0), batch["image"])
+    logits = net.apply(params, jax.random.key(0), batch["image"])
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
 
 

@@ -45,7 +45,7 @@ def on_shard(x, key):
 
 # %% checks
 def make_arguments(draw, sizes):
-    return 1 + draw.random(size=(8, COLUMNS)).astype("float32"), jax.random.PRNGKey(3)
+    return 1 + draw.random(size=(8, COLUMNS)).astype("float32"), jax.random.key(3)
 
 
 def _drop(x, key, first_row, first_column):
