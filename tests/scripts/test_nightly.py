@@ -32,6 +32,7 @@ def test_code_is_pinned_and_in_the_folder_of_its_variable():
     assert {folder for folder, _ in fetched} == folders
 
 
-def test_nightly_runs_the_full_tier_and_the_mutants():
+def test_nightly_runs_the_tiers_and_the_mutants():
     assert "bash scripts/test.sh night" in NIGHTLY
+    assert "bash scripts/test.sh next" in NIGHTLY
     assert "python -m tests.mutants" in NIGHTLY

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Prints its version if asked; as `-m venv FOLDER` puts itself there. Whatever else it is asked to run goes into a log.
+# Prints its version if asked; as `-m venv FOLDER` puts itself there. Whatever else it is asked to run goes into a log,
+# and the environment of pytest beside it.
 PYTHON = """#!/bin/bash
 case "$*" in
     *"sys.exit("*) ;;
@@ -15,6 +16,7 @@ case "$*" in
     "-c import venv"*) exit {without_venv} ;;
     "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
     "-c "*) echo JAX ;;
+    "-m pytest"*) echo "{version}" "$@" >>"{log}"; env >"{log}".environment ;;
     *) echo "{version}" "$@" >>"{log}" ;;
 esac
 """
@@ -44,7 +46,7 @@ def install_python(tmp_path):
 
 def run_script(folder, *words):
     """Returns the finished script, and {what pytest runs: the version of its Python}."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHON"}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "JAX_"))}
     environment |= {"PATH": f"{folder}/bin:/usr/bin:/bin", "VENV": f"{folder}/venv"}
     command = ["bash", "scripts/test.sh", *words]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -71,6 +73,23 @@ def test_night_leaves_out_no_test(tmp_path, install_python):
 def test_short_tier_runs_on_the_default_python(tmp_path, install_python):
     install_python("3.13", "pyenv/versions/3.13.0/bin/python")
     assert run_script(tmp_path)[1] == {SHORT: "3.11"}
+
+
+def read_flags(folder):
+    lines = (folder / "log.environment").read_text().splitlines()
+    return {line for line in lines if line.startswith(("JAX_", "PYTHONWARNINGS="))} - {"JAX_PLATFORMS=cpu"}
+
+
+def test_next_tier_gives_the_planned_defaults_to_processes(tmp_path, install_python):
+    install_python("3.13", "pyenv/versions/3.13.0/bin/python")
+    assert run_script(tmp_path, "next")[1] == {SHORT: "3.13"}
+    planned = {"JAX_REMAT3=1", "JAX_CUSTOM_VJP3=1", "JAX_LEGACY_PRNG_KEY=error", "JAX_DISALLOW_MESH_CONTEXT_MANAGER=1"}
+    assert read_flags(tmp_path) == planned | {"PYTHONWARNINGS=error::DeprecationWarning"}
+
+
+def test_short_tier_has_the_defaults_of_the_installed_jax(tmp_path, install_python):
+    run_script(tmp_path)
+    assert read_flags(tmp_path) == set()
 
 
 def test_python_without_venv_is_passed_over(tmp_path, install_python):
