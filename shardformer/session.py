@@ -158,7 +158,11 @@ class Session:
         corpus = data.load_corpus(config, source.vocabulary, progress, resumes=True)
         source.check_corpus(corpus)
         run = run.with_corpus(corpus)
-        _check_steps(run, config.training.base_step)
+        if (steps := run.config.training.steps) <= config.training.base_step:
+            more = "epochs" if config.training.epochs else "steps"
+            raise UsageError(
+                f"base={config.training.base} leaves no step to train, got steps={steps}; give more {more}"
+            )
         return Session(run, corpus, features, previous)
 
     def train(

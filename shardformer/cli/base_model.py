@@ -29,7 +29,8 @@ from shardformer.data.corpus import check_sources
 from shardformer.errors import RunError, UsageError
 from shardformer.files import locked, make_folder, replacing
 from shardformer.training.features_on_host import open_features
-from shardformer.training.run_folder import Run, reads_shorter_rows
+from shardformer.training.model_of_base import check_trained, reads_shorter_rows
+from shardformer.training.run_folder import Run
 
 OUT = "checkpoints/finetune"
 
@@ -72,6 +73,7 @@ def _check_before_converting(preset: Config, target: Path, overrides: dict, opti
         source = storage.location(preset.training.base)
         model = hf_settings.read_model(source, options.ignored, overrides.get("seq", 0)).config
     settings = _choose_settings(model, preset, overrides)
+    check_trained(settings, model)
     check_zero(settings)
     open_features(settings)
     check_sources(settings)
@@ -171,6 +173,4 @@ def parse_branch(arguments: list[str]) -> tuple[Config, Config]:
     before = parse_config(checkpoint.read_document(folder, "config.json"), folder / "config.json")
     settings = override_on_resume(before, given)
     check_given(settings, {key: value for key, value in given.items() if value != before.get(key)})
-    if settings.training.steps <= step and not settings.training.epochs:  # which are not yet counted
-        raise UsageError(f"base={folder} leaves no step to train, got steps={settings.training.steps}; give more steps")
     return settings.replace(base=str(folder), out=out), before

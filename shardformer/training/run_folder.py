@@ -15,7 +15,7 @@ import numpy as np
 from shardformer import checkpoint, config, data, storage
 from shardformer.adapters.adapter_keys import remove_adapters, replace_trainable
 from shardformer.checkpoint import Lock, StoredLeaf, manifest
-from shardformer.config import ARCHITECTURE, FIXED_ON_RESUME, Config
+from shardformer.config import FIXED_ON_RESUME, Config
 from shardformer.config.registries import names_code
 from shardformer.data import Data, SpecialTokens, Vocabulary
 from shardformer.data.digests import OWN
@@ -83,8 +83,10 @@ class Run:
         """Makes a new run on this corpus, with the vocabulary of its base if it has one; writes nothing yet."""
         special_tokens = SpecialTokens()
         if config.training.base:
+            from shardformer.training.model_of_base import take_vocab_of_base  # not imported without a base
+
             base = Run.open(config.training.base_run)
-            config, special_tokens = _take_vocab_of_base(config, base.config), base.special_tokens
+            config, special_tokens = take_vocab_of_base(config, base.config), base.special_tokens
         vocabulary = corpus.vocabulary
         vocab = config.model.vocab or len(vocabulary)
         if vocab < len(vocabulary):
@@ -398,43 +400,12 @@ def _choose_reading(model: Any, is_changed: bool) -> Callable[[str, StoredLeaf],
     return lambda name, leaf: read_leaf(model, name.removeprefix("params/"), leaf)
 
 
-def reads_shorter_rows(config: Config, base: Config) -> bool:
-    """Returns whether rows are shorter than the base's, and no parameter of it is a table of positions."""
-    return config.model.seq < base.model.seq and base.model.positions != "learned"
-
-
 def _count_steps(config: Config, corpus: Data) -> Config:
     if not config.training.epochs:
         return config
     from shardformer.data.epochs import count_steps  # not imported with steps=
 
     return count_steps(config, corpus)
-
-
-def _take_vocab_of_base(config: Config, base: Config) -> Config:
-    """Returns the configuration with its base's vocabulary; raises if the base's weights would not fit."""
-    if base.lora.lora_rank:
-        raise UsageError(
-            f"base={config.training.base} has adapters; merge them first: convert {config.training.base} MERGED "
-            "merge_lora=true"
-        )
-    if not base.objective.reads_tokens or (config.objective.has_vocabulary and not base.objective.has_vocabulary):
-        same = f", or objective={base.objective.name}" if base.objective.reads_tokens else ""
-        raise UsageError(
-            f"base={config.training.base} trained {base.objective.trained}, which is no language model; give another "
-            f"base{same}"
-        )
-    if config.model.vocab not in (0, base.model.vocab):
-        raise UsageError(
-            f"base={config.training.base} knows {base.model.vocab} tokens; give vocab={base.model.vocab}, got "
-            f"vocab={config.model.vocab}"
-        )
-    fitted = config.replace(vocab=base.model.vocab)
-    shorter = ("seq",) if reads_shorter_rows(fitted, base) else ()
-    if other := [name for name in ARCHITECTURE if fitted.get(name) != base.get(name) and name not in shorter]:
-        keys = " ".join(f"{name}={base.shown(name)}" for name in other)
-        raise UsageError(f"base={config.training.base} is another model; give {keys}")
-    return fitted
 
 
 def _restore_state(folder: Path | BucketPath, trainer: Starter) -> Any:

@@ -21,6 +21,7 @@ from shardformer.errors import UsageError
 from shardformer.session import open_vocabulary_of_base
 from shardformer.training.run_folder import Run
 from tests import runs, shared
+from tests.convert import reward_models
 from tests.convert.hf_models import FOLDER
 
 USAGE = 2
@@ -173,6 +174,13 @@ def test_another_base_is_not_what_was_converted_before(tmp_path):
     assert base_model.convert_once("base", str(one), tmp_path / "run.base")
     with pytest.raises(UsageError, match=r"was converted from .*one, not from .*other"):
         base_model.convert_once("base", str(other), tmp_path / "run.base")
+
+
+def test_model_of_rewards_is_rejected_before_it_is_converted(tmp_path, capsys):
+    source, out = reward_models.make_folder("qwen3", tmp_path / "rewards"), tmp_path / "run"
+    assert main(["train", f"base={source}", "objective=dpo", f"data={tmp_path / 'pairs.jsonl'}", f"out={out}"]) == USAGE
+    assert f"base={source} trained a reward model, which is no language model; give" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["rewards"]
 
 
 @pytest.mark.parametrize(
