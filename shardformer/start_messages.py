@@ -36,11 +36,15 @@ def describe_start(run: Run, corpus: Data, model: TaskOnMesh) -> Iterator[str]:
 
 
 def describe_position(run: Run, previous: Config | None, is_new: bool, step: int, model: TaskOnMesh) -> Iterator[str]:
-    """Yields the changes of a branch, which is new, or of a resume, and the records that are not continued."""
+    """Yields the changes of a branch, which is new, or of a resume, and what follows from the position of the run."""
     if previous and is_new:
         yield describe_branch(previous, run.config, step)
     elif previous:
         yield describe_resume(previous, run.config, step, model.sharding(P()))
+    if run.config.stored.quantize_aware != "none":
+        from shardformer.quantized import rounded_weights  # not imported without quantize_aware
+
+        yield rounded_weights.describe_rounding(previous, run.config)
     yield from _describe_unnamed(run, step)
 
 

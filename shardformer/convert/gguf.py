@@ -24,7 +24,7 @@ from shardformer.convert.families.llama_cpp import (
 from shardformer.convert.gguf_codes import KINDS
 from shardformer.convert.gguf_files import CreatedArray
 from shardformer.convert.leaves import Leaves, flatten
-from shardformer.convert.new_folder import describe_average, describe_size, describe_source
+from shardformer.convert.new_folder import describe_average, describe_rounding, describe_size, describe_source
 from shardformer.errors import RunError, UsageError
 from shardformer.files import replacing
 from shardformer.model import Model
@@ -72,7 +72,8 @@ def run_to_gguf(source: Path, target: Path, arguments: list[str]) -> str:
             raise RunError(f"cannot write {target}: {error.strerror or error}") from None  # a full disk
     return (
         f"{target}: step {state.step}, {describe_size(params)} as {gguf.architecture} in {options.dtype}"
-        f"{', adapters merged' if merged is not run else ''}{describe_source(run)}{describe_average(run, options.ema)}"
+        f"{', adapters merged' if merged is not run else ''}{describe_source(run)}"
+        f"{describe_rounding(run, state.step)}{describe_average(run, options.ema)}"
         f"{_describe_notes(gguf, config, arrays, options, keys)}"
     )
 

@@ -12,6 +12,8 @@ from shardformer.config import Config
 from shardformer.convert.leaves import Leaves
 from shardformer.errors import RunError, UsageError
 from shardformer.files import check_no_link, sync
+from shardformer.model import master_weights
+from shardformer.quantized import rounded_weights
 from shardformer.storage import BucketPath, bucket
 from shardformer.training.run_folder import Run
 
@@ -48,6 +50,14 @@ def describe_average(run: Run, taken: bool) -> str:
     if taken:
         return "; the weights are their average"
     return "; the average of the weights is left out (ema=true takes it instead)" if run.config.training.ema else ""
+
+
+def describe_rounding(run: Run, step: int) -> str:
+    """Warns of a step of `quantize_aware` whose weights are float ones, for the last line."""
+    if run.config.stored.quantize_aware == "none" or master_weights.have_code_values(run.config, step):
+        return ""
+    first = rounded_weights.find_first_rounded(run.config)
+    return f"; step {step} is before the rounding of quantize_aware, which starts after step {first}"
 
 
 def new_folder(target: Path | BucketPath) -> contextlib.AbstractContextManager[Path | BucketPath]:

@@ -22,6 +22,7 @@ from shardformer.data import Vocabulary
 from shardformer.errors import RunError, UsageError
 from shardformer.layout import mesh
 from shardformer.messages import log
+from shardformer.model import master_weights
 from shardformer.storage import BucketPath
 from shardformer.training.checkpoint_progress import Best
 from shardformer.training.run_folder import Run
@@ -41,12 +42,13 @@ def open_state(
     """Opens a checkpoint of a run: the best by validation unless `step` names one. averaged: see Run.restore_params.
 
     Its arrays are read when they are indexed, until the end of the block. Codes are dequantised then, unless
-    `with_codes` asks for them. Parameters of `quantize_aware` are rounded, unless `before_rounding` asks for their
-    masters. Only `with_rewards` opens a model of rewards.
+    `with_codes` asks for them. Parameters of `quantize_aware` are rounded if the step is one of the rounded ones,
+    unless `before_rounding` asks for their masters. Only `with_rewards` opens a model of rewards.
     """
     objective = run.config.objective
     if not (objective.has_vocabulary or (with_rewards and objective.reads_tokens)):
-        raise UsageError(f"{run.out} trained {run.config.objective.trained}: only language models are converted")
+        fix = "; give format=hf or weights=" if objective.reads_tokens else ""
+        raise UsageError(f"{run.out} trained {objective.trained}, and this conversion takes language models only{fix}")
     trainer = _trainer(run.config)
     step = run.choose_step(step, averaged)
     folder = checkpoint.step_folder(run.out, step)
@@ -75,7 +77,7 @@ def open_state(
             if count in stored.leaves:  # a converted run has no optimizer yet
                 moments = Moments(int(readable(count)[...]), readables("mu", mu), readables("nu", nu))
         leaves = readables("params", params)
-        if part == "average" and run.config.stored.quantize_aware != "none" and not before_rounding:
+        if part == "average" and not before_rounding and master_weights.have_code_values(run.config, step):
             leaves = stored_weights.round_to_codes(leaves, run.config)
         if run.config.stored.quantized and not with_codes:
             leaves = stored_weights.dequantize(leaves, run.config)

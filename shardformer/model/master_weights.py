@@ -30,11 +30,13 @@ def are_rounded(config: Config) -> bool:
     return config.stored.quantize_aware != "none" or config.optimizer.param_dtype != "float32"
 
 
-def round_parameters(parameters: dict, config: Config, step=None) -> dict:
-    """Casts float32 parameters to the dtypes in which they are stored, or rounds them to the values of codes.
+def have_code_values(config: Config, step: int) -> bool:
+    """Returns whether the parameters after this step have the values of codes."""
+    return config.stored.quantize_aware != "none" and step >= _rounded_weights().find_first_rounded(config)
 
-    step: of a training state, which codes may leave as it is; None: of what is never trained further.
-    """
+
+def round_parameters(parameters: dict, config: Config, step) -> dict:
+    """Casts the float32 parameters after `step` to their stored dtypes, or rounds them to the values of codes."""
     if config.stored.quantize_aware != "none":
         return _rounded_weights().round_to_codes(parameters, config, step)
     return jax.tree.map(lambda p, dtype: p.astype(dtype), parameters, stored_types(parameters, config))

@@ -43,10 +43,10 @@ def replace_by_average(average: dict, parameters: dict, steps: int, config: Conf
     if not steps:
         return parameters
     means = replace_trainable(parameters, average)
-    return _round(means, config) if master_weights.are_rounded(config) else means
+    return _round(means, steps, config) if master_weights.are_rounded(config) else means
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _round(parameters: dict, config: Config) -> dict:
+@functools.partial(jax.jit, static_argnums=2)
+def _round(parameters: dict, steps, config: Config) -> dict:
     """Rounds parameters in one program; operation by operation, JAX would compile more than 200."""
-    return master_weights.round_parameters(parameters, config)
+    return master_weights.round_parameters(parameters, config, steps)

@@ -37,6 +37,11 @@ def _check_rounding(c: "Config") -> None:
         f"{form} has masters of its own, and an update of one gradient: give param_dtype=float32, offload=none and an "
         "optimizer other than lbfgs",
     )
+    after, last = c.stored.quantize_after or 0, c.training.steps
+    require(
+        c.training.epochs or after <= last,  # steps that are not yet counted are checked when they are
+        f"quantize_after={after} is after the last step, steps={last}, so that no step is rounded; give at most {last}",
+    )
 
 
 def _check_sizes(key: str, form: str, c: "Config") -> None:

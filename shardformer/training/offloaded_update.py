@@ -104,7 +104,8 @@ class OffloadedUpdate(Update):
         updates, optimizer_state = self.optimizer.update(grads, part.optimizer, before, **arguments)
         trained = jax.tree.map(add_if_finite, before, updates)
         masters = {module: {name: trained[module][name] for name in leaves} for module, leaves in part.masters.items()}
-        new = Streamed(master_weights.round_parameters(trained, config), optimizer_state, masters)
+        rounded = master_weights.round_parameters(trained, config, arguments["step"] + 1)
+        new = Streamed(rounded, optimizer_state, masters)
         moved = jax.tree.map(jnp.subtract, trained, before)
         return _flatten(new), self.model.sum_squares(moved)
 

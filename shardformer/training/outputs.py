@@ -122,7 +122,7 @@ def _make_progress(
 ) -> NoProgress:
     if jax.process_index() or not messages.log.isEnabledFor(logging.INFO):
         return NoProgress()
-    known_best = best if best.step else None
+    known_best = (best.step, best.val_loss) if best.step else None
     return Progress(
         c.training.steps,
         first_step,

@@ -15,6 +15,7 @@ from shardformer.devices import processes
 from shardformer.errors import RunError
 from shardformer.logs import goodput
 from shardformer.messages import log
+from shardformer.model import master_weights
 from shardformer.training.checkpoint_progress import Best
 from shardformer.training.run_folder import Run
 
@@ -70,9 +71,10 @@ class RunCheckpoints:
         return bool(processes.first_message_from_any_process("late" if late else ""))
 
     def update_best(self, step: int, val_loss: float) -> bool:
-        """Records a validation loss; returns whether it is the lowest so far."""
-        if better := val_loss < self.best.val_loss:
-            self.best = Best(step, val_loss)
+        """Records a validation loss; returns whether it is the best so far."""
+        evaluated = Best(step, val_loss, master_weights.have_code_values(self._config, step))
+        if better := evaluated.is_better_than(self.best):
+            self.best = evaluated
         return better
 
     def take_snapshot(self, state: Any) -> Snapshot:

@@ -52,6 +52,14 @@ def test_average_in_float32_is_not_copied():
     assert average.replace_by_average(found, found, 1, shared.tiny(ema=0.5))[LAYERS]["q"] is found[LAYERS]["q"]
 
 
+def test_average_before_the_rounding_is_float():
+    config = shared.tiny(ema=0.5, quantize_aware="int8", quantize_after=3, mesh="1x1")
+    found = {LAYERS: {"up": jnp.linspace(0.1, 1, 12).reshape(1, 4, 3)}}
+    before, after = (average.replace_by_average(found, found, steps, config)[LAYERS]["up"] for steps in (2, 3))
+    np.testing.assert_array_equal(before, found[LAYERS]["up"])
+    assert np.abs(after - before).max() > 1e-4
+
+
 def test_average_is_rounded_as_the_run_stores_it():
     config = shared.tiny(ema=0.5, dtype="bfloat16", param_dtype="bfloat16")
     found = {LAYERS: {"q": jnp.full((1, 2, 2), 1 / 3)}, "transformer/embed": {"tokens": jnp.full((2, 2), 1 / 3)}}

@@ -1,5 +1,6 @@
 """`quantize_aware=`: parameters have the values of codes, and the float32 masters move as parameters without it do."""
 
+import dataclasses
 import shutil
 
 import jax
@@ -10,10 +11,13 @@ from shardformer import exact
 from shardformer.__main__ import main
 from shardformer.checkpoint import read_config
 from shardformer.config.names import LAYERS
+from shardformer.convert import new_folder
 from shardformer.convert import runs as stored_runs
 from shardformer.convert.leaves import flatten
+from shardformer.data import TokenIds
 from shardformer.errors import UsageError
 from shardformer.quantized.quantized_weights import FORMS
+from shardformer.quantized.rounded_weights import describe_rounding
 from shardformer.training.run_folder import Run
 from tests import runs, shared
 from tests.training.test_updates_exactly import (
@@ -106,7 +110,11 @@ def trained(request, tmp_path_factory):
 
 
 def read_params(folder, averaged=False) -> dict:
-    with stored_runs.open_state(Run.open(folder), 3, with_moments=False, averaged=averaged) as state:
+    return read_state(Run.open(folder), averaged=averaged)
+
+
+def read_state(run, **how) -> dict:
+    with stored_runs.open_state(run, 3, with_moments=False, **how) as state:
         return {name: np.asarray(leaf[...]) for name, leaf in state.params.items()}
 
 
@@ -145,6 +153,16 @@ def test_converted_average_is_the_one_that_is_evaluated(trained):
 
 
 @pytest.mark.parametrize("trained", ["nf4"], indirect=True)
+def test_converted_average_before_the_rounding_is_float(trained):
+    _, folder = trained
+    run = Run.open(folder)
+    later = dataclasses.replace(run, config=run.config.replace(steps=8))
+    later = dataclasses.replace(later, config=later.config.replace(quantize_after=4))
+    exact = read_state(run, averaged=True, before_rounding=True)
+    assert_near(read_state(later, averaged=True), exact)
+
+
+@pytest.mark.parametrize("trained", ["nf4"], indirect=True)
 def test_resume_goes_on_with_the_masters(trained, tmp_path):
     """In one start and in two, bitwise."""
     form, folder = trained
@@ -164,6 +182,7 @@ def test_resume_goes_on_with_the_masters(trained, tmp_path):
         ),
         ("give param_dtype=float32, offload=none and an", {"offload": "optimizer"}),
         ("optimizer other than lbfgs", {"optimizer": "lbfgs", "clip": 0.0, "weight_decay": 0.0}),
+        ("quantize_after=9 is after the last step, steps=8, so that", {"quantize_after": 9, "steps": 8}),
         (
             "each device of mesh=1x1 has an odd number of d_model 15; give quantize_aware=int8",
             {"quantize_aware": "int4", "d_model": 15, "head_dim": 4, "mesh": "1x1"},
@@ -174,3 +193,29 @@ def test_what_cannot_be_combined_is_named(named, keys):
     with pytest.raises(UsageError) as rejection:
         shared.tiny(**{"quantize_aware": "int8"} | keys)
     assert named in str(rejection.value)
+
+
+def test_steps_that_epochs_count_may_be_rounded_late():
+    late = shared.tiny(quantize_aware="int8", quantize_after=30, steps=20, epochs=2.0)
+    with pytest.raises(UsageError, match="is after the last step, steps=20"):
+        late.replace(epochs=0.0)
+
+
+@pytest.mark.parametrize(
+    ("steps", "line"),
+    [
+        (40, "weights are rounded for quantize_aware=nf4 after step 30"),
+        (80, "weights are rounded for quantize_aware=nf4 after step 60, and not after step 30 as before; "
+             "quantize_after=30 keeps it"),
+        (20, "weights are rounded for quantize_aware=nf4 after step 15, and not after step 30 as before"),
+    ],
+)  # fmt: skip
+def test_first_rounded_step_is_named(steps, line):
+    config = shared.tiny(quantize_aware="nf4", steps=40)
+    assert describe_rounding(config, config.replace(steps=steps)) == line
+
+
+def test_export_names_a_step_before_the_rounding():
+    run = Run(shared.tiny(quantize_aware="nf4", steps=8), TokenIds(61), "")
+    said = "; step 5 is before the rounding of quantize_aware, which starts after step 6"
+    assert (new_folder.describe_rounding(run, 5), new_folder.describe_rounding(run, 6)) == (said, "")
