@@ -266,7 +266,7 @@ def _byte_rows(plan: Plan) -> Iterator[list[str]]:
     yield ["together", format_bytes(plan.estimate), "estimated"]
     if plan.stored.host:
         yield ["optimizer, in the host's memory", format_bytes(plan.stored.host), "exact"]
-    if plan.config.objective.reads_tokens:
+    if plan.config.objective.has_vocabulary:
         yield ["cache of one sample", format_bytes(memory.cache_bytes(plan.config)), "exact"]
 
 

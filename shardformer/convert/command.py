@@ -33,6 +33,7 @@ from shardformer.convert.new_folder import (
     check_free,
     describe_average,
     describe_form,
+    describe_rounding,
     describe_size,
     describe_source,
     new_folder,
@@ -174,14 +175,15 @@ def run_to_stored_run(source: Path, target: Path, arguments: list[str]) -> str:
     run = dataclasses.replace(run, config=run.config.replace(out=str(target)))
     trained = options.weights == before.config.stored.quantize_aware  # whose rounded values have codes a little off
     with (
-        runs.open_state(before, options.step, False, options.ema, before_rounding=trained) as state,
+        runs.open_state(before, options.step, False, options.ema, before_rounding=trained, with_rewards=True) as state,
         new_folder(target) as temporary,
     ):
         runs.write_run(temporary, run, state)
         hf.copy_tokenizer(before, temporary / TOKENIZER_FOLDER)
     return (
         f"{target}: step {state.step}, {describe_size(state.params)}, weights={options.weights} instead of "
-        f"weights={before.config.stored.weights}{describe_average(before, options.ema)}"
+        f"weights={before.config.stored.weights}{describe_rounding(before, state.step)}"
+        f"{describe_average(before, options.ema)}"
     )
 
 
@@ -201,7 +203,8 @@ def run_to_gptj(source: Path, target: Path, arguments: list[str]) -> str:
     moments = "with" if state.moments else "without"
     return (
         f"{target}: step {state.step}, {describe_size(state.params)} in {options.shards} shards, {options.dtype}, "
-        f"{moments} Adam's moments{describe_source(run)}{describe_average(run, options.ema)}"
+        f"{moments} Adam's moments{describe_source(run)}{describe_rounding(run, state.step)}"
+        f"{describe_average(run, options.ema)}"
     )
 
 

@@ -14,6 +14,7 @@ from shardformer.convert.leaves import State
 from shardformer.convert.new_folder import (
     describe_average,
     describe_form,
+    describe_rounding,
     describe_size,
     describe_source,
     new_folder,
@@ -128,7 +129,8 @@ def run_to_hf(source: Path, target: Path, arguments: list[str]) -> str:
         hf_special_tokens.write_generation_config(temporary, special, vocabulary, end_of_turn)
     return (
         f"{target}: step {state.step}, {describe_size(state.params)} as a {family} model in {options.dtype}"
-        f"{describe_source(run)}{describe_average(run, options.ema)}"
+        f"{describe_source(run)}{describe_rounding(run, state.step)}{describe_average(run, options.ema)}"
+        f"{reward_heads.describe_written_padding(config, special)}"
     )
 
 

@@ -183,7 +183,10 @@ def choose_family(config: Config, published: str | None = None) -> str:
     published: the family that the model came from, which is chosen before others, as a Mistral without windows is also
     a Llama.
     """
-    problems = {name: list_differences(family, config) for name, family in FAMILIES.items()}
+    problems = {
+        name: list_differences(family, config) + reward_heads.list_differences(name, config)
+        for name, family in FAMILIES.items()
+    }
     closest = min(problems, key=lambda name: (len(problems[name]), name != published))
     if problems[closest]:
         raise UsageError(

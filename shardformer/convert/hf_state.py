@@ -20,7 +20,6 @@ from shardformer.convert.safetensors_files import CreatedTensor
 from shardformer.convert.tensors import Computed, Tensor
 from shardformer.convert.text_models import select_text_arrays
 from shardformer.errors import RunError, UsageError
-from shardformer.model import Model
 from shardformer.model.task_on_mesh import choose_task
 
 Source = Tensor | Packed | Computed
@@ -83,7 +82,7 @@ def fill_params(tensors: Sequence[tuple[Stored, Source]], config: Config, not_fi
         row = functools.partial(fill_row, name) if is_stacked else None
         return Filled(shape, np.dtype(np.float32), functools.partial(fill, name), row)
 
-    task = Model if config.objective.has_vocabulary else choose_task(config)
+    task = choose_task(config.objective.as_language_model())  # without layers that only training has
     shapes = {name: leaf.shape for name, leaf in flatten(task.abstract_parameters(config)).items()}
     if shapes.keys() != sources.keys():
         raise RuntimeError(

@@ -194,6 +194,15 @@ def test_a_plan_has_the_attention_of_its_chip(chip, dtype, has_kernel):
     assert (plan.estimate(config, chips.parse_slice(slices[chip])).temporaries < pairs) == has_kernel
 
 
+def test_model_that_samples_nothing_has_no_cache():
+    one = chips.parse_slice("v5e:1x1")
+    samples = [
+        "cache of one sample" in plan.format_needs(plan.estimate(shared.tiny(mesh="1x1", objective=name), one))
+        for name in ("lm", "reward")
+    ]
+    assert samples == [True, False]
+
+
 def test_update_traffic_excludes_frozen_weights():
     def update_bytes(**overrides) -> float:
         config = shared.tiny(mesh="1x1", **overrides)

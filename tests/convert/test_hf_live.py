@@ -9,7 +9,8 @@ import pytest
 from shardformer import exact
 from shardformer.__main__ import main
 from shardformer.analysis import traced
-from shardformer.convert import mxfp4, safetensors_files
+from shardformer.convert import mxfp4, reward_heads, safetensors_files
+from shardformer.convert.families import FAMILIES
 from shardformer.convert.safetensors_files import CreatedTensor
 from shardformer.model import Decoder
 from tests.convert import hf_models, test_hf, test_mxfp4
@@ -33,6 +34,12 @@ def test_transformers_loads_what_we_write(name, tmp_path):
     back = hf_models.load(tmp_path / "back")
     tokens = np.random.RandomState(1).randint(0, hf_models.VOCAB, (2, hf_models.SEQ))
     np.testing.assert_array_equal(hf_models.compute(back, tokens), hf_models.compute(theirs, tokens))
+
+
+def test_families_of_classifiers_are_those_of_transformers():
+    known = transformers.models.auto.modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    named = {name for name, family in FAMILIES.items() if known.get(name) == reward_heads.name_class(family)}
+    assert named == reward_heads.FAMILIES
 
 
 # transformers' float32 logits of these are up to 5.8e-6 from its float64 logits. Ours are 1.3e-6 from those.

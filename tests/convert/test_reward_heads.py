@@ -11,6 +11,7 @@ from shardformer.__main__ import main
 from shardformer.analysis import traced
 from shardformer.convert import hf_settings, hf_state, reward_heads, runs
 from shardformer.convert.families import FAMILIES
+from shardformer.data import SpecialTokens
 from shardformer.data.prompt_windows import PromptRow
 from shardformer.errors import UsageError
 from shardformer.inference.generator import Continuation
@@ -68,6 +69,14 @@ def test_there_and_back_is_the_same_class(name, tmp_path, capsys):
     assert hf_settings.read_config(tmp_path / "back") == hf_settings.read_config(source)
 
 
+def test_rewards_are_stored_as_codes(tmp_path):
+    for words in ([make_folder("phi", tmp_path / "src"), "run"], [tmp_path / "run", "codes", "weights=int8"]):
+        assert main(["convert", str(words[0]), str(tmp_path / words[1]), *words[2:]]) == 0
+    config = Run.open(tmp_path / "codes").config
+    assert (config.preferences.objective, config.stored.weights) == ("reward", "int8")
+    RewardOfRun(str(tmp_path / "codes"))  # raises for a run that gives no rewards
+
+
 @pytest.mark.nightly
 def test_converted_run_gives_a_policy_these_rewards(tmp_path):
     assert main(["convert", str(make_folder("qwen3", tmp_path / "src")), str(tmp_path / "run")]) == 0
@@ -113,9 +122,40 @@ def test_head_of_another_objective_is_rejected(tmp_path, capsys, folder, objecti
     assert f"objective={objective} contradicts {source}/config.json, which has {trained}" in capsys.readouterr().err
 
 
+def test_one_name_of_a_class_is_read_as_a_list_of_it(tmp_path):
+    _, config = hf_settings.read_config(make_folder("qwen3", tmp_path / "src", architectures=CLASSES["qwen3"]))
+    assert config.preferences.objective == "reward"
+
+
+def test_family_without_the_class_is_rejected():
+    family, config = hf_settings.read_config(FOLDER / "granite")
+    theirs = {"model_type": family, "architectures": ["GraniteForSequenceClassification"], "num_labels": 1}
+    with pytest.raises(UsageError, match="is no class of transformers for model_type=granite"):
+        reward_heads.choose_head(FAMILIES[family], theirs, config)
+    with pytest.raises(UsageError, match="no Hugging Face family has objective=reward; the closest, granite, differs"):
+        hf_settings.choose_family(config.replace(objective="reward", logits_scale=1.0, tied=False), family)
+    assert hf_settings.choose_family(config, family) == family
+
+
+@pytest.mark.parametrize(
+    ("special", "said"),
+    [
+        (SpecialTokens(ends=(2,)), "it has no padding, so transformers rejects batches of two or more rows"),
+        (SpecialTokens(ends=(2,), padding=3, config={"pad_token_id": None}), "it has no padding"),
+        (SpecialTokens(ends=(2,), padding=2), "its padding, id 2, is an end of text"),
+        (SpecialTokens(ends=(2,), padding=3), ""),
+    ],
+)
+def test_padding_of_a_written_folder_is_reported(special, said):
+    line = reward_heads.describe_written_padding(shared.tiny(objective="reward"), special)
+    assert said in line
+    assert bool(line) == bool(said)
+    assert not reward_heads.describe_written_padding(shared.tiny(), special)
+
+
 def test_scores_of_narrow_embeddings_are_rejected():
     family, config = hf_settings.read_config(FOLDER / "opt_350m")
-    theirs = {"architectures": ["OPTForSequenceClassification"], "num_labels": 1}
+    theirs = {"model_type": family, "architectures": ["OPTForSequenceClassification"], "num_labels": 1}
     with pytest.raises(UsageError, match="reads its score behind the matrix of word_embed_proj_dim"):
         reward_heads.choose_head(FAMILIES[family], theirs, config)
     with pytest.raises(UsageError, match="has embed_dim=16; the closest, opt, differs there"):

@@ -221,7 +221,7 @@ def test_other_frequencies_of_longrope_are_rejected(trained, seq, width):
     ("command", "message"),
     [
         (["sample", "{run}"], "this run trained a reward model: it has no language model, which is needed here"),
-        (["convert", "{run}", "{out}", "weights=int8"], "trained a reward model: only language models are converted"),
+        (["convert", "{run}", "{out}.gguf"], "takes language models only; give format=hf or weights="),
         (["train", "base={run}", "data={data}", "out={out}"], "trained a reward model, which is no language model"),
         (["train", *NEW, "mesh=1x1", "data={data}", "objective=distill", "teacher={run}", "out={out}"],
          "trained a reward model, which gives no distribution over tokens"),
