@@ -112,8 +112,7 @@ def _run(arguments: list[str]) -> int:
 
 def _check_arguments(command: Command, arguments: list[str]) -> None:
     """Rejects what can be rejected at once: the import of JAX takes 2 s."""
-    if command.check:
-        load(command.check)(arguments)
+    command.check_arguments(arguments)
     if command.options:
         check_keys(arguments, map(load, command.options + command.unlisted))
 

@@ -95,7 +95,9 @@ class Sweep:
         return sweep
 
     def check(self, config: Config) -> None:
-        """Rejects a run that is not evaluated where it may stop."""
+        """Rejects a run that is not evaluated where it may stop, and steps that only the data would count."""
+        if config.training.epochs:
+            raise UsageError(f"a sweep compares runs by steps, got epochs={config.training.epochs:g}; give steps=")
         ends, every = [self.end(config, halving) for halving in range(self.halvings + 1)], config.run.eval_every
         if ends[-1] < every or len({*ends}) < len(ends):
             raise UsageError(

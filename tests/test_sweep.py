@@ -52,6 +52,11 @@ def test_all_runs_are_compared_after_a_quarter_of_the_steps(sweep):
     assert rates(sweep.find_pending()[1]) == [(1e-1, 1)]
 
 
+def test_steps_that_only_data_count_are_rejected():
+    with pytest.raises(UsageError, match="a sweep compares runs by steps, got epochs=3; give steps="):
+        Sweep.of(preset("tiny", epochs=3.0), {"lr": [1e-3, 1e-2]}, seeds=1, halvings=0)
+
+
 def test_a_comparison_is_at_an_evaluation():
     sweep = Sweep.of(preset("tiny", steps=40, eval_every=8), {"lr": [1e-3, 1e-2]}, seeds=1, halvings=1)
     assert sweep.end(sweep.settings[0].runs[0], 1) == 16

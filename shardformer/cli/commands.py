@@ -18,6 +18,15 @@ class Command:
     notes: str = ""
     check: str = ""  # "module:function" without JAX: rejects wrong arguments before JAX is imported, which takes 2 s
     unlisted: tuple[str, ...] = ()  # further groups whose keys it takes; its help does not list them
+    counts_epochs: bool = False  # it opens the data of a run, whose rows epochs= counts
+
+    def check_arguments(self, arguments: list[str]) -> None:
+        """Rejects wrong arguments without JAX, and `epochs=` where no data are read whose rows would be counted."""
+        reads_steps = RUN_KEYS in self.options and not self.counts_epochs
+        if reads_steps and any(word.startswith("epochs=") for word in arguments):
+            raise UsageError("epochs= counts the rows of the data, which only train reads; give steps=")
+        if self.check:
+            load(self.check)(arguments)
 
 
 def load(path: str) -> Any:
@@ -45,8 +54,7 @@ def run_command(name: str, /, *words: object, **keys: object) -> int:
     if name not in COMMANDS:
         raise UsageError(f"unknown command {name!r}; the commands are {', '.join(COMMANDS)}")
     command, arguments = COMMANDS[name], [*map(str, words), *(f"{key}={value}" for key, value in keys.items())]
-    if command.check:
-        load(command.check)(arguments)
+    command.check_arguments(arguments)
     return load(command.function)(arguments) or 0
 
 
@@ -68,6 +76,7 @@ COMMANDS = {
         "`show PRESET` prints them. RUN is the folder of a run; runs and data may be in a bucket "
         "(gs://, s3://). Ctrl-C or SIGTERM saves a checkpoint and stops.",
         check="cli.arguments:check_preset",
+        counts_epochs=True,
     ),
     "sweep": Command(
         "cli.sweep_command:sweep",

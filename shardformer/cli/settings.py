@@ -3,13 +3,6 @@
 from shardformer import storage
 from shardformer.cli.arguments import parse_preset
 from shardformer.config import Config, override_on_resume, parsing
-from shardformer.errors import UsageError
-
-
-def reject_epochs(arguments: list[str]) -> None:
-    """Raises UsageError for `epochs=` of a command that does not read the data."""
-    if any(word.startswith("epochs=") for word in arguments):
-        raise UsageError("epochs= counts the rows of the data, which only train reads; give steps=")
 
 
 def parse_settings(arguments: list[str]) -> Config:
@@ -17,7 +10,6 @@ def parse_settings(arguments: list[str]) -> Config:
     from shardformer.checkpoint import read_config  # imports JAX, as the next one
     from shardformer.convert import hf_settings
 
-    reject_epochs(arguments)
     folder = storage.location(arguments[0]) if arguments else None
     if folder and hf_settings.is_hf_folder(folder):
         _, settings = hf_settings.read_config(folder)

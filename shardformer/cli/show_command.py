@@ -7,7 +7,6 @@ from shardformer.adapters.adapter_keys import select_trainable
 from shardformer.analysis import parameter_tables
 from shardformer.analysis.memory import format_device_bytes, make_trainer
 from shardformer.cli.arguments import describe_depth, names_depth, parse_preset, say
-from shardformer.cli.settings import reject_epochs
 from shardformer.config import Config, parsing
 from shardformer.devices.chips import CHIPS, CPU, describe_chip
 from shardformer.layout import Layout, mesh, resolve
@@ -27,7 +26,6 @@ CHOICES = ("replicas", "remat", "loop", "pipeline", "loss_chunk", "experts", "ex
 
 def show(arguments: list[str]) -> None:
     """Prints the settings, the split of every parameter and the bytes of each device."""
-    reject_epochs(arguments)
     if arguments and (storage.is_url(arguments[0]) or (Path(arguments[0]) / "config.json").is_file()):
         settings = Run.open(arguments[0], parsing.parse_overrides(arguments[1:], Config)).config
     else:

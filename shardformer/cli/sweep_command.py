@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from shardformer import storage
 from shardformer.cli.arguments import names_depth, parse_preset, say, say_table
-from shardformer.cli.settings import reject_epochs
 from shardformer.config import FIELDS, Config, parsing
 from shardformer.config.keys import key
 from shardformer.config.presets import PRESETS
@@ -54,7 +53,6 @@ def check(arguments: list[str]) -> None:
 
 def _parse(arguments: list[str]) -> tuple[Config, dict[str, list], SweepOptions]:
     """Returns the configuration of the first combination, the values of each swept key, and the options."""
-    reject_epochs(arguments)
     options, rest = parsing.parse_known_options(arguments, SweepOptions)
     words, swept = [], {}
     for word in rest:

@@ -62,7 +62,9 @@ def check_given(c: "Config", given: dict[str, object]) -> None:
     c.mixture.check_given(given)
     if "steps" in given and (epochs := c.training.epochs):
         both = f"steps={c.training.steps} and epochs={epochs:g}"
-        raise UsageError(f"{both} both choose the length of the run; leave steps out, or give epochs=0")
+        raise UsageError(
+            f"{both} both choose the length of the run; leave steps out, or give epochs=0 steps={c.training.steps}"
+        )
     for name, value in given.items():
         keys, field = c.group(name), keys_of(type(c))[name]
         needed, used_if = field.metadata["needs"], field.metadata["used_if"]

@@ -45,12 +45,12 @@ LBFGS = ("optimizer=lbfgs", "clip=0", "weight_decay=0")
         ("expected key=value, got '--layers'", ["train", "tiny", "--layers", "2"]),
         ("unknown key 'num_train_epochs'; did you mean 'epochs'?", ["train", "tiny", "num_train_epochs=3"]),
         (
-            "steps=20 and epochs=3 both choose the length of the run; leave steps out, or give epochs=0",
+            "steps=20 and epochs=3 both choose the length of the run; leave steps out, or give epochs=0 steps=20",
             ["train", "tiny", "epochs=3", "steps=20"],
         ),
         *(
             ("epochs= counts the rows of the data, which only train reads; give steps=", [*words, "tiny", "epochs=3"])
-            for words in (["plan"], ["show"], ["verify"], ["sweep", "seeds=2"])
+            for words in (["plan"], ["show"], ["verify"], ["sweep", "seeds=2"], ["bench", "step"])
         ),
         ("depth=4 chooses the steps; leave epochs out, or name a preset", ["train", "depth=4", "epochs=3"]),
         ("unknown key 'packing'; rows are packed already; documents=masked", ["train", "tiny", "packing=true"]),
