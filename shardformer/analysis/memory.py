@@ -67,13 +67,11 @@ def list_offloaded(state) -> list[tuple]:
 
 
 def cache_bytes(config: Config, samples: int = 1) -> int:
-    """Returns the bytes of the keys and values that `sample` caches, on one device."""
-    width = -(-config.model.cached_heads // config.parallel.mp) * sum(config.model.cached_sizes)
-    slots = sum(
-        -(-min(window or config.model.seq, config.model.seq) // config.parallel.cp)
-        for window in config.model.layer_windows
-    )
-    return slots * samples * width * jnp.dtype(config.parallel.dtype).itemsize
+    """Returns the bytes of what `sample` caches on one device: keys and values, and ids for `previous_tokens`."""
+    c, width = config.model, -(-config.model.cached_heads // config.parallel.mp) * sum(config.model.cached_sizes)
+    slots = [-(-min(window or c.seq, c.seq) // config.parallel.cp) for window in c.cache_windows]
+    of_layers = sum(slots[: c.layers]) * width * jnp.dtype(config.parallel.dtype).itemsize
+    return samples * (of_layers + sum(slots[c.layers :]) * jnp.dtype("int32").itemsize)
 
 
 def split_of_layer(config: Config) -> tuple[dict[str, list], dict[str, tuple[int, int, int]]]:

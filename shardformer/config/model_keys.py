@@ -12,7 +12,6 @@ from shardformer.config.registries import asks_for
 
 WITH_ROTARY = UsedIf(lambda model: model.rotates, "without positions=rotary")
 
-
 ACTIVATIONS, NORMS, POSITIONS = "kernels/activations.py", "shards/norm.py", "shards/positions.py"
 POSITION_PARAMETERS = ("position_BT", "distance_TS", "long_rows")
 _LATE = ("up", "down", "norm", "head")
@@ -121,9 +120,7 @@ class ModelKeys(KeyGroup):
         least=0,
         none="none",
     )
-    sinks: bool = key(
-        False, "give each head a trainable logit that only the denominator of its softmax has, as gpt-oss"
-    )
+    sinks: bool = key(False, "give each head a trainable logit that only its softmax's denominator has, as gpt-oss")
     window: int | None = key(
         None, "tokens that a windowed layer attends to, its own token included; none: all", least=1, none="none"
     )
@@ -156,11 +153,9 @@ class ModelKeys(KeyGroup):
         none="sqrt",
     )
     previous_tokens: int = key(
-        0, "tokens before each whose vectors, from a table of each distance, are added to its own; 0: none", least=0
+        0, "add to each token's vector those of the N tokens before it, from one table per distance; 0: off", least=0
     )
-    residual_scale: float = key(
-        1.0, "factor on each branch before it is added to the residual stream, as Granite", least=0
-    )
+    residual_scale: float = key(1.0, "factor on each branch before it joins the residual stream, as Granite", least=0)
     logits_scale: float = key(1.0, "factor on the output logits, before logits_cap, as Cohere", least=0)
     logits_cap: float | None = key(
         None, "bound of the output logits, each cap * tanh(logit / cap), as Gemma 2", least=0, none="none"
@@ -237,6 +232,11 @@ class ModelKeys(KeyGroup):
         """The window of each layer; None: the layer attends to all earlier tokens."""
         types = itertools.islice(itertools.cycle(self.window_pattern or "w"), self.layers)
         return tuple(self.window if kind == "w" else None for kind in types)
+
+    @functools.cached_property
+    def cache_windows(self) -> tuple[int | None, ...]:
+        """The window of each cache of a row: of the layers and, behind them, of the ids for `previous_tokens`."""
+        return (*self.layer_windows, self.previous_tokens + 1) if self.previous_tokens else self.layer_windows
 
     @functools.cached_property
     def layers_without_rotary(self) -> tuple[bool, ...]:
@@ -339,21 +339,21 @@ class ModelKeys(KeyGroup):
             self.head_size <= MAX_HEAD_SIZE,
             f"the head size {self.head_size} must be at most {MAX_HEAD_SIZE}; give a smaller head_dim, or more heads",
         )
-        require(self.norm_eps > 0, f"norm_eps must be above 0, got {self.norm_eps}")
         for name, word in (
-            ("attention_scale", "auto"),
-            ("attention_cap", "none"),
-            ("logits_cap", "none"),
-            ("init_std", "fan_in"),
+            ("attention_scale", "auto"), ("attention_cap", "none"), ("logits_cap", "none"), ("init_std", "fan_in"),
             ("embed_scale", "sqrt"),
-        ):
+        ):  # fmt: skip
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be above 0, or {word}, got {value}")
-        for name in ("residual_scale", "logits_scale"):
+        for name in ("norm_eps", "residual_scale", "logits_scale"):
             require(getattr(self, name) > 0, f"{name} must be above 0, got {getattr(self, name)}")
         require(
             self.norm != "plain_layernorm" or "norm" not in self.biased,
             f"norm=plain_layernorm has no parameters, got bias={self.bias}; give bias=none or bias=qkv",
+        )
+        require(
+            self.previous_tokens < self.seq,
+            f"previous_tokens={self.previous_tokens} reaches beyond seq={self.seq}; give at most {self.seq - 1}",
         )
         self._check_positions()
         self._check_window()

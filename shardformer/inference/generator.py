@@ -47,7 +47,7 @@ class _Decoding(NamedTuple):
     """The state of all rows between two tokens."""
 
     logits_BV: jax.Array
-    caches: list  # one per layer
+    caches: list  # of each layer, and perhaps of ids behind them
     slot: jax.Array  # index of the next token in the caches, the same for all rows: their ends are aligned
     position_B: jax.Array  # position of the next token in its row
     seen_BV: jax.Array  # the tokens of each row's context

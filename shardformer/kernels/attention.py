@@ -26,6 +26,7 @@ class Cache(NamedTuple):
     """The keys and values of one layer in the layout that decoding reads: each head's are contiguous.
 
     A ring of S slots: a new token replaces the one S tokens before it, which no window of at most S tokens reaches.
+    With `previous_tokens`, one more cache has the ids of tokens [B, h, S, 1] as its keys.
     """
 
     k_BhSK: Array

@@ -44,13 +44,13 @@ class Decoder:
         return m.shard_map(self._shard.logits, (m.specs, m.row_spec), P(*m.row_spec, None, "mp"))(params, tokens)
 
     def prefill(self, params, tokens, lengths, end, cache_size: int):
-        """Returns logits [B, V] after the first lengths[b] of each row of tokens [B, S], and each layer's cache.
+        """Returns logits [B, V] after the first lengths[b] of each row of tokens [B, S], and the rows' caches.
 
         Rows are split over dp. In the caches, which are rings, every row ends just before slot `end`. A cache has
-        `cache_size` slots, or fewer if its window is shorter, rounded up to a multiple of cp.
+        `cache_size` slots, or as many as its layer's window if that is shorter, rounded up to a multiple of cp.
         """
         m, attention = self.model, self._shard.layout.attention
-        windows = *m.config.model.layer_windows, m.config.model.previous_tokens + 1
+        windows = m.config.model.cache_windows
 
         def body(params, tokens_BS, length_B, end):
             def one(tokens_S, length):
@@ -58,7 +58,7 @@ class Decoder:
                     return attention.align(cache, min(cache_size, window or cache_size), length, end)
 
                 logits_1v, caches = self._shard.prefill(params, tokens_S[None], length)
-                return logits_1v[0], list(map(align, caches, windows))
+                return logits_1v[0], [align(*each) for each in zip(caches, windows, strict=True)]
 
             return jax.vmap(one)(attention.take_tokens(tokens_BS), length_B)
 

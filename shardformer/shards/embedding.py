@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import haiku as hk
 import jax.numpy as jnp
@@ -22,9 +22,9 @@ class EmbeddingShard(hk.Module):
     config: Config
     name: str = "embed"
 
-    def __call__(self, tokens_BT: Array, position_BT: Array, look_up_before: Callable | None = None) -> Array:
-        """Returns x_BTD, replicated over mp or split by tokens; `position_BT` may have one row for all."""
-        x_BTD = self._lookup(tokens_BT, position_BT, look_up_before)
+    def __call__(self, tokens_BT: Array, position_BT: Array, before: Sequence[Array] | None = None) -> Array:
+        """Returns x_BTD, replicated over mp or split by tokens; `position_BT` may have one row, `before` lists ids_BT."""
+        x_BTD = self._lookup(tokens_BT, position_BT, before)
         if self.config.model.embed == "bias":
             x_BTD = add_bias(x_BTD, zeros("bias", self.config.model.d_model))
         return Norm(self.config)(x_BTD) if self.config.model.embed == "norm" else x_BTD
@@ -35,11 +35,13 @@ class EmbeddingShard(hk.Module):
         shape = [collectives.local(c.model.padded_vocab), c.model.table_size]
         return weight("tokens", shape, c.model.table_std)
 
-    def _lookup(self, tokens_BT, position_BT, look_up_before):
+    def _lookup(self, tokens_BT, position_BT, before):
         c, dtype = self.config, jnp.dtype(self.config.parallel.dtype)
         x_BTD = self.masked_lookup(tokens_BT, self.table())
-        if look_up_before:
-            x_BTD = x_BTD + look_up_before(self, position_BT)
+        if before:
+            from shardformer.shards.previous_tokens import look_up  # not imported without them
+
+            x_BTD = x_BTD + look_up(self, before, position_BT)
         x_BTD = self._scale(collectives.reduce(x_BTD.astype(dtype), c.parallel.sequence_parallel))
         if c.model.table_size != c.model.d_model:
             x_BTD = project(x_BTD, c.model.d_model, c)

@@ -104,7 +104,7 @@ class NextTransformerShard(CausalTransformerShard):
         layout, options, position_BT = self._lay_out_rows(outside, batch["tokens"], dropout, batch.get("documents"))
         layers = self.config.model.layers
         next_position_BT = jnp.minimum(position_BT + 1, self.config.model.seq - 1)  # the last token has no target
-        before = self._previous and self._previous.find_before_next(layout.attention, batch["tokens"])
+        before = self._previous and self._previous.list_before_next(layout.attention, batch["tokens"])
         next_BTD = self._embed(outside, batch["next_tokens"], next_position_BT, before)
         if dropout:
             next_BTD = dropout.at(layers + 2)(next_BTD)

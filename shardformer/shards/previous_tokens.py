@@ -1,87 +1,85 @@
-"""The tokens before each token, of which `previous_tokens` adds vectors to the token's.
+"""The ids of the N tokens before each token, for `previous_tokens=N`, and the sum of their vectors.
 
-When decoding, a further cache behind those of the layers has the ids of tokens. They are stored as the keys of a layer
-whose window reaches these tokens, and move with their row as keys do.
+When decoding, one more cache behind those of the layers has the ids of the last tokens. They are stored as the keys of
+a layer whose window reaches these tokens, and move with their row as keys do.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from shardformer import collectives
 from shardformer.config.names import CP
 from shardformer.kernels.attention import SLOTS, Attention, AttentionOptions, Cache
-from shardformer.shards.embedding import EmbeddingShard
-from shardformer.shards.parameters import weight
+from shardformer.shards.parameters import unstack, weight
+
+if TYPE_CHECKING:
+    from shardformer.shards.embedding import EmbeddingShard
 
 NO_ROW = -1  # of any shard
 
 
-def look_up(before: Sequence[Array], embed: EmbeddingShard, position_BT: Array) -> Array:
-    """Returns the sum of the vectors of the tokens `before` each, by distance from 1 on: this shard's part of it.
+def look_up(embed: "EmbeddingShard", before: Sequence[Array], position_BT: Array) -> Array:
+    """Returns this shard's part of the sum of the vectors of the tokens `before`, which lists ids_BT by distance.
 
-    Those beyond position 0 are ignored.
+    Tokens before position 0 add nothing.
     """
     c = embed.config.model
     tables_nvD = weight("previous", [c.previous_tokens, collectives.local(c.padded_vocab), c.table_size], c.table_std)
     ids = [jnp.where(position_BT >= distance, ids_BT, NO_ROW) for distance, ids_BT in enumerate(before, 1)]
-    return functools.reduce(jnp.add, map(embed.masked_lookup, ids, tables_nvD))
+    return functools.reduce(jnp.add, map(embed.masked_lookup, ids, unstack(tables_nvD, c.previous_tokens)))
 
 
 class PreviousTokens:
-    """The functions that find the `count` tokens before each; their results are what the embedding adds."""
+    """The methods that find the ids of the `count` tokens before each token, the nearest first."""
 
     def __init__(self, count: int):
         self._count = count
 
     def list_in_rows(self, attention: Attention, tokens_BT: Array) -> list[Array]:
-        """Returns the tokens before each of this shard's tokens, the nearest first."""
-        rows_BT = attention.join_rows(tokens_BT)
-        distances = range(1, self._count + 1)
-        return [attention.take_tokens(jnp.roll(rows_BT, distance, axis=1)) for distance in distances]
+        """Returns the ids_BT before each of this shard's tokens, by distance."""
+        return _list_before(attention, tokens_BT, self._count)
 
-    def find_in_rows(self, attention: Attention, tokens_BT: Array) -> Callable:
-        """Returns the function that looks up the tokens before each of this shard's tokens."""
-        return functools.partial(look_up, self.list_in_rows(attention, tokens_BT))
+    def list_before_next(self, attention: Attention, tokens_BT: Array) -> list[Array]:
+        """Returns the ids_BT before the token that follows each of this shard's tokens, by distance."""
+        return [tokens_BT, *_list_before(attention, tokens_BT, self._count - 1)]
 
-    def find_before_next(self, attention: Attention, tokens_BT: Array) -> Callable:
-        """Returns that of the tokens which follow each of these."""
-        return functools.partial(look_up, [tokens_BT, *self.list_in_rows(attention, tokens_BT)][: self._count])
-
-    def make_cache(self, tokens_BT: Array) -> Cache:
-        """Returns the ids in the form of keys, all of them on each shard of the model."""
-        return Cache(tokens_BT[:, None, :, None])
+    @staticmethod
+    def make_cache(tokens_BS: Array, shards: int = 1) -> Cache:
+        """Returns the ids in the form of keys, with all of them for each of `shards` shards of the model."""
+        rows, slots = tokens_BS.shape
+        return Cache(jnp.broadcast_to(tokens_BS[:, None, :, None], (rows, shards, slots, 1)))
 
     def extend(
         self, attention: Attention, tokens_BT: Array, options: AttentionOptions, cache: Cache
-    ) -> tuple[Callable, Cache]:
-        """Returns the function that looks up the tokens before each of the new ones, and the cache with these in it."""
-        before, cache = self.read(attention, tokens_BT, options, cache)
-        if options.stored is not None:
-            before = jax.tree.map(attention.take_tokens, before)
-        return functools.partial(look_up, before), cache
-
-    def read(
-        self, attention: Attention, tokens_BT: Array, options: AttentionOptions, cache: Cache
     ) -> tuple[list[Array], Cache]:
-        """Returns the tokens before each of the new ones, and the cache with these in it.
+        """Returns the ids before each of this shard's new tokens, by distance, and the cache with the new tokens.
 
-        Each shard of the context has all of the new tokens.
+        `tokens_BT` has all new tokens on each shard of the context.
         """
         n, T = self._count, tokens_BT.shape[1]
-        new_BT11 = collectives.vary_over_mp(tokens_BT)[..., None, None]
-        stored = [_read_slot(attention, cache.k_BhSK, options.slot - distance) for distance in range(n, 0, -1)]
-        known_BU = jnp.concatenate([*stored, new_BT11], axis=1)[..., 0, 0]
+        new_BT = collectives.vary_over_mp(tokens_BT)
+        stored_Bn = _read_slots(attention, cache.k_BhSK, options.slot - np.arange(n, 0, -1, dtype=np.int32))
+        known_BU = jnp.concatenate([stored_Bn, new_BT], axis=1)
         before = [known_BU[:, n - distance : n - distance + T] for distance in range(1, n + 1)]
-        return before, Cache(attention.store(cache.k_BhSK, new_BT11, options))
+        if options.stored is not None:
+            before = jax.tree.map(attention.take_tokens, before)
+        return before, Cache(attention.store(cache.k_BhSK, new_BT[..., None, None], options))
 
 
-def _read_slot(attention: Attention, cached_B1S1: Array, slot: Array | int) -> Array:
-    """Returns the ids [B, 1, 1, 1] in a slot, the same on every shard of the context."""
+def _list_before(attention: Attention, tokens_BT: Array, count: int) -> list[Array]:
+    rows_BT = attention.join_rows(tokens_BT)
+    return [attention.take_tokens(jnp.roll(rows_BT, distance, axis=1)) for distance in range(1, count + 1)]
+
+
+def _read_slots(attention: Attention, cached_B1S1: Array, slot_n: Array) -> Array:
+    """Returns the ids_Bn in slots, the same on every shard of the context."""
     count = cached_B1S1.shape[SLOTS]
-    is_it_S = attention.local_slots(count) == slot % attention.rows_of(count)
-    id_B111 = jnp.where(is_it_S[:, None], cached_B1S1, 0).sum(SLOTS, keepdims=True, dtype=cached_B1S1.dtype)
-    return lax.psum(id_B111, CP) if attention.rows_of(1) > 1 else id_B111
+    is_it_Sn = attention.local_slots(count)[:, None] == slot_n[None] % attention.rows_of(count)
+    ids_Bn = jnp.where(is_it_Sn[None, None], cached_B1S1, 0).sum(SLOTS, dtype=cached_B1S1.dtype)[:, 0]
+    return lax.psum(ids_Bn, CP) if attention.rows_of(1) > 1 else ids_Bn

@@ -99,7 +99,7 @@ class CausalTransformerShard:
         return self._forward(params, tokens_BT, dropout, documents_BT)[2]
 
     def prefill(self, params: dict, tokens_BS: Array, length: Array) -> tuple[Array, list[Cache]]:
-        """Returns logits_Bv after the first `length` tokens, and each layer's cache; later tokens are padding."""
+        """Returns logits_Bv after the first `length` tokens, and the caches of the row; later tokens are padding."""
         outside, stacked = self._gather_outside(params)
         layout = self._layout_for(tokens_BS.shape[1])
         options = self._describe_rows(layout.attention, outside, tokens_BS.shape[1])
@@ -198,7 +198,7 @@ class CausalTransformerShard:
         return outside, x_BTD, self.records.stack(of_layers)
 
     def _find_before(self, attention, tokens_BT):
-        return self._previous and self._previous.find_in_rows(attention, tokens_BT)
+        return self._previous and self._previous.list_in_rows(attention, tokens_BT)
 
     def _lay_out_rows(self, outside, tokens_BT, dropout, documents_BT):
         """Returns the layout for these rows, their attention options, and the position of each token."""

@@ -119,6 +119,7 @@ def or_code(name: str) -> str:
            "quantize_after": "auto"}.items()),
         *(({name: -1}, f"{name} must not be negative, got -1") for name in ("residual_scale", "logits_scale")),
         ({"previous_tokens": -1}, "previous_tokens must not be negative, got -1"),
+        ({"previous_tokens": 16, "seq": 16}, "previous_tokens=16 reaches beyond seq=16; give at most 15"),
         *(({name: 0}, f"{name} must be above 0, got 0") for name in ("residual_scale", "logits_scale")),
         ({"embed_scale": 0.0}, "embed_scale must be above 0, or sqrt, got 0.0"),
         ({"norm": "plain_layernorm"}, "norm=plain_layernorm has no parameters, got bias=ff; give bias=none"),

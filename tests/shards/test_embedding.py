@@ -1,7 +1,5 @@
 """The embedding against a plain lookup in float64, values and gradients; and what it rounds to bfloat16."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from shardformer import collectives
-from shardformer.shards import previous_tokens
 from shardformer.shards.embedding import EmbeddingShard
 from tests import asserts, sharded, shared
 
@@ -83,7 +80,7 @@ POSITION = FROM_1 - 1
 
 def look_up_with_previous(tokens, at, *before):
     embed = EmbeddingShard(settings(previous_tokens=2, embed_scale=3.0))
-    return embed(tokens, at, functools.partial(previous_tokens.look_up, before))
+    return embed(tokens, at, before)
 
 
 def test_vectors_of_the_tokens_before_are_added():

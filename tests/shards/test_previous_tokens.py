@@ -52,7 +52,8 @@ def extend(cp: int, new: np.ndarray, stored: int | None = None) -> tuple[list, n
 
     def body(tokens_BT, ids_BhS1):
         options = AttentionOptions(np.int32(STORED), slot=np.int32(STORED), stored=stored)
-        return PREVIOUS.read(attention, tokens_BT, options, Cache(ids_BhS1))
+        before, cache = PREVIOUS.extend(attention, tokens_BT, options, Cache(ids_BhS1))
+        return before if stored is None else attention.join_rows(before), cache
 
     of_cache = P(None, "mp", "cp")
     results = [P("mp")] * 2, Cache(of_cache)

@@ -19,7 +19,7 @@ class PrefixCache:
 
     def __init__(self, most_bytes: int):
         self._most_bytes = most_bytes
-        self._chunks: collections.OrderedDict[bytes, list[Cache]] = collections.OrderedDict()  # one `Cache` per layer
+        self._chunks: collections.OrderedDict[bytes, list[Cache]] = collections.OrderedDict()  # a row's caches each
         self.bytes = 0
         self.found_tokens = 0  # that were not read again
 

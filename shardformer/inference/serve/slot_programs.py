@@ -26,7 +26,7 @@ class State(NamedTuple):
     """The arrays of all rows, B, between two programs."""
 
     logits_BV: jax.Array  # after each row's last token
-    caches: list[Cache]  # one per layer; the token at position p is stored in slot p modulo the slots
+    caches: list[Cache]  # of the layers, then of ids; the token at position p is stored in slot p modulo the slots
     seen_BV: jax.Array  # the tokens of each row's context
 
 
@@ -165,26 +165,27 @@ class SlotPrograms:
         return state, Drawn(*map(np.asarray, results))
 
     def _slots(self, size: int) -> list[int]:
-        """Returns the slots of each layer's cache, and of ids: a window's ring also has the chunk that is read.
+        """Returns the slots of each cache of a row: a window's ring also has the chunk that is read.
 
         A ring has a multiple of the longest chunk, so that the slots of a chunk without padding are consecutive.
         """
         chunk = self.longest_chunk
-        model = self.model.config.model
-        windows = [*(window or size for window in model.layer_windows), model.previous_tokens + 1]
+        windows = [window or size for window in self.model.config.model.cache_windows]
         return [-(-min(size, -(-window // chunk) * chunk + chunk) // self._cp) * self._cp for window in windows]
 
     def _make_empty(self, *, size: int) -> State:
         c = self.model.config
         logits_BV = jnp.zeros((self.rows, c.model.padded_vocab), jnp.float32)
 
-        def zeros(slots, size):
-            return jnp.zeros((self.rows, self.decoder.cached_heads, slots, size), c.parallel.dtype)
+        def zeros(count, size):
+            return jnp.zeros((self.rows, self.decoder.cached_heads, count, size), c.parallel.dtype)
 
-        *slots_of_layers, slots_of_ids = self._slots(size)
-        caches = [Cache(*[zeros(slots, each) for each in c.model.cached_sizes]) for slots in slots_of_layers]
+        slots = self._slots(size)
+        caches = [Cache(*[zeros(count, each) for each in c.model.cached_sizes]) for count in slots[: c.model.layers]]
         if c.model.previous_tokens:
-            caches.append(Cache(jnp.zeros((self.rows, c.parallel.mp, slots_of_ids, 1), jnp.int32)))
+            from shardformer.shards.previous_tokens import PreviousTokens  # not imported without them
+
+            caches.append(PreviousTokens.make_cache(jnp.zeros((self.rows, slots[-1]), jnp.int32), c.parallel.mp))
         return State(logits_BV, caches, jnp.zeros(logits_BV.shape, bool))
 
     def _put_rows(self, state: State, row_D, new, seen_DV, seen_row_D) -> State:
