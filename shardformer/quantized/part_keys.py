@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 GROUP = 64  # inputs that share a scale, at most
 WITH_GROUPS = ("int4", "nf4")  # forms in which groups of a matrix's inputs share a scale
+TABLES = ("/embed/tokens", "/embed/previous")  # the ends of names of tables, of which each row has a scale
 
 
 def group_size(inputs: int) -> int:
@@ -72,15 +73,15 @@ def splits_groups(matrix: str, c: "Config") -> bool:
 def split_part(matrix: str, part: str, axes: tuple, c: "Config") -> tuple:
     """Returns the mesh axes of a part's dimensions, from those of the matrix of this full name.
 
-    Scales are of its columns or groups, or of the rows of the token table. Each shard reads all scales of scales.
+    Scales are of its columns or groups, or of the rows of tables. Each shard reads all scales of scales.
     """
     if part == CODES:
         return axes
     if part == BLOCKS:
         return axes[:-2]
     module, _, leaf = matrix.rpartition("/")
-    dimensions = 4 if leaf in EXPERT_MATRICES else 3 if is_stacked(module) else 2
+    dimensions = 4 if leaf in EXPERT_MATRICES else 3 if is_stacked(module) else len(axes)
     of_scales = [*axes, None, None, None][:dimensions]
     if not (c.stored.weights in WITH_GROUPS and is_stacked(module) and splits_groups(leaf, c)):
-        of_scales[-1 if matrix.endswith("/tokens") else -2] = None
+        of_scales[-1 if matrix.endswith(TABLES) else -2] = None
     return tuple(of_scales)

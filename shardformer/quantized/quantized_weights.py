@@ -21,7 +21,7 @@ from shardformer.parallel.scattering import Scattering, gather_parts
 from shardformer.quantized import int8_matrix, packed_matrix
 from shardformer.quantized.int8_matrix import Int8Matrix
 from shardformer.quantized.packed_matrix import PackedMatrix
-from shardformer.quantized.part_keys import group_size, splits_groups
+from shardformer.quantized.part_keys import TABLES, group_size, splits_groups
 
 if TYPE_CHECKING:
     from shardformer.layout import Layout
@@ -30,7 +30,7 @@ PARTS = (CODES, SCALES, BLOCKS)
 
 
 class QuantizedWeights(FloatWeights):
-    """weights=int8: the layers' matrices, the token table and the untied head as int8 codes and scales."""
+    """weights=int8: the layers' matrices, the token tables and the untied head as int8 codes and scales."""
 
     multiply_table: Callable = staticmethod(int8_matrix.multiply_table)
     loss_in_chunks: Callable = staticmethod(loss_in_recomputed_chunks)
@@ -41,11 +41,11 @@ class QuantizedWeights(FloatWeights):
     def is_quantized(self, name: str) -> bool:
         """Returns whether the parameter of this full name is stored as codes and scales."""
         module, _, leaf = name.rpartition("/")
-        return leaf in ALL_MATRICES if is_stacked(module) else name.endswith(("/embed/tokens", "/head/w"))
+        return leaf in ALL_MATRICES if is_stacked(module) else name.endswith((*TABLES, "/head/w"))
 
     def quantizes_rows(self, name: str) -> bool:
-        """Returns whether each index of the first axis has its own scales: each layer, or each row of a token table."""
-        return is_stacked(name) or name.endswith("/tokens")
+        """Returns whether each index of the first axis has its own scales: each layer, or each row of tables."""
+        return is_stacked(name) or name.endswith(TABLES)
 
     def store(self, params: dict) -> dict:
         """Returns the parameters (or, from their shapes, the shapes) with the codes and scales of each matrix."""
@@ -58,7 +58,7 @@ class QuantizedWeights(FloatWeights):
 
     def quantize(self, name: str, w: Array) -> tuple[Array, ...]:
         """Returns the parts of the parameter of this full name: codes, scales and perhaps the scales of scales."""
-        return int8_matrix.quantize(w, axis=-1 if name.endswith("/tokens") else -2)
+        return int8_matrix.quantize(w, axis=-1 if name.endswith(TABLES) else -2)
 
     def join(self, name: str, parts: tuple[Array, ...]) -> Any:
         """Returns this shard's matrix of the parts of this full name, without a leading L. Shard view."""

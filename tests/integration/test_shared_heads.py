@@ -98,3 +98,4 @@ def test_cache_holds_one_head_of_shared_ones_and_only_windows():
     assert memory.cache_bytes(config) == 2 * 3 * 16 * 4 * 4
     assert memory.cache_bytes(config.replace(kv_heads=2)) == 2 * 3 * 16 * 4 * 4
     assert memory.cache_bytes(config.replace(window=5, window_pattern="wf")) == 2 * (5 + 16 + 5) * 4 * 4
+    assert memory.cache_bytes(config.replace(previous_tokens=2), samples=5) == 5 * (2 * 3 * 16 * 4 * 4 + 3 * 4)

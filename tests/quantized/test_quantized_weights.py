@@ -17,6 +17,7 @@ from tests import meshes, shared
 
 MODELS = {
     "parallel": {},
+    "tied, previous tokens": {"tied": True, "previous_tokens": 2},
     "tied, sequential, shared heads": {"tied": True, "block": "sequential", "kv_heads": 2, "positions": "learned"},
     "adapters, gated": {"activation": "swiglu", "lora_rank": 2, "lora_targets": "q,down"},
     "experts": {"experts": 4, "bias": "none", "activation": "swiglu", "shared_width": 8, "shared_gate": True},
@@ -192,3 +193,11 @@ def test_no_device_stores_more_than_its_part(form):
         for leaf in (leaves[f"up{CODES}"], leaves[f"up{SCALES}"], leaves[f"down{CODES}"]):
             assert math.prod(leaf.sharding.shard_shape(leaf.shape)) * parts == leaf.size
         assert leaves[f"up{CODES}"].dtype == (np.int8 if form == "int8" else np.uint8)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tables_of_previous_tokens_are_int8(form):
+    leaves = traced.make_trainer(settings("tied, previous tokens", "2x4", 0, form)).model.abstract["transformer/embed"]
+    codes, scales = leaves[f"previous{CODES}"], leaves[f"previous{SCALES}"]
+    assert (codes.dtype, scales.shape) == (np.int8, (*codes.shape[:2], 1))
+    assert [leaf.sharding.shard_shape(leaf.shape)[1] * 4 for leaf in (codes, scales)] == [codes.shape[1]] * 2

@@ -59,7 +59,7 @@ CASES = {
     "latent_int8": LATENT | {"layers": 2, "q_latent": 10, "lora_rank": 2, "lora_targets": "q,o", "weights": "int8"},
     "pipeline": {"mesh": "2x1x2", "accum": 2, "layers": 4, "pipeline_rounds": 2, "dropout": 0.3, "window": 5,
                  "window_pattern": "wf"},
-    "pipeline_of_six": {"mesh": "1x1x2", "layers": 2, "accum": 6, "batch": 6},
+    "pipeline_of_six": {"mesh": "1x1x2", "layers": 2, "accum": 6, "batch": 6, "previous_tokens": 1, "embed_dim": 12},
     "experts": EXPERTS | {"router": "sigmoid", "accum": 2, "shared_width": 8, "shared_gate": True},
     "experts_cp": EXPERTS | {"mesh": "dp2.cp2.mp1", "router_norm": False},
     "experts_dp": EXPERTS | {"layers": 2, "expert_axes": "dp", "zero": 3},
@@ -79,7 +79,7 @@ CASES = {
     "experts_bias_dp": EXPERTS | {"expert_bias": True, "expert_axes": "dp", "zero": 3, "layers": 2, "dense_first": 1},
     "experts_adapters": EXPERTS | {"lora_rank": 2, "lora_targets": "q,expert_up:2:3,expert_down:4:7", "mesh": "1x2"},
     "adapters": ADAPTERS | {"lora_dropout": 0.3, "block": "sequential"},
-    "int8": ADAPTERS | {"weights": "int8"},
+    "int8": ADAPTERS | {"weights": "int8", "previous_tokens": 2},
     "int4": ADAPTERS | {"weights": "int4", "d_ff": 132},  # three groups on two shards
     "nf4": ADAPTERS | {"weights": "nf4", "zero": 3, "d_ff": 512},  # 256 scales of a shard share a scale
 }  # fmt: skip
