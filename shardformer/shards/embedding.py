@@ -23,7 +23,7 @@ class EmbeddingShard(hk.Module):
     name: str = "embed"
 
     def __call__(self, tokens_BT: Array, position_BT: Array, before: Sequence[Array] | None = None) -> Array:
-        """Returns x_BTD, replicated over mp or split by tokens; `position_BT` may have one row, `before` lists ids_BT."""
+        """Returns x_BTD, replicated over mp or split by tokens. `position_BT` may have one row; `before` lists ids."""
         x_BTD = self._lookup(tokens_BT, position_BT, before)
         if self.config.model.embed == "bias":
             x_BTD = add_bias(x_BTD, zeros("bias", self.config.model.d_model))

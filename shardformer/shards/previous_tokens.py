@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from shardformer import collectives
@@ -64,7 +63,7 @@ class PreviousTokens:
         """
         n, T = self._count, tokens_BT.shape[1]
         new_BT = collectives.vary_over_mp(tokens_BT)
-        stored_Bn = _read_slots(attention, cache.k_BhSK, options.slot - np.arange(n, 0, -1, dtype=np.int32))
+        stored_Bn = _read_slots(attention, cache.k_BhSK, options.slot - jnp.arange(n, 0, -1, dtype=jnp.int32))
         known_BU = jnp.concatenate([stored_Bn, new_BT], axis=1)
         before = [known_BU[:, n - distance : n - distance + T] for distance in range(1, n + 1)]
         if options.stored is not None:
