@@ -30,6 +30,7 @@ FIXED = {
     "lora_rank": 0, "window": None, "attention_cap": None, "head_dim": None, "qk_norm": "none",
     "embed_scale": 1.0, "logits_cap": None, "residual_scale": 1.0, "logits_scale": 1.0, "window_pattern": "",
     "experts": 0, "sinks": False, "kv_latent": None, "query_growth": 0.0, "previous_tokens": 0,
+    "embed_dim": None,
 }  # fmt: skip
 
 

@@ -302,6 +302,7 @@ def test_run_at_its_tuned_size_is_a_gptj():
         {"positions": "alibi"},
         {"embed": "norm"},
         {"previous_tokens": 1},
+        {"embed_dim": 16},
     ],
 )
 def test_what_gptj_cannot_compute_is_refused_by_name(override):
