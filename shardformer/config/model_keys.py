@@ -187,7 +187,12 @@ class ModelKeys(KeyGroup):
 
     @functools.cached_property
     def table_std(self) -> float:
-        """Standard deviation of the initial tables and of the output head."""
+        """Standard deviation of the initial tables of tokens and of the output head."""
+        return self.init_std or 1 / math.sqrt(self.table_size / self.size_ratio.width)
+
+    @functools.cached_property
+    def position_std(self) -> float:
+        """Standard deviation of the initial tables of positions, and of the head of a reward model."""
         return self.init_std or 1 / math.sqrt(self.d_model / self.size_ratio.width)
 
     @functools.cached_property

@@ -40,7 +40,7 @@ def is_of_experts(name: str) -> bool:
 
 def is_factor_of_product(name: str) -> bool:
     """Returns whether a parameter only multiplies activations: a matrix, an adapter's factor, an untied head."""
-    return name.removesuffix(LORA_IN).removesuffix(LORA_OUT) in (*ALL_MATRICES, "w")
+    return name.removesuffix(LORA_IN).removesuffix(LORA_OUT) in (*ALL_MATRICES, "project", "w")
 
 
 def has_key_value_heads(name: str) -> bool:

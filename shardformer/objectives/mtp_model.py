@@ -53,7 +53,8 @@ class MtpModel(Model):
     def count_flops(config: Config) -> float:
         c = config.model
         plain = flops.flops_per_token(config.objective.as_language_model())
-        parameters = specs.count_parameters(find_next_shapes(config)) + c.padded_vocab * c.table_size
+        head = c.padded_vocab * c.table_size + (c.d_model * c.table_size if c.table_size != c.d_model else 0)
+        parameters = specs.count_parameters(find_next_shapes(config)) + head
         return plain + 6 * parameters + 3 * flops.attention_flops(config, slice(-1, None))
 
     def prepare(self, batch):

@@ -17,7 +17,7 @@ from shardformer.optim.optimizers import OPTIMIZERS
 from shardformer.optim.schedule import learning_rate
 
 # By name, because a stacked bias has the shape of a matrix.
-DECAYED = {"tokens", "previous", *ALL_MATRICES, "router", "w"}
+DECAYED = {"tokens", "previous", "project", *ALL_MATRICES, "router", "w"}
 
 
 def make_optimizer(config: Config, map_matrices: Callable = jax.tree.map) -> optax.GradientTransformationExtraArgs:

@@ -117,7 +117,7 @@ class RelativeBiasShard(hk.Module):
 @POSITIONS.register
 def learned(config: Config, position_BT: Array) -> Array:
     shape = [config.model.seq, collectives.local(config.model.d_model)]
-    table_Sd = weight("positions", shape, config.model.table_std)
+    table_Sd = weight("positions", shape, config.model.position_std)
     return table_Sd[position_BT]
 
 
@@ -143,7 +143,7 @@ def rotary(config: Config, long_rows: bool = False) -> np.ndarray:
 def t5(config: Config, distance_TS: Array) -> Array:
     """Returns a trainable number for each head and bucket of distance."""
     h = collectives.local(config.model.heads)
-    table = weight("table", [T5_BUCKETS, h], config.model.table_std)
+    table = weight("table", [T5_BUCKETS, h], config.model.position_std)
     bias_TSh = table[bucket_of(distance_TS)]
     return jnp.transpose(bias_TSh, (2, 0, 1))[None]
 

@@ -345,11 +345,12 @@ def transform(module_call: Callable) -> Callable:
 
 
 def _vary_late_parameters(params: dict) -> dict:
-    """Marks norms and late biases as varying over mp: each shard of the model applies them to its tokens."""
-    return {
-        module: {name: p if is_factor_of_product(name) else collectives.vary_over_mp(p) for name, p in leaves.items()}
-        for module, leaves in params.items()
-    }
+    """Marks norms, late biases and `project` as varying over mp: each shard of the model applies them to its tokens."""
+
+    def mark(name, p):
+        return p if is_factor_of_product(name) and name != "project" else collectives.vary_over_mp(p)
+
+    return {module: {name: mark(name, p) for name, p in leaves.items()} for module, leaves in params.items()}
 
 
 def _without_prefix(params: dict) -> dict:

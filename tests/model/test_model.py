@@ -246,6 +246,14 @@ def test_initial_sizes_come_from_global_shapes(init_std):
     assert (np.asarray(params["transformer/layers/norm"]["scale"]) == 1).all()
 
 
+def test_tables_narrower_than_the_layers_have_their_own_fan_in():
+    drawing = model("1x1", init_std=None, positions="learned", embed_dim=8)._init
+    params = exact.run(drawing, np.int32(0)).outputs
+    tables = params["transformer/embed"] | params["transformer/head"]
+    for leaf, fan_in in {"tokens": 8, "w": 8, "positions": 32}.items():
+        assert abs(float(tables[leaf].std()) * fan_in**0.5 - 1) < 0.15, leaf
+
+
 def test_mean_of_tokens_is_exact_to_float32():
     draws = [np.random.default_rng(seed).gamma(4, 1, (32, 64)).astype(np.float32) for seed in range(8)]
 

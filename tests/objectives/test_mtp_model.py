@@ -160,10 +160,12 @@ def test_drawn_language_model_is_that_of_the_seed():
     assert jax.tree.all(jax.tree.map(np.array_equal, {name: drawn[name] for name in of_lm}, of_lm))
 
 
-def test_flops_count_the_layer_and_the_second_head():
-    config = make_config(tied=True, window=4, window_pattern="wf", layers=2)
+@pytest.mark.parametrize("embed_dim", [None, 8])
+def test_flops_count_the_layer_and_the_second_head(embed_dim):
+    config = make_config(tied=True, window=4, window_pattern="wf", layers=2, embed_dim=embed_dim)
     c, plain = config.model, config.objective.as_language_model()
-    layer = 4 * 16 * 16 + 2 * 16 * 16 + 2 * 16 * 16 + c.padded_vocab * 16  # W too
+    head = c.padded_vocab * 8 + 16 * 8 if embed_dim else c.padded_vocab * 16
+    layer = 4 * 16 * 16 + 2 * 16 * 16 + 2 * 16 * 16 + head  # W too
     attention = 6 * c.seq * c.d_model  # of the last layer, which has no window
     vectors = specs.count_parameters([p for ps in find_next_shapes(config).values() for p in ps.values() if p.ndim == 1
                                       or p.shape[-2] == 1])  # fmt: skip

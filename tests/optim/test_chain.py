@@ -19,9 +19,9 @@ def tree(seed: int):
     shapes = {
         "transformer/layers": {"q": (2, 4, 4), "q_bias": (2, 4)},
         "transformer/layers/norm": {"scale": (2, 4)},
-        "transformer/embed": {"tokens": (6, 4), "previous": (2, 6, 4)},
+        "transformer/embed": {"tokens": (6, 3), "previous": (2, 6, 3), "project": (3, 4)},
     }
-    keys = iter(jax.random.split(jax.random.key(seed), 5))
+    keys = iter(jax.random.split(jax.random.key(seed), 6))
     return {
         module: {name: jax.random.normal(next(keys), shape) for name, shape in leaves.items()}
         for module, leaves in shapes.items()
@@ -31,7 +31,7 @@ def tree(seed: int):
 DECAYED = {
     "transformer/layers": {"q": True, "q_bias": False},
     "transformer/layers/norm": {"scale": False},
-    "transformer/embed": {"tokens": True, "previous": True},
+    "transformer/embed": {"tokens": True, "previous": True, "project": True},
 }
 
 
