@@ -107,18 +107,11 @@ def _check_latent(model: "ModelKeys") -> None:
 def _check_scale(c: "Config") -> None:
     if not c.model.scale:
         return
+    for name in ("experts", "embed_dim", "kv_latent"):
+        require(not c.get(name), f"scale={c.model.scale} has no rule for {name}={c.get(name)}; leave one of them out")
     require(
-        not c.experts.experts,
-        f"scale={c.model.scale} has no rule for experts and their router, got experts={c.experts.experts}; "
-        "leave one of them out",
-    )
-    require(
-        not c.model.embed_dim,
-        f"scale={c.model.scale} has no rule for embed_dim={c.model.embed_dim}; leave one of them out",
-    )
-    require(
-        not c.model.kv_latent,
-        f"scale={c.model.scale} has no rule for latents, got kv_latent={c.model.kv_latent}; leave one of them out",
+        not c.model.sum_norms,  # the norms between layers undo the factors of branches
+        f"scale={c.model.scale} has no rule for block={c.model.block}; give another block, or leave scale out",
     )
     require(
         not (c.optimizer.searches_rate or c.optimizer.is_code),

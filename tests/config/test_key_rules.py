@@ -183,9 +183,10 @@ def or_code(name: str) -> str:
         ({"quantize_aware": "int8", "lora_rank": 2}, "quantize_aware=int8 trains all weights, got weights=float lora"),
         ({"quantize_aware": "int8", "offload": "optimizer"}, "quantize_aware=int8 has masters of its own"),
         ({"param_dtype": "bfloat16"}, "the type that they multiply in: give dtype=bfloat16; got dtype=float32"),
-        ({"scale": "completep:64x2", "experts": 4, "bias": "none"}, "has no rule for experts and their router"),
+        ({"scale": "completep:64x2", "experts": 4, "bias": "none"}, "has no rule for experts=4"),
         ({"scale": "completep:64x2", "embed_dim": 16}, "has no rule for embed_dim=16"),
-        (LATENT | {"scale": "completep:64x2"}, "has no rule for latents, got kv_latent=16"),
+        ({"scale": "completep:64x2", "block": "sequential_sum_norms"}, "no rule for block=sequential_sum_norms"),
+        (LATENT | {"scale": "completep:64x2"}, "has no rule for kv_latent=16"),
         ({"scale": "completep:64x2"} | LBFGS, "needs optimizer=adamw, muon or normuon, whose updates have known"),
         *(({"scale": text}, "scale takes completep:WIDTHxLAYERS, the size for which lr was tuned, such as")
           for text in ("mup", "completep:64", "completep:0x2", "completep:64x2x2")),
