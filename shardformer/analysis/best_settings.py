@@ -82,7 +82,7 @@ def list_candidates(config: Config, chips: Slice, free: tuple[str, ...]) -> Iter
     for zero in levels:
         changed = config.replace(mesh="auto", zero=zero, **({"accum": 0} if "accum" in free else {}))
         state, gradients = dict[str, int](), dict[str, int]()
-        for candidate in candidates(changed, chips.count):
+        for candidate in filter(plan.splits_reward_model, candidates(changed, chips.count)):
             if zero and candidate.parallel.dp == 1:
                 continue
             if candidate.training.accum & (candidate.training.accum - 1) and "accum" in free:

@@ -76,7 +76,8 @@ def whole_on_one_device(state) -> list[str]:
 
 def format_measured(m: Measured) -> str:
     most = {kind: max(by_device.values(), default=0) for kind, by_device in m.live.items()}
-    stored, total = m.predicted.total - m.predicted.gradients, m.predicted.total
+    rewards = m.predicted.reward_model  # in no step
+    stored, total = m.predicted.total - m.predicted.gradients - rewards, m.predicted.total
     if jax.default_backend() == "cpu":  # whose one memory is the host's
         stored, total = stored + m.predicted.host, total + m.predicted.host
     rows: list[tuple[str, float | str, float | str, float | str]] = [
@@ -86,8 +87,9 @@ def format_measured(m: Measured) -> str:
         ("state and batch", stored, m.compiled_state, ""),
         ("gradients", m.predicted.gradients, "", ""),
         ("activations, temporaries", m.temporaries, "", ""),
+        *([("reward model", rewards, "", "")] if rewards else []),
         ("all temporary", m.predicted.gradients + m.temporaries, m.compiled_temporaries, ""),
-        ("together", total + m.temporaries, m.compiled_state + m.compiled_temporaries, m.peak or ""),
+        ("together", total + m.temporaries, m.compiled_state + m.compiled_temporaries + rewards, m.peak or ""),
     ]
     printed = [[row[0], *(cell if isinstance(cell, str) else format_bytes(cell) for cell in row[1:])] for row in rows]
     if m.predicted.host:

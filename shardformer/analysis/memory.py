@@ -35,7 +35,7 @@ class DeviceBytes(NamedTuple):
 
     def list_kinds(self) -> list[tuple[str, int]]:
         """Returns (kind, bytes) of the kinds of arrays on the device that there are."""
-        return [(kind, count) for kind, count in self._asdict().items() if count and kind != "host"]
+        return [(kind.replace("_", " "), count) for kind, count in self._asdict().items() if count and kind != "host"]
 
 
 def make_trainer(config: Config, layout: Layout | None = None) -> Trainer:

@@ -13,8 +13,8 @@ def predict_unless_small(config: Config) -> int:
     """Returns the bytes that each device needs to train, or an upper bound if that fits into a quarter of its memory.
 
     The bound needs no trace of the step, which is a sixth of the CPU time of a small run's start. It does not count
-    experts, latents, a teacher, a further prediction, a user's task, the history of L-BFGS, or the state of a user's
-    optimizer.
+    experts, latents, a teacher, a reward model, a further prediction, a user's task, the history of L-BFGS, or the
+    state of a user's optimizer.
     """
     unbounded = config.optimizer.searches_rate or config.optimizer.is_code or not config.objective.has_bound_of_bytes
     if not (config.experts.experts or config.model.kv_latent or unbounded):

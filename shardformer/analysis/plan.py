@@ -43,8 +43,14 @@ class Plan(NamedTuple):
     def bytes(self) -> int:
         """The bytes on one device: compiled for this chip if possible, else estimated."""
         if self.compiled and self.compiled.compiler == "libtpu" and not self.compiled.refused:
-            return self.compiled.bytes + self.stored.reward_model  # which no step reads
+            return self.compiled_bytes
         return self.estimate
+
+    @property
+    def compiled_bytes(self) -> int:
+        """The bytes of the compiled step on one device, with those of the reward model, which no step reads."""
+        assert self.compiled is not None
+        return self.compiled.bytes + self.stored.reward_model
 
     @property
     def estimate(self) -> int:
@@ -106,7 +112,18 @@ def _meshes(config: Config, chips: Slice) -> Iterator[Config]:
             f"no mesh of {chips.count} devices fits batch={config.training.batch} and heads={config.model.heads}; try "
             f"batch={-(-config.training.batch // parts) * parts}"
         )
-    yield from result
+    yield from list(filter(splits_reward_model, result)) or result  # the use of any of these then says why not
+
+
+def splits_reward_model(config: Config) -> bool:
+    """Returns whether the mesh divides the sizes of the reward model of a policy, if it has one."""
+    if not config.objective.takes_reward:
+        return True
+    try:
+        memory.make_trainer(config).model.companion_shapes()
+    except UsageError:
+        return False
+    return True
 
 
 def estimate(config: Config, chips: Slice) -> Plan:
@@ -188,11 +205,12 @@ def sweep(config: Config, chips: Slice) -> list[Plan]:
     """Estimates every dp x mp mesh with and without ZeRO and remat; fitting settings first, the fastest first."""
     if not config.training.accum:
         raise UsageError("sweep=true compares meshes at one number of microbatches; give accum=1, say, got accum=auto")
-    next(_meshes(config.replace(mesh="auto", zero=0), chips))  # raises UsageError if no mesh is possible
+    memory.predict_bytes(next(_meshes(config.replace(mesh="auto", zero=0), chips)))  # raises if no mesh is possible
     plans: list[Plan] = []
     levels = (0, 1) if config.training.grad_metrics else (0, 1, 3)
     for zero, remat in itertools.product(levels, SWEPT_REMAT):
-        for candidate in mesh.candidates(config.replace(mesh="auto", zero=zero, remat=remat), chips.count):
+        meshes = mesh.candidates(config.replace(mesh="auto", zero=zero, remat=remat), chips.count)
+        for candidate in filter(splits_reward_model, meshes):
             if zero == 0 or candidate.parallel.dp > 1:
                 plans.append(estimate(candidate, chips))
     return sorted(plans, key=lambda plan: (not plan.fits, plan.times.seconds if plan.fits else plan.bytes, plan.bytes))
@@ -228,8 +246,9 @@ def format_compiled(plan: Plan) -> str:
     lines = [f"compiled by {name} in {step.seconds:.0f} s{guess}"]
     if not step.refused:
         rows = [["state and batch", format_bytes(step.arguments)], ["temporary", format_bytes(step.temporary)],
-                ["together", format_bytes(step.bytes)]]  # fmt: skip
-        off = plan.estimate / step.bytes - 1
+                *([["reward model", format_bytes(rewards)]] if (rewards := plan.stored.reward_model) else []),
+                ["together", format_bytes(plan.compiled_bytes)]]  # fmt: skip
+        off = plan.estimate / plan.compiled_bytes - 1
         remark = f"the estimate is {abs(off):.0%} {'above' if off > 0 else 'below'} that"
         if step.compiler == "cpu":
             remark = "another compiler than the chip's: its bytes say little of a chip's, its collectives more"

@@ -3,7 +3,9 @@
 from typing import TYPE_CHECKING
 
 from shardformer.config.keys import next_multiple, require
+from shardformer.config.registries import names_code
 from shardformer.objectives.objective import OneProgram
+from shardformer.storage import location
 
 if TYPE_CHECKING:
     from shardformer.config.config import Config
@@ -24,6 +26,11 @@ class SampledAnswers(OneProgram):
         # Each answer weighs the same, whatever its number of tokens; else each token.
         by_answer = self.name == "grpo" and self.keys.token_mean == "answer"
         self.weighs_answers = by_answer or self.name in ("gspo", "rloo")
+
+    @property
+    def has_bound_of_bytes(self) -> bool:  # type: ignore[override]
+        """Whether the answers are scored without a reward model, whose parameters the bound does not count."""
+        return not names_run(self.config.start.reward)
 
     def show_loss(self, loss: float) -> float:
         return 0 - loss  # no -0.0
@@ -57,3 +64,8 @@ class SampledAnswers(OneProgram):
 
     def as_language_model(self) -> "Config":
         return self.config.replace(objective="lm", reward="")
+
+
+def names_run(name: str) -> bool:
+    """Returns whether reward= names a folder with a config.json."""
+    return bool(name) and not names_code(name) and (location(name) / "config.json").exists()

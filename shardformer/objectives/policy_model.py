@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardformer import checkpoint, collectives, storage
+from shardformer import collectives
 from shardformer.config.names import CP
 from shardformer.model.model import Model
 from shardformer.model.task_on_mesh import TaskOnMesh
-from shardformer.objectives.reward_model import RewardModel, fit_rows, names_run
+from shardformer.objectives.answers_objective import names_run
+from shardformer.objectives.reward_model import RewardModel, fit_rows, read_reward_config
 from shardformer.shards.pair_transformer import PairTransformerShard
 
 
@@ -65,8 +66,7 @@ class PolicyModel(Model):
         name = self.config.start.reward
         if not names_run(name):
             return {}
-        reward = checkpoint.read_config(storage.reading_folder(storage.location(name)))
-        return RewardModel.on(fit_rows(reward, self.config), self.mesh).abstract
+        return RewardModel.on(fit_rows(read_reward_config(name), self.config), self.mesh).abstract
 
     def prepare(self, batch):
         """Returns the batch with weights of mean 1 and, for dr_grpo, each row's factor of the loss."""

@@ -10,19 +10,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardformer import collectives, storage
-from shardformer.config import Config
+from shardformer import checkpoint, collectives, storage
+from shardformer.config import Config, is_hugging_face
 from shardformer.config.keys import keys_of, next_multiple
 from shardformer.config.names import PREFIX, Stream
 from shardformer.config.parallel_keys import ParallelKeys
-from shardformer.config.registries import names_code
 from shardformer.errors import UsageError
 from shardformer.kernels.threefry import THREEFRY
 from shardformer.model.model import Model
 from shardformer.objectives.preference_model import Losses, PreferenceModel
 from shardformer.shards.score_transformer import SCORE, ScoreTransformerShard
 
-HEAD = f"{PREFIX}head"  # of the vocabulary, if no table is tied to it
+HEAD = f"{PREFIX}head"  # of the vocabulary: its matrix if no table is tied to it, and `project` with embed_dim
 MODULE = f"{PREFIX}{SCORE}"
 TILE = 128  # tokens: rows are as long as a multiple of it
 
@@ -53,7 +52,7 @@ class RewardModel(PreferenceModel):
 
     def draw_parameters(self, seed) -> dict:
         key = jax.random.fold_in(jax.random.key(seed, impl=THREEFRY), Stream.SCORE)
-        head = self.config.model.table_std * jax.random.normal(key, (self.config.model.d_model, 1), jnp.float32)
+        head = self.config.model.position_std * jax.random.normal(key, (self.config.model.d_model, 1), jnp.float32)
         return replace_head(super().draw_parameters(seed), head)
 
     def make_base_model(self, base: Config) -> Model:
@@ -111,9 +110,19 @@ def replace_head(params: dict, head) -> dict:
     return {module: leaves for module, leaves in params.items() if module != HEAD} | {MODULE: {"w": head}}
 
 
-def names_run(name: str) -> bool:
-    """Returns whether reward= names a folder with a config.json."""
-    return bool(name) and not names_code(name) and (storage.location(name) / "config.json").exists()
+def read_reward_config(name: str) -> Config:
+    """Returns the configuration of the run that reward= names; raises UsageError if it gives no rewards."""
+    if is_hugging_face(storage.read_small(storage.location(name) / "config.json")):
+        raise UsageError(
+            f"reward={name} is in Hugging Face's format, expected a run; convert a classifier with one label, "
+            f"convert {name} RUN, or train one on pairs: train base={name} data=PAIRS objective=reward"
+        )
+    config = checkpoint.read_config(storage.location(name))
+    if config.preferences.objective != "reward":
+        raise UsageError(
+            f"reward={name} was trained with objective={config.preferences.objective}, expected objective=reward"
+        )
+    return config
 
 
 def fit_rows(reward: Config, policy: Config) -> Config:
@@ -126,18 +135,18 @@ def fit_rows(reward: Config, policy: Config) -> Config:
         seq = next_multiple(policy.model.seq + 1, math.lcm(TILE, 2 * policy.parallel.mp * policy.parallel.cp))
     of_mesh = {name: policy.get(name) for name in keys_of(ParallelKeys) if name not in ("dtype", "loss_chunk")}
     of_rows = {"batch": policy.training.batch, "accum": 1, "documents": "padded", "seq": seq}
-    check_frequencies(reward, seq)
+    check_frequencies(policy.start.reward, reward, seq)
     try:
         return reward.replace(**of_mesh | of_rows).without_gradients()
     except UsageError as error:
-        raise UsageError(f"reward={reward.run.out} cannot be split over this policy's mesh: {error}") from None
+        raise UsageError(f"reward={policy.start.reward} cannot be split over this policy's mesh: {error}") from None
 
 
-def check_frequencies(reward: Config, seq: int) -> None:
+def check_frequencies(name: str, reward: Config, seq: int) -> None:
     """Raises UsageError if rows of `seq` tokens have other frequencies of longrope than those of the training."""
     limit, trained = reward.model.longest_short_row, reward.model.seq
     if limit and (trained > limit) != (seq > limit):
         raise UsageError(
-            f"reward={reward.run.out} was trained in rows of seq={trained}, and would read rows of {seq} tokens here: "
+            f"reward={name} was trained in rows of seq={trained}, and would read rows of {seq} tokens here: "
             f"its longrope has other frequencies beyond {limit}; give a reward model that was trained with seq={seq}"
         )

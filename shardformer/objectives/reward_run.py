@@ -6,8 +6,8 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from shardformer import checkpoint, storage
-from shardformer.config import Config, is_hugging_face
+from shardformer import checkpoint
+from shardformer.config import Config
 from shardformer.config.keys import next_multiple
 from shardformer.data import Data, Vocabulary
 from shardformer.data.prompt_windows import PromptRow
@@ -15,7 +15,7 @@ from shardformer.devices import processes, programs
 from shardformer.errors import RunError, UsageError
 from shardformer.inference.generator import Continuation, place
 from shardformer.messages import log
-from shardformer.objectives.reward_model import RewardModel, fit_rows
+from shardformer.objectives.reward_model import RewardModel, fit_rows, read_reward_config
 from shardformer.objectives.weight_digests import check_weights, digest_weights
 from shardformer.training.run_folder import Run
 from shardformer.training.trainer import Trainer
@@ -28,15 +28,8 @@ class RewardOfRun:
 
     def __init__(self, name: str):
         self._name = name
-        if is_hugging_face((storage.location(name) / "config.json").read_bytes()):
-            raise UsageError(
-                f"reward={name} is in Hugging Face's format, expected a run; convert a classifier with one label, "
-                f"convert {name} RUN, or train one on pairs: train base={name} data=PAIRS objective=reward"
-            )
+        read_reward_config(name)  # raises UsageError for a folder that is no reward model
         self._run = Run.open(name)
-        objective = self._run.config.preferences.objective
-        if objective != "reward":
-            raise UsageError(f"reward={name} was trained with objective={objective}, expected objective=reward")
         if not checkpoint.list_steps(self._run.out):  # choosing one would start JAX
             raise UsageError(f"reward={name} has no checkpoint yet")
 
@@ -123,6 +116,6 @@ def check_positions(reward: Config, policy: Config) -> None:
     longest, seq = policy.model.seq + 1, reward.model.seq
     if reward.model.positions == "learned" and seq < longest:
         raise UsageError(
-            f"reward={reward.run.out} has learned positions for seq={seq}, and a prompt and its answer have up to "
+            f"reward={policy.start.reward} has learned positions for seq={seq}, and a prompt and its answer have up to "
             f"{longest} tokens; give seq={seq - 1}"
         )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardformer.__main__ import main
-from shardformer.analysis import compiling, live, memory, needed_bytes, plan, temporaries, traced
+from shardformer.analysis import best_settings, compiling, live, memory, needed_bytes, plan, temporaries, traced
 from shardformer.config.names import HOST, is_stacked
 from shardformer.config.presets import preset
 from shardformer.devices import chips
@@ -137,6 +137,14 @@ def test_model_that_the_bound_does_not_count_is_traced(changes, monkeypatch):
     assert needed_bytes.predict_unless_small(shared.tiny(mesh="2x1", vocab=64, **changes)) == -1
 
 
+def test_small_policy_of_a_reward_model_is_traced(monkeypatch, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    policy = shared.tiny(mesh="2x1", vocab=64, objective="grpo", group_size=2, answer_tokens=8)
+    monkeypatch.setattr(needed_bytes, "predict_needed", lambda config: -1)
+    assert needed_bytes.predict_unless_small(policy) > 0
+    assert needed_bytes.predict_unless_small(policy.replace(reward=str(tmp_path))) == -1
+
+
 WIDE = {"d_model": 64, "seq": 128, "dropout": 0.0}
 
 
@@ -222,6 +230,33 @@ def test_reward_model_of_a_policy_counts(shape, zero, tmp_path):
 
 
 def test_compiled_step_and_reward_model_count_together():
-    stored = memory.DeviceBytes(10, 20, 30, 0, reward_model=7)
-    compiled = types.SimpleNamespace(compiler="libtpu", refused="", bytes=100)
-    assert plan.Plan(None, None, stored, 0, [], None, compiled).bytes == 107  # type: ignore[arg-type]
+    stored = memory.DeviceBytes(40, 20, 30, 0, reward_model=10)
+    figures = {"bytes": 90, "arguments": 60, "temporary": 30, "seconds": 1, "cycles": 0}
+    compiled = types.SimpleNamespace(compiler="libtpu", refused="", timeline=None, collectives=None, **figures)
+    planned = plan.Plan(None, None, stored, 10, [], None, compiled)  # type: ignore[arg-type]
+    assert planned.bytes == 100
+    shown = plan.format_compiled(planned)
+    assert re.search(r"reward model +10 B\n.*together +100 B\n.*the estimate is 10% above that", shown, re.DOTALL)
+    assert ("reward model", 10) in stored.list_kinds()
+    measured = live.Measured(shared.tiny(mesh="1x1"), stored, 10, 60, 30, {"params": {}, "optimizer": {}}, None, [])
+    assert re.search(r"together +110 B +100 B", live.format_measured(measured))
+
+
+def test_meshes_that_do_not_divide_the_rewards_are_left_out(tmp_path):
+    reward = shared.tiny(mesh="1x1", objective="reward", heads=2)
+    (tmp_path / "config.json").write_text(reward.to_json())
+    policy = shared.tiny(mesh="auto", objective="grpo", group_size=2, answer_tokens=8, batch=8)
+    slice_, free = chips.parse_slice("v5e:2x4"), ()
+
+    def list_mp(config):
+        return {each.config.parallel.mp for each in best_settings.list_candidates(config, slice_, free)}
+
+    assert list_mp(policy) == {1, 2, 4, 8}
+    assert list_mp(policy.replace(reward=str(tmp_path))) == {1, 2}
+
+
+def test_reward_of_another_objective_is_rejected_in_plans(tmp_path):
+    (tmp_path / "config.json").write_text(shared.tiny(mesh="1x1", objective="dpo", documents="padded").to_json())
+    policy = shared.tiny(mesh="1x1", objective="grpo", group_size=2, answer_tokens=8, reward=str(tmp_path))
+    with pytest.raises(UsageError, match="was trained with objective=dpo, expected objective=reward"):
+        memory.predict_bytes(policy)

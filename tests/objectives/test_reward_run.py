@@ -173,7 +173,8 @@ def test_other_options_of_the_tokenizer_are_rejected():
 
 
 def test_mesh_that_does_not_divide_the_rewards_is_rejected(rewards):
-    run = SimpleNamespace(config=make_policy(mesh="1x16", heads=16), vocabulary=Run.open(rewards).vocabulary)
+    policy = make_policy(mesh="1x16", heads=16, reward=str(rewards))
+    run = SimpleNamespace(config=policy, vocabulary=Run.open(rewards).vocabulary)
     with pytest.raises(UsageError) as caught:
         RewardOfRun(str(rewards)).check(run, None)
     assert str(caught.value) == (
@@ -196,6 +197,13 @@ def test_evaluation_checks_the_rewards_on_its_own_mesh(rewards, tmp_path, monkey
 def test_chunks_of_the_policy_are_not_those_of_its_rewards():
     """A reward model has no logits, and rejects loss_chunk."""
     assert fit_rows(shared.tiny(objective="reward"), make_policy(loss_chunk=64)).parallel.loss_chunk is None
+
+
+def test_error_names_the_rewards_as_they_were_given():
+    with pytest.raises(UsageError, match="reward=folder cannot be split over this policy's mesh"):
+        fit_rows(
+            shared.tiny(objective="reward", heads=4, mesh="1x1"), make_policy(reward="folder", mesh="1x8", heads=8)
+        )
 
 
 def test_short_table_of_positions_is_rejected():
