@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardformer.convert.tensors import Computed, Tensor
-from shardformer.errors import UsageError
+from shardformer.errors import RunError, UsageError
 from shardformer.storage import read_small
 
 NAME, HEAD, PACK = "baichuan", "lm_head.weight", ".self_attn.W_pack.weight"
@@ -62,13 +62,18 @@ def unpack_arrays(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor 
     result: dict[str, Tensor | Computed] = {}
     for name, tensor in tensors.items():
         if name.endswith(PACK):
+            if len(tensor.shape) != 2 or tensor.shape[0] % 3:
+                raise RunError(
+                    f"{tensor.path}: {name:.100} is {list(tensor.shape)}, expected the rows of queries, keys and "
+                    "values, as many of each; copy it again"
+                )
             size = tensor.shape[0] // 3
             for i, part in enumerate("qkv"):
                 read = functools.partial(tensor.read, slice(i * size, (i + 1) * size))
                 theirs = name.replace("W_pack", f"{part}_proj")
                 result[theirs] = Computed(tensor.path, theirs, tensor.dtype, (size, *tensor.shape[1:]), read)
         elif name == HEAD and architectures == [NORMED]:
-            result[name] = UnitRows(tensor.path, name, np.dtype(np.float32), tensor.shape, tensor.read)
+            result[name] = UnitRows(tensor.path, name, tensor.dtype, tensor.shape, tensor.read)  # rejected as integers
         else:
             result[name] = tensor
     return result

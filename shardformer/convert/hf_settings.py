@@ -107,8 +107,10 @@ def read_model(folder: Path | BucketPath, ignored: Collection[str] = (), seq: in
 
 def _read_text_config(path: Path | BucketPath) -> dict:
     try:
-        theirs = baichuan.rename_config(json.loads(read_small(path)))
-        return find_text_config(_rename_older_config(theirs))
+        theirs = json.loads(read_small(path))
+        if not isinstance(theirs, dict):
+            raise UsageError(f"it is a JSON {type(theirs).__name__}, expected an object; copy it again")
+        return find_text_config(_rename_older_config(baichuan.rename_config(theirs)))
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
 

@@ -5,11 +5,12 @@ Hugging Face's; matrices have their outputs first, with an axis for groups of he
 """
 
 import functools
+import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,7 +20,10 @@ from shardformer.convert.maxtext import read_options
 from shardformer.convert.orbax_folder import OCDBT, Arrays, require_tensorstore
 from shardformer.convert.tensors import Computed
 from shardformer.errors import RunError, UsageError
+from shardformer.files import read_bytes
+from shardformer.messages import log
 
+T = TypeVar("T")
 METADATA, MODEL = "metadata.json", "model"  # the second folder has the parameters; others have the optimizer's state
 DRIVERS = {".zarray": "zarr", "zarr.json": "zarr3"}  # by the file that describes an array
 OUTSIDE = {
@@ -30,16 +34,39 @@ _LAYERS = re.compile(r"transformer\.layers\.(?:stacked|blocks\.(\d{1,6}))\.(.+)"
 
 
 def find_checkpoint(folder: Path) -> Path | None:
-    """Returns a checkpoint's folder of parameters, or that of the newest step in a folder."""
+    """Returns a checkpoint's folder of parameters, or that of the newest complete step in a folder."""
+    return next((each / MODEL for each in [folder, *_list_steps(folder)] if _is_complete(each)), None)
+
+
+def _list_steps(folder: Path) -> list[Path]:
+    """Returns the folders of the steps, the newest first."""
     steps = [step for step in folder.glob("step-*") if step.name[5:].isdecimal()]
-    candidates = [folder, *sorted(steps, key=lambda step: int(step.name[5:]), reverse=True)]
-    return next((each / MODEL for each in candidates if (each / METADATA).is_file() and (each / MODEL).is_dir()), None)
+    return sorted(steps, key=lambda step: int(step.name[5:]), reverse=True)
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    return (checkpoint / METADATA).is_file() and (checkpoint / MODEL).is_dir()
 
 
 def levanter_to_run(source: Path, target: Path, arguments: list[str]) -> str:
     folder, words = read_options(source, arguments, "levanter")
     arrays = FoldersOfArrays(find_checkpoint(source) or source)
-    return hf.model_to_run(folder, target, words, [], arrays.folder, functools.partial(find_tensors, arrays))
+    log.info(f"{arrays.folder.parent} is read{_describe_skipped(source, arrays.folder.parent)}")
+    result = hf.model_to_run(folder, target, words, [], arrays.folder, functools.partial(find_tensors, arrays))
+    return f"{result}{_describe_zeros(arrays.zeros)}"
+
+
+def _describe_skipped(source: Path, read: Path) -> str:
+    steps = _list_steps(source)
+    newest = steps[0] if read in steps else read
+    return "" if newest == read else f", as {newest.name}, which is newer, lacks {METADATA} or {MODEL}"
+
+
+def _describe_zeros(names: set[str]) -> str:
+    """Returns a line that warns of arrays of zeros: JAX stores none of their values, so that a lost array is one."""
+    if not names:
+        return ""
+    return f"\nwarning: {len(names)} arrays are all zero, or were lost, {min(names)} first"
 
 
 class FoldersOfArrays(Arrays):
@@ -47,8 +74,9 @@ class FoldersOfArrays(Arrays):
 
     def __init__(self, folder: Path):
         require_tensorstore(folder)
-        self.folder, self._stores = folder, dict(_list_stores(folder.absolute()))
+        self.folder, self._stores = folder, _index(folder, _list_stores(folder.absolute()))
         self.names = list(self._stores)
+        self.zeros: set[str] = set()  # of the arrays that were read
         self.open = functools.cache(self._open)
 
     def _describe(self, name: str) -> dict[str, Any]:
@@ -56,18 +84,55 @@ class FoldersOfArrays(Arrays):
         return {"driver": driver, "kvstore": store, "fill_missing_data_reads": True}  # chunks of zeros are left out
 
 
+def _index(folder: Path, pairs: Iterable[tuple[str, T]]) -> dict[str, T]:
+    """Returns the pairs (name of an array, value) as a dictionary; raises RunError for a name that comes twice."""
+    result: dict[str, T] = {}
+    for name, value in pairs:
+        if name in result:
+            raise RunError(f"{folder} has two arrays with the name {name:.100}; remove the folder of one of them")
+        result[name] = value
+    return result
+
+
+def _join_names(folder: Path, parts: Sequence[str]) -> str:
+    """Returns the name of an array in a folder; raises RunError if it has none."""
+    if not any(parts):
+        raise RunError(f"{folder} is itself an array, expected a folder of each array; copy it again")
+    return ".".join(parts)
+
+
+def _check_path(path: Path) -> None:
+    """Raises RunError for a path that is not UTF-8: tensorstore takes no other."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise RunError(f"the path {str(path)!a:.200} is not UTF-8; rename its folders") from None
+
+
+def _is_group(path: Path) -> bool:
+    """Returns whether a file of zarr 3 describes a folder of arrays, which writers may add."""
+    try:
+        described = json.loads(read_bytes(path))
+    except (OSError, ValueError, RecursionError):
+        return False  # tensorstore explains it
+    return isinstance(described, dict) and described.get("node_type") == "group"
+
+
 def _list_stores(folder: Path) -> Iterator[tuple[str, tuple[str, dict[str, Any]]]]:
     """Lists the name of each array with its driver and the store that it is in."""
     for file, driver in DRIVERS.items():
         for path in sorted(folder.rglob(file)):
-            name = ".".join(path.parent.relative_to(folder).parts)
-            yield name, (driver, {"driver": "file", "path": f"{path.parent}/"})
+            _check_path(path)
+            if not (driver == "zarr3" and _is_group(path)):
+                name = _join_names(folder, path.parent.relative_to(folder).parts)
+                yield name, (driver, {"driver": "file", "path": f"{path.parent}/"})
     for path in sorted(folder.rglob(OCDBT)):
+        _check_path(path)
         store = {"driver": "ocdbt", "base": f"file://{path.parent}/"}
         for key in _list_keys(path.parent, store):
             place, _, file = key.rpartition("/")
             if place and file in DRIVERS:
-                name = ".".join((*path.parent.relative_to(folder).parts, *place.split("/")))
+                name = _join_names(folder, (*path.parent.relative_to(folder).parts, *place.split("/")))
                 yield name, (DRIVERS[file], store | {"path": f"{place}/"})
 
 
@@ -80,17 +145,18 @@ def _list_keys(folder: Path, store: dict[str, Any]) -> list[str]:
         raise RunError(f"{folder} cannot be read: {str(error).partition(' [')[0]:.200}; copy it again") from None
 
 
-def find_tensors(arrays: Arrays, model: PublishedModel) -> dict[str, Computed]:
+def find_tensors(arrays: FoldersOfArrays, model: PublishedModel) -> dict[str, Computed]:
     """Returns the parameters as a Hugging Face folder of this model has them."""
     if model.family != "llama":
         raise UsageError(
             f"{arrays.folder}: of levanter's models llama is read, got {model.family}; export it by its "
             "export_lm_to_hf.py, and convert that folder"
         )
-    return {tensor.name: tensor for name in arrays.names for tensor in _split_layers(arrays, name, model)}
+    tensors = (tensor for name in arrays.names for tensor in _split_layers(arrays, name, model))
+    return _index(arrays.folder, ((tensor.name, tensor) for tensor in tensors))
 
 
-def _split_layers(arrays: Arrays, name: str, model: PublishedModel) -> Iterator[Computed]:
+def _split_layers(arrays: FoldersOfArrays, name: str, model: PublishedModel) -> Iterator[Computed]:
     """Lists the arrays of single layers in one of levanter's; an unknown one keeps its name."""
     array, place = arrays.open(name), _LAYERS.fullmatch(name)
     shape, dtype, layers = tuple(array.shape), array.dtype.numpy_dtype, model.config.model.layers
@@ -118,5 +184,8 @@ def _flatten(theirs: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return math.prod(shape[:-inputs]), math.prod(shape[-inputs:])
 
 
-def _read(arrays: Arrays, name: str, layer: Any, shape: tuple[int, ...]) -> np.ndarray:
-    return arrays.read(name, (layer,)).reshape(shape)
+def _read(arrays: FoldersOfArrays, name: str, layer: Any, shape: tuple[int, ...]) -> np.ndarray:
+    values = arrays.read(name, (layer,)).reshape(shape)
+    if not values.any():
+        arrays.zeros.add(name if layer is ... else f"{name} of layer {layer}")
+    return values

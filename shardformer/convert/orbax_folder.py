@@ -63,7 +63,7 @@ class Arrays:
         spec = self._describe(name) | {"recheck_cached_data": False}
         with self._explain(name):
             array: Any = tensorstore.open(spec, open=True, read=True, context=self._context).result()
-        chunk = array.chunk_layout.read_chunk.shape
+        chunk = array.chunk_layout.read_chunk.shape or ()  # None of a scalar
         if math.prod(chunk) > max(math.prod(array.shape), 1):  # it would be allocated
             raise RunError(f"{self.folder}: {name:.100} is {list(array.shape)} in chunks of {list(chunk)}: damaged")
         return array

@@ -4,6 +4,7 @@ The reference computes that code's formula in NumPy, in float64.
 """
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from shardformer import exact
 from shardformer.analysis import traced
 from shardformer.convert import baichuan, hf_settings, safetensors_files
+from shardformer.errors import RunError, UsageError
 from shardformer.model import Decoder
 from tests.convert.test_hf import convert, edit, params_of
 from tests.runs import USAGE
@@ -124,6 +126,31 @@ def test_other_baichuans_are_rejected(changes, problem, tmp_path, capsys):
     edit(folder, **changes)
     assert convert(folder, tmp_path / "run") == USAGE
     assert problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "problem"),
+    [
+        (
+            "model.layers.1.self_attn.W_pack.weight",
+            np.zeros((97, D), np.float32),
+            "W_pack.weight is [97, 32], expected",
+        ),
+        ("model.layers.1.self_attn.W_pack.weight", np.zeros((), np.float32), "W_pack.weight is [], expected"),
+        ("lm_head.weight", np.zeros((VOCAB, D), np.int8), "lm_head.weight is int8, expected one of float32"),
+    ],
+)
+def test_damaged_arrays_are_rejected(name, array, problem, tmp_path, monkeypatch):
+    arrays = draw_arrays() | {name: array}
+    monkeypatch.setitem(globals(), "draw_arrays", lambda: arrays)
+    with pytest.raises((RunError, UsageError), match=re.escape(problem)):
+        params_of(write_folder(tmp_path / "src"))
+
+
+def test_config_that_is_no_object_is_rejected(tmp_path):
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(UsageError, match="it is a JSON list, expected an object"):
+        hf_settings.read_config(tmp_path)
 
 
 def test_row_of_zeros_stays_zero(tmp_path):

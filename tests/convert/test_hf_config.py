@@ -132,6 +132,18 @@ def test_last_norm_that_was_removed_is_rejected(tmp_path, capsys):
     assert "_remove_final_layer_norm=True is not computed here" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"word_embed_proj_dim": "16"}, "word_embed_proj_dim='16' is not a number of dimensions"),
+        ({"do_layer_norm_before": "no"}, "do_layer_norm_before='no'; expected true or false"),
+    ],
+)
+def test_width_and_norms_of_opt_are_checked(changes, problem, tmp_path):
+    with pytest.raises(UsageError, match=problem):
+        hf_settings.read_config(copy_model("opt", tmp_path / "src", **changes))
+
+
 def test_ignore_config_accepts_an_unknown_key(tmp_path, capsys):
     source = copy_model("gpt2", tmp_path / "src", made_up=7)
     assert main(["convert", str(source), str(tmp_path / "run")]) == USAGE

@@ -4,6 +4,7 @@ levanter serialises its tree by JAX's GlobalAsyncCheckpointManager, which writes
 """
 
 import json
+import shutil
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,7 @@ import tensorstore
 from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
 
 from shardformer.convert import levanter
+from shardformer.errors import RunError
 from tests.convert.test_maxtext import FOLDER, convert, expected, read_run, read_safetensors
 from tests.runs import FAILED, USAGE
 
@@ -54,23 +56,34 @@ def save(folder, arrays: dict[str, np.ndarray]):
     return folder
 
 
-def save_as_older_jax(folder, arrays: dict[str, np.ndarray]):
+def save_as_older_jax(folder, arrays: dict[str, np.ndarray], driver: str = "zarr"):
     """Writes each array into a folder, in zarr 2."""
     folder.mkdir(parents=True)
     for name, array in arrays.items():
         store = {"driver": "file", "path": str(folder.joinpath("model", *name.split(".")))}
-        spec = {"driver": "zarr", "kvstore": store}
+        spec = {"driver": driver, "kvstore": store}
         tensorstore.open(spec, create=True, dtype=array.dtype, shape=array.shape).result().write(array).result()
     (folder / "metadata.json").write_text(json.dumps({"step": 7}))
     return folder
 
 
-@pytest.mark.parametrize("write", [save, save_as_older_jax])
-@pytest.mark.parametrize("is_stacked", [True, False])
+def save_in_zarr3(folder, arrays: dict[str, np.ndarray]):
+    """Writes each array into a folder, in zarr 3, and describes the folder of all."""
+    save_as_older_jax(folder, arrays, "zarr3")
+    (folder / "model" / "zarr.json").write_text('{"zarr_format": 3, "node_type": "group"}')
+    return folder
+
+
+@pytest.mark.parametrize(("write", "is_stacked"), [
+    (save, True), (save, False), (save_as_older_jax, True), (save_as_older_jax, False), (save_in_zarr3, True),
+])  # fmt: skip
 def test_a_checkpoint_becomes_a_run(write, is_stacked, tmp_path, capsys):
     write(tmp_path / "run1" / "step-7", list_arrays(is_stacked))
     assert convert(tmp_path / "run1", tmp_path / "run", f"config={FOLDER / 'llama'}", "tokenizer=ids") == 0
-    assert "of a llama model, ids as its tokenizer" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "of a llama model, ids as its tokenizer" in shown.out
+    assert "zero" not in shown.out
+    assert f"{tmp_path / 'run1' / 'step-7'} is read\n" in shown.out + shown.err
     assert read_run(tmp_path / "run") == expected("llama")
 
 
@@ -90,6 +103,33 @@ def test_newest_step_is_read(tmp_path):
         (tmp_path / f"step-{step}" / "metadata.json").write_text("{}")
     assert levanter.find_checkpoint(tmp_path) == tmp_path / "step-10" / "model"
     assert levanter.find_checkpoint(tmp_path / "step-9") == tmp_path / "step-9" / "model"
+
+
+def test_skipped_step_and_lost_array_are_named(tmp_path, capsys):
+    arrays = list_arrays(False)
+    save_as_older_jax(tmp_path / "src" / "step-7", arrays)
+    (tmp_path / "src" / "step-8" / "model").mkdir(parents=True)
+    lost = tmp_path / "src" / "step-7" / "model" / "transformer" / "layers" / "blocks" / "1" / "mlp" / "up_proj"
+    for chunk in (lost / "weight").glob("[0-9]*"):
+        chunk.unlink()
+    assert convert(tmp_path / "src", tmp_path / "run", f"config={FOLDER / 'llama'}", "tokenizer=ids") == 0
+    shown = capsys.readouterr()
+    assert "step-7 is read, as step-8, which is newer, lacks metadata.json or model" in shown.out + shown.err
+    assert "1 arrays are all zero, or were lost, transformer.layers.blocks.1.mlp.up_proj.weight first" in shown.out
+
+
+def test_damaged_folders_of_arrays_are_rejected(tmp_path):
+    scalar = save_as_older_jax(tmp_path / "scalar", {"step": np.ones((), np.float32)}) / "model"
+    assert levanter.FoldersOfArrays(scalar).read("step", (...,)) == 1
+    for name, folders, problem in (
+        ("twice", ("a.b", "a/b"), "two arrays with the name a.b"),
+        ("unnamed", ("",), "is itself an array"),
+        ("latin1", ("a\udce9",), "is not UTF-8"),
+    ):
+        for folder in folders:
+            shutil.copytree(scalar / "step", tmp_path / name / folder)
+        with pytest.raises(RunError, match=problem):
+            levanter.FoldersOfArrays(tmp_path / name)
 
 
 def test_mistakes_are_named(tmp_path, capsys):

@@ -4,6 +4,7 @@ from shardformer.config import Config
 from shardformer.convert.families.family import HIDDEN_NAMES, LAYERNORM, Family, read_activation
 from shardformer.convert.families.hf_gpt2 import write_activation
 from shardformer.convert.families.layout import Part, Stored, head, linear, norm, plain, table
+from shardformer.errors import UsageError
 
 FIRST = 2  # row of the first position
 DEFAULTS = {
@@ -14,8 +15,12 @@ DEFAULTS = {
 
 
 def _read(theirs: dict) -> dict:
-    width = theirs["word_embed_proj_dim"]
-    block = "sequential" if theirs["do_layer_norm_before"] else "sequential_sum_norms"
+    width, has_norms_first = theirs["word_embed_proj_dim"], theirs["do_layer_norm_before"]
+    if width is not None and (type(width) is not int or width < 1):
+        raise UsageError(f"word_embed_proj_dim={width!r:.80} is not a number of dimensions")
+    if not isinstance(has_norms_first, bool):
+        raise UsageError(f"do_layer_norm_before={has_norms_first!r:.80}; expected true or false")
+    block = "sequential" if has_norms_first else "sequential_sum_norms"
     embed_dim = None if width == theirs["hidden_size"] else width
     return read_activation(theirs, "activation_function") | {"block": block, "embed_dim": embed_dim}
 
