@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from shardformer.config.keys import next_multiple, require
 from shardformer.config.registries import names_code
 from shardformer.objectives.objective import OneProgram
-from shardformer.storage import location
 
 if TYPE_CHECKING:
     from shardformer.config.config import Config
@@ -30,7 +29,8 @@ class SampledAnswers(OneProgram):
     @property
     def has_bound_of_bytes(self) -> bool:  # type: ignore[override]
         """Whether the answers are scored without a reward model, whose parameters the bound does not count."""
-        return not names_run(self.config.start.reward)
+        reward = self.config.start.reward
+        return reward in ("", "match") or reward.startswith("length:") or names_code(reward)
 
     def show_loss(self, loss: float) -> float:
         return 0 - loss  # no -0.0
@@ -64,8 +64,3 @@ class SampledAnswers(OneProgram):
 
     def as_language_model(self) -> "Config":
         return self.config.replace(objective="lm", reward="")
-
-
-def names_run(name: str) -> bool:
-    """Returns whether reward= names a folder with a config.json."""
-    return bool(name) and not names_code(name) and (location(name) / "config.json").exists()

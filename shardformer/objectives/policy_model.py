@@ -19,8 +19,7 @@ from shardformer import collectives
 from shardformer.config.names import CP
 from shardformer.model.model import Model
 from shardformer.model.task_on_mesh import TaskOnMesh
-from shardformer.objectives.answers_objective import names_run
-from shardformer.objectives.reward_model import RewardModel, fit_rows, read_reward_config
+from shardformer.objectives.reward_model import RewardModel, fit_rows, names_run, read_reward_config
 from shardformer.shards.pair_transformer import PairTransformerShard
 
 

@@ -15,6 +15,7 @@ from shardformer.config import Config, is_hugging_face
 from shardformer.config.keys import keys_of, next_multiple
 from shardformer.config.names import PREFIX, Stream
 from shardformer.config.parallel_keys import ParallelKeys
+from shardformer.config.registries import names_code
 from shardformer.errors import UsageError
 from shardformer.kernels.threefry import THREEFRY
 from shardformer.model.model import Model
@@ -108,6 +109,11 @@ def compute_losses(chosen: jax.Array, rejected: jax.Array, center: float) -> jax
 def replace_head(params: dict, head) -> dict:
     """Returns the parameters of a language model with this head in place of the vocabulary's."""
     return {module: leaves for module, leaves in params.items() if module != HEAD} | {MODULE: {"w": head}}
+
+
+def names_run(name: str) -> bool:
+    """Returns whether reward= names a folder with a config.json."""
+    return bool(name) and not names_code(name) and (storage.location(name) / "config.json").exists()
 
 
 def read_reward_config(name: str) -> Config:

@@ -32,8 +32,9 @@ from shardformer.logs import goodput
 from shardformer.messages import log
 from shardformer.model import Model, Sums
 from shardformer.model.measuring import Measures
-from shardformer.objectives.answers_objective import SampledAnswers, names_run
+from shardformer.objectives.answers_objective import SampledAnswers
 from shardformer.objectives.objective_keys import ObjectiveKeys
+from shardformer.objectives.reward_model import names_run
 from shardformer.objectives.reward_run import FILE as REWARD_FILE
 from shardformer.objectives.reward_run import RewardOfRun
 from shardformer.objectives.weight_digests import check_weights, digest_weights
