@@ -57,6 +57,7 @@ def levanter_to_run(source: Path, target: Path, arguments: list[str]) -> str:
 
 
 def _describe_skipped(source: Path, read: Path) -> str:
+    """Names the newest step of a folder, if it is incomplete and another is read."""
     steps = _list_steps(source)
     newest = steps[0] if read in steps else read
     return "" if newest == read else f", as {newest.name}, which is newer, lacks {METADATA} or {MODEL}"

@@ -28,7 +28,7 @@ class SampledAnswers(OneProgram):
 
     @property
     def has_bound_of_bytes(self) -> bool:  # type: ignore[override]
-        """Whether the answers are scored without a reward model, whose parameters the bound does not count."""
+        """True if no reward model scores the answers: the bound does not count its parameters."""
         reward = self.config.start.reward
         return reward in ("", "match") or reward.startswith("length:") or names_code(reward)
 

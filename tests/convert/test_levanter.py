@@ -57,7 +57,7 @@ def save(folder, arrays: dict[str, np.ndarray]):
 
 
 def save_as_older_jax(folder, arrays: dict[str, np.ndarray], driver: str = "zarr"):
-    """Writes each array into a folder, in zarr 2."""
+    """Writes each array into a folder, in the format of a driver of tensorstore."""
     folder.mkdir(parents=True)
     for name, array in arrays.items():
         store = {"driver": "file", "path": str(folder.joinpath("model", *name.split(".")))}
