@@ -73,7 +73,7 @@ def test_a_preset_names_no_place_to_save(monkeypatch):
     command_line.main(["checkpoint"])
     command_line.main(["checkpoint", "out=gs://bucket/runs"])
     assert seen == ["", "gs://bucket/runs"]
-    with pytest.raises(UsageError, match="mb and seeds are at least 1; got rounds=15 turn=8 mb=0 seeds=1"):
+    with pytest.raises(UsageError, match="seeds and prompt are at least 1; got rounds=15 turn=8 mb=0 seeds=1"):
         command_line.main(["checkpoint", "mb=0"])
 
 

@@ -182,6 +182,7 @@ def or_code(name: str) -> str:
         ({"profile": "90:95", "steps": 80}, "profile=90:95 begins after the last step, steps=80"),
         ({"quantize_aware": "int8", "lora_rank": 2}, "quantize_aware=int8 trains all weights, got weights=float lora"),
         ({"quantize_aware": "int8", "offload": "optimizer"}, "quantize_aware=int8 has masters of its own"),
+        ({"quantize_aware": "nf4", "quantize_after": 9, "steps": 8}, "quantize_after=9 is after the last step"),
         ({"param_dtype": "bfloat16"}, "the type that they multiply in: give dtype=bfloat16; got dtype=float32"),
         ({"scale": "completep:64x2", "experts": 4, "bias": "none"}, "has no rule for experts=4"),
         ({"scale": "completep:64x2", "embed_dim": 16}, "has no rule for embed_dim=16"),
