@@ -301,8 +301,8 @@ def test_replacing_a_row_copies_no_cache(chunked):
     assert count_copies(programs._put_rows, state, row_D, new, seen_DV, row_D) == 0
 
     def read_and_put(state, row_D, shift):
-        new = jax.tree.map(lambda array: jnp.roll(array[row_D] + shift, 1, axis=-1), state[:2])
-        return programs._put_rows(state, row_D, new, seen_DV, row_D), jax.tree.map(jnp.tanh, new)
+        new = jax.tree.map(lambda array: jnp.roll(array[row_D] + shift.astype(array.dtype), 1, axis=-1), state[:2])
+        return programs._put_rows(state, row_D, new, seen_DV, row_D), jax.tree.map(jnp.square, new)
 
     assert count_copies(read_and_put, state, row_D, np.float32(1)) > 0
 
