@@ -190,7 +190,8 @@ class Run:
 
     def documents(self, step: int, best: Best, unevaluated: dict | None = None) -> dict[str, str]:
         """Returns the text files of a checkpoint, by name."""
-        progress = {"step": step, "best": best._asdict()} | ({"unevaluated": unevaluated} if unevaluated else {})
+        of_best = best._asdict() if best.rounded else {"step": best.step, "val_loss": best.val_loss}
+        progress = {"step": step, "best": of_best} | ({"unevaluated": unevaluated} if unevaluated else {})
         return self._documents() | {"progress.json": json.dumps(progress)}
 
     def read_unevaluated(self, step: int) -> dict | None:
