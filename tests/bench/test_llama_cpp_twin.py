@@ -24,10 +24,11 @@ def make(**changed) -> tuple[Config, dict]:
 
 
 @pytest.mark.parametrize(("weights", "code"), [("float", 0), ("int8", 8), ("int4", 2), ("nf4", 2)])
-def test_files_have_the_kind_of_the_weights_and_a_word_for_each_id(weights, code, tmp_path):
+def test_files_have_the_weights_kind_and_a_word_for_each_id(weights, code, tmp_path):
     c, params = make(weights=weights)
     llama_cpp_twin._write(tmp_path / "a.gguf", c, params)
     keys, arrays = read_gguf(tmp_path / "a.gguf")
+    assert keys["tokenizer.ggml.model"] == "rwkv"  # other kinds have an end of text, which llama.cpp never chooses
     assert keys["tokenizer.ggml.tokens"] == [f"<{number}>" for number in range(40)]
     assert arrays["blk.0.attn_q.weight"][0] == code
     assert arrays["blk.0.attn_norm.weight"][0] == 0
