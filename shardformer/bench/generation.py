@@ -1,6 +1,7 @@
 """`bench generate`: tokens per second of our Generator, interleaved with transformers and llama.cpp where they run.
 
-All have the same random weights and choose the most likely token; a round includes the prefill.
+All have the same random weights, llama.cpp's codes but for their rounding, and choose the most likely token; a round
+includes the prefill.
 """
 
 import dataclasses

@@ -1,4 +1,7 @@
-"""llama.cpp, through the package xllamacpp, with the weights of a model of ours in a GGUF file."""
+"""llama.cpp, through the package xllamacpp, with the weights of a model of ours in a GGUF file.
+
+Codes become those of the format of as many bits, which rounds their values again.
+"""
 
 import importlib.util
 import os
@@ -15,8 +18,8 @@ from shardformer.convert import gguf, gguf_files, stored_weights
 from shardformer.convert.leaves import Leaves, flatten
 from shardformer.errors import UsageError
 
-# Our weights -> those of the file.
-KINDS = {"float": "f32", "int8": "q8_0", "int4": "q4_0", "nf4": "q4_0"}
+# Our codes -> those of the file.
+KINDS = {"int8": "q8_0", "int4": "q4_0", "nf4": "q4_0"}
 
 
 def why_not(c: Config) -> str:
@@ -41,7 +44,8 @@ def load_llama_cpp(c: Config, params, rows: int) -> Callable[[np.ndarray, int], 
         settings.model.path, settings.verbosity = str(path), 0
         settings.n_parallel, settings.n_ctx = rows, rows * c.model.seq
         settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = os.cpu_count() or 1
-        settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32  # as ours
+        if c.parallel.dtype == "float32":  # as our caches; its own are float16
+            settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         server = xllamacpp.Server(settings)
 
     def continue_ids(prompts, tokens):
@@ -56,11 +60,15 @@ def load_llama_cpp(c: Config, params, rows: int) -> Callable[[np.ndarray, int], 
 def _write(path: Path, c: Config, params) -> None:
     """Writes the model with a token <N> for each id N, as the server answers with texts."""
     leaves: Leaves = {name: np.asarray(leaf) for name, leaf in flatten(jax.device_get(params)).items()}
-    kind = KINDS[c.stored.weights] if c.parallel.dtype == "float32" else "f16"
+    kind = "f32" if c.parallel.dtype == "float32" else "f16"
     if c.stored.quantized:
+        kind = KINDS[c.stored.weights]
         leaves, c = stored_weights.dequantize(leaves, c), c.replace(weights="float")
     family = gguf.choose_family(c)
     keys = gguf.list_model_keys(family, c)
-    keys |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.merges": []}
-    keys |= {"tokenizer.ggml.tokens": [f"<{number}>" for number in range(c.model.vocab)]}
+    # The only kind of tokenizer without an end of text: the server never chooses one, if told to continue beyond it.
+    keys |= {
+        "tokenizer.ggml.model": "rwkv",
+        "tokenizer.ggml.tokens": [f"<{number}>" for number in range(c.model.vocab)],
+    }
     gguf_files.write_file(path, keys, gguf.make_arrays(family, c, leaves, kind))
