@@ -21,13 +21,16 @@ class Best(NamedTuple):
 
     step: int = 0
     val_loss: float = float("inf")
-    rounded: bool = False  # the loss is that of weights with the values of codes
 
     def is_better_than(self, other: "Best") -> bool:
         """Returns whether the loss is lower. The loss of float weights says nothing about the codes of a run."""
-        if self.rounded != other.rounded:
-            return self.rounded and math.isfinite(self.val_loss)
+        if type(self) is not type(other):
+            return isinstance(self, RoundedBest) and math.isfinite(self.val_loss)
         return self.val_loss < other.val_loss
+
+
+class RoundedBest(Best):
+    """The same, where the loss is that of weights with the values of codes."""
 
 
 class CheckpointProgress(NamedTuple):
@@ -43,7 +46,8 @@ def read_progress(folder: Path | BucketPath) -> CheckpointProgress:
     try:
         progress = json.loads(checkpoint.read_document(folder, "progress.json"))
         step, best = int(progress["step"]), progress["best"]
-        best = Best(int(best["step"]), float(best["val_loss"]), bool(best.get("rounded")))
+        kind = RoundedBest if best.get("rounded") else Best
+        best = kind(int(best["step"]), float(best["val_loss"]))
         if math.isnan(best.val_loss):  # no loss would ever be lower
             raise ValueError("val_loss is nan")
         unevaluated = progress.get("unevaluated")

@@ -25,7 +25,7 @@ from shardformer.files import check_no_link, make_folder, read_text, remove_temp
 from shardformer.messages import log
 from shardformer.model import TaskOnMesh, master_weights
 from shardformer.storage import BucketPath
-from shardformer.training.checkpoint_progress import Best, read_progress, select_needed
+from shardformer.training.checkpoint_progress import Best, RoundedBest, read_progress, select_needed
 
 T = TypeVar("T")
 FOLDERS = ("references", "tensorboard", "profile")  # that a run writes besides its checkpoints
@@ -190,7 +190,7 @@ class Run:
 
     def documents(self, step: int, best: Best, unevaluated: dict | None = None) -> dict[str, str]:
         """Returns the text files of a checkpoint, by name."""
-        of_best = best._asdict() if best.rounded else {"step": best.step, "val_loss": best.val_loss}
+        of_best = best._asdict() | ({"rounded": True} if isinstance(best, RoundedBest) else {})
         progress = {"step": step, "best": of_best} | ({"unevaluated": unevaluated} if unevaluated else {})
         return self._documents() | {"progress.json": json.dumps(progress)}
 

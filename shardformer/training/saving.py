@@ -16,7 +16,7 @@ from shardformer.errors import RunError
 from shardformer.logs import goodput
 from shardformer.messages import log
 from shardformer.model import master_weights
-from shardformer.training.checkpoint_progress import Best
+from shardformer.training.checkpoint_progress import Best, RoundedBest
 from shardformer.training.run_folder import Run
 
 
@@ -72,7 +72,8 @@ class RunCheckpoints:
 
     def update_best(self, step: int, val_loss: float) -> bool:
         """Records a validation loss; returns whether it is the best so far."""
-        evaluated = Best(step, val_loss, master_weights.have_code_values(self._config, step))
+        kind = RoundedBest if master_weights.have_code_values(self._config, step) else Best
+        evaluated = kind(step, val_loss)
         if better := evaluated.is_better_than(self.best):
             self.best = evaluated
         return better

@@ -18,7 +18,7 @@ from shardformer.errors import RunError
 from shardformer.files import GrowingFile
 from shardformer.logs import goodput
 from shardformer.training import saving
-from shardformer.training.checkpoint_progress import Best, read_progress
+from shardformer.training.checkpoint_progress import Best, RoundedBest, read_progress
 from shardformer.training.run_folder import Run
 from shardformer.training.saving import RunCheckpoints
 from tests import runs, shared
@@ -50,13 +50,13 @@ def test_best_starts_anew_with_the_first_rounded_loss(tmp_path):
     assert not each.update_best(5, 1.5)
     assert each.update_best(6, 2.0)
     assert not each.update_best(7, 2.5)
-    assert each.best == Best(6, 2.0, rounded=True)
+    assert (type(each.best), each.best) == (RoundedBest, (6, 2.0))
 
 
 def test_float_loss_after_a_resume_replaces_no_rounded_one(tmp_path):
     """More steps move the rounding behind the best checkpoint."""
     each = make_checkpoints(tmp_path, quantize_aware="nf4", steps=16)
-    each.best = Best(6, 2.0, rounded=True)
+    each.best = RoundedBest(6, 2.0)
     assert not each.update_best(10, 1.0)
     assert each.update_best(12, 1.5)
 
@@ -68,9 +68,9 @@ def test_loss_that_is_nan_starts_no_best_anew(tmp_path):
 
 def test_rounding_of_the_best_is_stored(tmp_path):
     run = Run.create(shared.tiny(vocab=0, out=str(tmp_path / "run")), CORPUS)
-    best = Best(6, 2.0, rounded=True)
+    best = RoundedBest(6, 2.0)
     folder = checkpoint.save(run.out, 8, {"step": jnp.int32(8)}, run.documents(8, best))
-    assert read_progress(folder).best == best
+    assert type(read_progress(folder).best) is RoundedBest
 
 
 def test_by_the_number_of_steps(tmp_path):
