@@ -86,11 +86,13 @@ LEGACY_IN_SHORT_TIER = tuple(
 NIGHTLY_FILES = tuple(
     f"tests/{name}.py"
     for name in (
-        "analysis/test_best_settings", "analysis/test_coordinates", "analysis/test_forecast", "analysis/test_memory",
-        "analysis/test_tpu_bytes", "bench/test_race", "bench/test_step_time", "convert/test_hf",
-        "inference/test_lm_eval_kinds", "legacy/test_estimators", "legacy/test_gradient_programs",
-        "legacy/test_operation_programs", "objectives/test_keys_of_objectives", "optim/test_seeds",
-        "scripts/test_example_scripts", "shards/test_float32_sums", "training/test_keys_of_features")
+        "analysis/test_best_settings", "analysis/test_coordinates", "analysis/test_explain", "analysis/test_forecast",
+        "analysis/test_memory", "analysis/test_tpu_bytes", "bench/test_race", "bench/test_step_time", "cli/test_qlora",
+        "convert/test_hf", "inference/test_lm_eval_kinds", "inference/test_on_policy", "legacy/test_estimators",
+        "legacy/test_gradient_programs", "legacy/test_operation_programs", "legacy/test_owners",
+        "objectives/test_keys_of_objectives", "objectives/test_preference_references", "objectives/test_teacher",
+        "optim/test_lbfgs", "optim/test_seeds", "scripts/test_example_scripts", "shards/test_float32_sums",
+        "training/test_keys_of_features", "training/test_monitor")
 )  # fmt: skip
 
 

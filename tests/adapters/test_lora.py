@@ -144,7 +144,7 @@ def test_rules_are_told_and_one_that_catches_nothing_is_refused(tmp_path, text, 
     assert "nrom" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_with_gradient_metrics_can_be_sampled(tmp_path, text):
     assert train(text, tmp_path / "run", grad_metrics=True, steps=2) == 0
     assert command("sample", tmp_path / "run", "tokens=3") == 0

@@ -157,7 +157,7 @@ def test_weights_that_were_trained_for_codes_take_adapters(bases, tmp_path, monk
     assert (config.lora.lora_rank, config.stored.quantize_aware) == (RANK, "none")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_adapters_that_were_trained_are_not_those_published(bases, tmp_path):
     """A trained run writes the trained adapters, although it stores the published files."""
     make_adapters(tmp_path / "peft", "gpt2", alpha_pattern={"h.1.mlp.c_proj": 5})

@@ -98,7 +98,7 @@ def test_activations_between_layers_are_split_over_mp():
     assert estimated > 0.8 * stream * 7 / 8
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_decoding_and_scoring_take_any_number_of_tokens():
     greedy = inference.Sampling(tokens=5, temperature=0)
     params = shared.initial_state(mesh="2x4").params

@@ -176,7 +176,7 @@ def test_second_resume_with_changed_keys_compiles_nothing(counted, tmp_path):
     assert compiled[1] == ["compiled 0"] * 2
 
 
-@pytest.mark.multiprocess
+@pytest.mark.nightly
 def test_two_workers_with_interleaved_devices_train_as_one(tmp_path, text, one, counted):
     """They use no program that was compiled for devices in order."""
     out, port = tmp_path / "run", {"JAX_COORDINATOR_PORT": str(free_port())}

@@ -252,14 +252,14 @@ def policy(rewards):
     return out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_policy_learns_from_the_rewards(policy):
     rows = [float(row["reward"]) for row in runs.rows(policy)]
     assert len(rows) == 12
     assert np.mean(rows[-3:]) > np.mean(rows[:3]) + 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_resume_with_rewards_is_bitwise(policy, rewards):
     through = policy.with_name("through")
     assert runs.train(*POLICY, f"data={rewards.parent}/tasks.jsonl", f"reward={rewards}", f"out={through}") == 0
@@ -268,7 +268,7 @@ def test_resume_with_rewards_is_bitwise(policy, rewards):
     assert arrays[0] == arrays[1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_changed_rewards_are_rejected(policy, rewards, tmp_path, capsys):
     """A copy that has been trained further."""
     other = tmp_path / "other"
@@ -288,7 +288,7 @@ def test_function_in_place_of_a_reward_model_is_rejected(tmp_path):
         source.check_unchanged(run)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rewards_start_from_a_base(policy, rewards):
     """The head of a language model is left out, and that of a reward model is read."""
     folder, keys = rewards.parent, [*KEYS, "mesh=2x1", "steps=1"]

@@ -57,7 +57,7 @@ def read_column(folder, name: str) -> list[float]:
         return [float(row[name]) for row in csv.DictReader(file)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_resume_inside_a_rollout_is_bitwise(resumed):
     through, stopped = (runs.rows(resumed / name) for name in ("through", "stopped"))
     assert [row["loss"] for row in through] == [row["loss"] for row in stopped]

@@ -132,7 +132,7 @@ def spoilt_by_two(tmp_path_factory, text):
     return out, train_by_two(BAD, *guarded_words(text, out))
 
 
-@pytest.mark.multiprocess
+@pytest.mark.nightly
 def test_two_processes_go_back_together(spoilt_by_two, spoilt):
     out, said = spoilt_by_two
     assert "the run goes back to the weights of step 20 and continues after step 35" in said

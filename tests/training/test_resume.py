@@ -66,7 +66,7 @@ def test_resume_on_another_mesh(tmp_path, text, finished_run):
     assert got[STEPS] == pytest.approx(expected[STEPS], rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_resume_on_half_of_the_devices(tmp_path, text, finished_run, monkeypatch, capsys):
     out = tmp_path / "run"
     assert runs.train(*uneven_words(text), f"out={out}", stop_after=20) == 0
