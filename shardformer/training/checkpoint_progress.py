@@ -50,8 +50,7 @@ def read_progress(folder: Path | BucketPath) -> CheckpointProgress:
         best = kind(int(best["step"]), float(best["val_loss"]))
         if math.isnan(best.val_loss):  # no loss would ever be lower
             raise ValueError("val_loss is nan")
-        unevaluated = progress.get("unevaluated")
-        if unevaluated is not None and unevaluated["step"] != step:
+        if (unevaluated := progress.get("unevaluated")) is not None and unevaluated["step"] != step:
             raise ValueError("unevaluated names another step")
         return CheckpointProgress(step, best, unevaluated)
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:

@@ -16,7 +16,7 @@ from shardformer.errors import RunError
 from shardformer.logs import goodput
 from shardformer.messages import log
 from shardformer.model import master_weights
-from shardformer.training.checkpoint_progress import Best, RoundedBest
+from shardformer.training.checkpoint_progress import Best, RoundedBest, is_scheduled
 from shardformer.training.run_folder import Run
 
 
@@ -61,9 +61,7 @@ class RunCheckpoints:
         Multiple processes compare their clocks only at logged steps.
         """
         c = self._config
-        if self._write_failure and jax.process_count() == 1:
-            return True
-        if any(every and step % every == 0 for every in (c.run.save_every, c.run.keep_every)):
+        if is_scheduled(step, c) or (self._write_failure and jax.process_count() == 1):
             return True
         if not c.run.save_minutes or (jax.process_count() > 1 and step % c.run.log_every):
             return False
