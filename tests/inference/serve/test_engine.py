@@ -23,7 +23,7 @@ from shardformer.inference.serve.jobs import Job, make_jobs
 from shardformer.inference.serve.slot_pool import SlotPool
 from shardformer.inference.serve.token_bias import TokenBias
 from shardformer.parallel import context
-from tests import shared
+from tests import shared, tiers
 from tests.inference import test_generator
 from tests.inference.test_generator import PROMPTS
 
@@ -72,7 +72,7 @@ def by_generator(overrides):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["context, t5 with windows", tiers.at_night("experts, shared heads")])
 def test_texts_are_those_of_the_generator(case, small_chunks):
     """The texts outgrow the context; the two round differently, as the generator's rows have other slots."""
     name, overrides = CASES[case]
