@@ -24,6 +24,7 @@ _REFRESHES_PER_SECOND = 4
 _SHORTEST_BAR = 5
 _COMPILING = "compiling the step"
 _SPEED = "speed"  # stands for the heading that names the unit
+NO_BEST = 0, math.inf
 
 
 class NoProgress:
@@ -35,8 +36,8 @@ class NoProgress:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def show_row(self, row: dict) -> None:
-        """Shows the metrics of a logged step."""
+    def show_row(self, row: dict, best: tuple[int, float] = NO_BEST) -> None:
+        """Shows the metrics of a logged step, and the (step, loss) of the best checkpoint after it."""
 
     def advance(self, step: int) -> None:
         """Marks a step as done, logged or not."""
@@ -52,7 +53,7 @@ class Progress(NoProgress):
     """The progress of a run that continues from `first_step`.
 
     Arguments:
-      best: (step, loss) of the lowest validation loss.
+      best: (step, loss) of the best checkpoint.
       metrics: names of the metrics that only the run's objective has.
       unit: what a step has `tokens_per_step` of.
     """
@@ -64,7 +65,7 @@ class Progress(NoProgress):
         tokens_per_step: int,
         elapsed_before: float = 0.0,
         stream: TextIO | None = None,
-        best: tuple[int, float] | None = None,
+        best: tuple[int, float] = NO_BEST,
         with_mfu: bool = False,
         metrics: tuple[str, ...] = (),
         unit: str = "tokens",
@@ -83,8 +84,8 @@ class Progress(NoProgress):
     def __exit__(self, *_: object) -> None:
         self._display.close()
 
-    def show_row(self, row: dict) -> None:
-        self._run.add_row(row)
+    def show_row(self, row: dict, best: tuple[int, float] = NO_BEST) -> None:
+        self._run.add_row(row, best)
         self._display.show_row(evaluated=row.get("val_loss") is not None)
 
     def advance(self, step: int) -> None:
@@ -108,7 +109,7 @@ class _RunState:
         first_step: int,
         tokens_per_step: int,
         elapsed_before: float,
-        best: tuple[int, float] | None,
+        best: tuple[int, float],
         columns: tuple,
         extra: tuple,
         unit: str,
@@ -130,17 +131,15 @@ class _RunState:
         if self._compiled is None:
             self._compiled = step, time.monotonic()
 
-    def add_row(self, row: dict) -> None:
+    def add_row(self, row: dict, best: tuple[int, float]) -> None:
         self.row = {key: value for key, value in row.items() if value is not None}
         self.advance(int(self.row["step"]))
         self.latest |= self.row
-        loss = self.row.get("val_loss", math.nan)
-        if loss < (self.best[1] if self.best else math.inf):
-            self.best = self.step, loss
+        self.best = best
 
     @property
     def is_best(self) -> bool:
-        return self.best is not None and "val_loss" in self.row and self.best[0] == self.step
+        return "val_loss" in self.row and self.best[0] == self.step
 
     def elapsed(self) -> float:
         return time.monotonic() - self._origin
@@ -327,7 +326,7 @@ class _Terminal:
         return [
             ("loss", format_number(latest.get("loss")), "bold"),
             ("val", format_number(latest.get("val_loss")), "bold"),
-            ("best", f"{format_number(best[1])} @{best[0]}" if best else "", "green"),
+            ("best", f"{format_number(best[1])} @{best[0]}" if best[0] else "", "green"),
             *((heading, form(latest.get(name)), "") for heading, _, name, form in self._run.extra),
             ("grad", format_number(latest.get("grad_norm")), ""),
             ("lr", _format_rate(latest.get("lr")), ""),

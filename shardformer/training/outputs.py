@@ -58,7 +58,7 @@ class Outputs:
             self.checkpoints.try_to_write(write)
             messages.log_step(row)
         self.observers.write(row)
-        self.progress.show_row(row)
+        self.progress.show_row(row, self.checkpoints.best)
 
 
 @contextlib.contextmanager
@@ -122,13 +122,12 @@ def _make_progress(
 ) -> NoProgress:
     if jax.process_index() or not messages.log.isEnabledFor(logging.INFO):
         return NoProgress()
-    known_best = (best.step, best.val_loss) if best.step else None
     return Progress(
         c.training.steps,
         first_step,
         c.tokens_per_step,
         elapsed_before,
-        best=known_best,
+        best=best,
         with_mfu=bool(chip),
         metrics=details,
         unit=c.objective.unit,

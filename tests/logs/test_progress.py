@@ -25,14 +25,16 @@ from shardformer.logs.progress import Progress
 from shardformer.logs.streams import lasting_output
 with lasting_output(), Progress(steps=1250, first_step=0, tokens_per_step=768) as shown:
     shown.show_message("[mesh] 4x2 \\u2014 caf\\u00e9")
+    best = 0, float("inf")
     for step in range(1, 1251):
         shown.advance(step)
         if step % 50 == 0:
             row = {"step": step, "loss": 2.5, "grad_norm": 0.4321, "lr": 9.1e-4, "tokens_per_s": 104912.0}
             if step % 500 == 0:
                 shown.show_evaluation("validation", 3, 38)
-                row["val_loss"] = 2.0 - step / 10_000
-            shown.show_row(row)
+                best = step, 2.0 - step / 10_000
+                row["val_loss"] = best[1]
+            shown.show_row(row, best)
 """
 
 
@@ -253,7 +255,8 @@ def test_mfu_has_a_column_if_the_peak_is_known(clock):
     for known in (True, False):
         stream = io.StringIO()
         with Progress(100, 0, 768, stream=stream, with_mfu=known) as shown:
-            shown.show_row({"step": 1, "loss": 1.0, "val_loss": 1.0, "mfu": 0.4321 if known else None})
+            row = {"step": 1, "loss": 1.0, "val_loss": 1.0, "mfu": 0.4321 if known else None}
+            shown.show_row(row, best=(1, 1.0))
         _, header, line = stream.getvalue().splitlines()
         assert (header.split()[-1] == "MFU") == known
         assert line.endswith(" 43.2% best" if known else " best")
@@ -334,13 +337,13 @@ def test_elapsed_spans_resumes_and_left_excludes_compilation(clock):
     assert stream.getvalue().splitlines()[-1].split() == ["511", "1.0000", "1:01:10", "8:09"]
 
 
-def test_only_a_lower_validation_loss_is_the_best(clock):
+def test_evaluated_step_of_the_best_checkpoint_is_marked(clock):
     stream = io.StringIO()
-    losses = [float("nan"), 2.5, 1.5, 1.5, 1.0]
     with Progress(100, 10, 768, stream=stream, best=(10, 2.0)) as shown:
-        for step, loss in enumerate(losses, start=11):
-            shown.show_row({"step": step, "loss": 1.0, "val_loss": loss})
-    assert [line.endswith(" best") for line in stream.getvalue().splitlines()[2:]] == [False, False, True, False, True]
+        shown.show_row({"step": 11, "loss": 1.0, "val_loss": 1.9}, best=(10, 2.0))  # of another kind of weights
+        shown.show_row({"step": 12, "loss": 1.0, "val_loss": 2.5}, best=(12, 2.5))
+        shown.show_row({"step": 13, "loss": 1.0}, best=(13, 1.0))
+    assert [line.endswith(" best") for line in stream.getvalue().splitlines()[2:]] == [False, True, False]
 
 
 def test_throughput_excludes_compilation_and_pauses():

@@ -1,16 +1,22 @@
 """The outputs of a run: rows, trackers, pictures and profiles."""
 
+import io
+
 import pytest
 
 from shardformer import checkpoint, messages, start_messages
 from shardformer.devices import chips
 from shardformer.logs import curves, metrics_file
+from shardformer.logs.observers import Observers
 from shardformer.logs.progress import Progress
+from shardformer.logs.step_profiler import StepProfiler
+from shardformer.logs.throughput import Throughput
 from shardformer.model import flops
 from shardformer.training import outputs
 from shardformer.training.checkpoint_progress import Best
 from tests import runs, shared
 from tests.surroundings import let_fail, note_texts
+from tests.training.test_saving import make_checkpoints
 from tests.training.uneven_run import plain_words
 
 
@@ -43,6 +49,25 @@ def test_silenced_run_shows_no_table():
     assert isinstance(make_progress(), Progress)
     with messages.silence():
         assert not isinstance(make_progress(), Progress)
+
+
+def test_the_first_rounded_loss_is_shown_as_the_best(tmp_path):
+    stream = io.StringIO()
+    checkpoints = make_checkpoints(tmp_path, quantize_aware="nf4", steps=8)  # rounds after step 6
+    with Observers() as observers, Progress(8, 0, 128, stream=stream) as shown:
+        written = outputs.Outputs(
+            metrics=None,
+            progress=shown,
+            observers=observers,
+            profiler=StepProfiler(None, tmp_path),
+            checkpoints=checkpoints,
+            throughput=Throughput(128, 0, 0.0),
+            peak_speed=None,
+        )
+        for step, loss in [(4, 1.0), (5, 1.5), (6, 2.0), (7, 2.5)]:
+            checkpoints.update_best(step, loss)
+            written.write_row({"step": step, "loss": loss, "val_loss": loss})
+    assert [line.endswith(" best") for line in stream.getvalue().splitlines()[2:]] == [True, False, True, False]
 
 
 TRACKERS = []
