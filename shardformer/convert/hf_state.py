@@ -130,7 +130,7 @@ def match(
 def _predicts_further(name: str, layers: int) -> bool:
     """Returns whether an array is of what follows the last layer, to predict later tokens."""
     number = re.match(r"model\.layers\.(\d{1,9})\.", name)
-    return int(number[1]) >= layers if number else name.startswith("model.mtp_")
+    return int(number[1]) >= layers if number else name.startswith(("model.mtp_", "mtp."))
 
 
 def first_of(names: list[str]) -> str:

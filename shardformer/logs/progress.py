@@ -170,11 +170,8 @@ _COLUMNS = (
     ("elapsed", 9, lambda run: _format_duration(run.elapsed())),
     ("left", 9, lambda run: _format_duration(run.seconds_left())),
 )
-_MFU = (
-    "MFU",
-    6,
-    lambda run: _format_share(run.row.get("mfu")),
-)  # only if the peak of the chip is known; the line is wider then
+# Only if the peak of the chip is known; the line is wider then.
+_MFU = ("MFU", 6, lambda run: _format_share(run.row.get("mfu")))
 _LINE_WIDTH = 86
 
 

@@ -283,6 +283,24 @@ MODELS = {
         | {"num_hidden_layers": 2, "num_attention_heads": 8, "hidden_dropout_prob": 0.0}
         | {"attention_probs_dropout_prob": 0.0},
     ),
+    "hy_v3": (
+        "HYV3",
+        HIDDEN
+        | EIGHT
+        | ENDS
+        | {"num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 2}
+        | {"moe_intermediate_size": 16, "router_scaling_factor": 1.5, "rope_parameters": LINEAR},
+    ),
+    "mellum": (
+        "Mellum",
+        HIDDEN
+        | EIGHT
+        | ENDS
+        | {"num_hidden_layers": 3, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 5}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse"]}
+        | {"rope_parameters": {"full_attention": YARN, "sliding_attention": LOCAL}},
+    ),
 }
 # What their publishers' config.json has, of types that transformers does not know.
 OTHER_TYPES = {
@@ -300,7 +318,7 @@ ROUNDED_BY_TRANSFORMERS += ("hyperclovax", "vaultgemma", "gpt_bigcode", "codegen
 ROUNDED_BY_TRANSFORMERS += ("glm4_moe", "dots1", "solar_open", "exaone_moe", "minimax_m2", "gpt_oss")
 ROUNDED_BY_TRANSFORMERS += ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "sarvam_mla")
 ROUNDED_BY_TRANSFORMERS += ("youtu", "ministral3", "mistral4", "hunyuan_v1_dense", "xglm", "biogpt")
-ROUNDED_BY_TRANSFORMERS += ("ernie4_5_moe",)
+ROUNDED_BY_TRANSFORMERS += ("ernie4_5_moe", "hy_v3", "mellum")
 ADDS_ONE_TO_SCALES = ("gemma", "vaultgemma", "nemotron")
 # Further settings of a family, which are compared where transformers is installed.
 SHARED = {"num_key_value_heads": 1, "num_attention_heads": 8, "hidden_size": 48}
@@ -604,6 +622,14 @@ SETTINGS = {
     "biogpt": (
         {"scale_embedding": False, "tie_word_embeddings": False, "hidden_act": "gelu_new"},
         {"num_attention_heads": 2, "hidden_size": 48, "intermediate_size": 40, "max_position_embeddings": 30},
+    ),
+    "hy_v3": (
+        {"mlp_layer_types": ["sparse", "dense"], "num_shared_experts": 1, "tie_word_embeddings": True},
+        {"num_experts": 8, "num_experts_per_tok": 1, "rope_parameters": YARN, "rms_norm_eps": 1e-2},
+    ),
+    "mellum": (
+        {"layer_types": None, "mlp_layer_types": None, "rope_parameters": None, "tie_word_embeddings": True},
+        {"layer_types": ["sliding_attention"] * 3, "norm_topk_prob": False, "num_experts": 8, "sliding_window": 3},
     ),
     "flex_olmo": (
         {"num_experts": 8, "num_experts_per_tok": 1, "tie_word_embeddings": True},

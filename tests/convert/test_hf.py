@@ -210,6 +210,8 @@ WRONG_KEYS = {
     "xglm": {"positions": "none", "embed_scale": 1.0, "activation": "gelu"},
     "biogpt": {"embed_scale": 1.0, "activation": "gelu", "norm_eps": 1e-2},
     "ernie4_5_moe": {"experts_per_token": 1, "router": "sigmoid", "router_norm": False, "balance_rate": 0.0},
+    "hy_v3": {"experts_per_token": 1, "router": "softmax", "router_scale": 1.0, "qk_norm": "none"},
+    "mellum": {"experts_per_token": 1, "router_norm": False, "window": 6, "window_rotary_theta": 500.0},
     "youtu": {"rotary_theta": 9000.0, "norm_eps": 1e-2},
     # Not router_norm, which scales all experts of a token: the norm after them takes that away.
     "flex_olmo": {"experts_per_token": 2, "qk_norm": "none"},
@@ -301,7 +303,11 @@ def test_published_weights_are_no_run_that_was_trained_for_codes(tmp_path, capsy
 
 @pytest.mark.parametrize(
     ("name", "array"),
-    [("glm4_moe", "model.layers.2.eh_proj.weight"), ("ernie4_5_moe", "model.mtp_linear_proj.0.weight")],
+    [
+        ("glm4_moe", "model.layers.2.eh_proj.weight"),
+        ("ernie4_5_moe", "model.mtp_linear_proj.0.weight"),
+        ("mellum", "mtp.fc.weight"),
+    ],
 )
 def test_layers_that_predict_further_are_not_read(name, array, tmp_path):
     folder = shutil.copytree(FOLDER / name, tmp_path / "src")
@@ -495,6 +501,8 @@ def test_hostile_or_damaged_folders_are_refused_in_one_line(status, message, har
         ("gemma3", "rope_parameters has 'rope_theta'", {"rope_parameters": {"rope_theta": 10.0}}),
         ("gemma3", "only full layers may have a scaling here",
          {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}),
+        ("mellum", "has no rope_theta of full_attention",
+         {"rope_parameters": {"sliding_attention": {"rope_theta": 10.0}}}),
         ("olmo3", "truncate=False is not computed by OLMo 3; expected True",
          {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}}),
         ("gpt_oss", "swiglu_limit=3.0 is not computed here; expected 7.0", {"swiglu_limit": 3.0}),

@@ -485,6 +485,17 @@ def test_every_causal_type_of_transformers_is_read_or_named():
     assert read & {*REJECTED} == set()
 
 
+def test_default_layers_of_hy3_and_mellum(tmp_path):
+    configs = {}
+    for name, left_out in {"hy_v3": {"mlp_layer_types"}, "mellum": {"mlp_layer_types", "rope_parameters"}}.items():
+        theirs = json.loads((FOLDER / name / "config.json").read_text())
+        source = write(tmp_path / name, {key: value for key, value in theirs.items() if key not in left_out})
+        configs[name] = hf_settings.read_config(source)[1]
+    assert configs["hy_v3"].mixture.sparse_layers == (False, True)
+    assert configs["mellum"].mixture.sparse_layers == (True, True, True)
+    assert (configs["mellum"].model.rotary_theta, configs["mellum"].model.window_rotary_theta) == (500_000.0, 10_000.0)
+
+
 def test_gpt_sw3_is_a_gpt2(tmp_path):
     kinds = "gpt-sw3", "gpt2"
     first, second = (hf_settings.read_config(write(tmp_path / kind, {"model_type": kind})) for kind in kinds)
@@ -492,7 +503,7 @@ def test_gpt_sw3_is_a_gpt2(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind", ["qwen3_next", "falcon_h1", "gemma3n_text", "llama4_text", "lfm2", "dbrx", "jetmoe", "hy_v3"]
+    "kind", ["qwen3_next", "falcon_h1", "gemma3n_text", "llama4_text", "lfm2", "dbrx", "jetmoe", "aria_text"]
 )
 def test_rejected_family_names_what_is_missing(kind, tmp_path):
     with pytest.raises(UsageError, match=f"model_type='{kind}' is not computed here; missing: {REJECTED[kind][:9]}"):

@@ -198,6 +198,15 @@ FURTHER |= {
     "biogpt": OTHERS
     | {"scale_embedding": [False], "tie_word_embeddings": [False], "hidden_act": ["mish", "tanh"]}
     | {"activation_dropout": [0.1], "layer_norm_eps": [0.1]},
+    "hy_v3": ROPE
+    | {"num_shared_experts": [0, 1], "mlp_layer_types": [["sparse"] * 2, ["dense"] * 2, ["sparse"]]}
+    | {"num_local_experts": [8], "num_nextn_predict_layers": [1], "norm_topk_prob": [False], "n_group": [2]}
+    | {"attention_bias": [True], "mlp_bias": [True], "route_norm": [False]},
+    "mellum": {"layer_types": [None, ["full_attention"] * 3, ["sliding_attention"]], "rope_theta": [50.0]}
+    | {"mlp_layer_types": [None, ["sparse", "dense", "sparse"], ["dense"] * 3, ["sparse"]]}
+    | {"rope_parameters": [None, LOCAL, {"full_attention": YARN}, {"full_attention": YARN | {"truncate": False}}]}
+    | {"sliding_window": [None, 1], "num_local_experts": [8], "num_mtp_layers": [1], "attention_bias": [True]}
+    | {"rope_scaling": [LINEAR], "decoder_sparse_step": [2], "mlp_only_layers": [[1]], "head_dim": [4]},
     "youtu": ROPE
     | {"rope_interleave": [False], "q_lora_rank": [None], "head_dim": [8], "num_key_value_heads": [None, 4]}
     | {"attention_bias": [True], "mlp_bias": [True], "n_routed_experts": [4]},

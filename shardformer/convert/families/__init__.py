@@ -33,10 +33,12 @@ from shardformer.convert.families.hf_granite import GRANITE
 from shardformer.convert.families.hf_granitemoe import GRANITE_MOE, GRANITE_MOE_SHARED
 from shardformer.convert.families.hf_helium import HELIUM
 from shardformer.convert.families.hf_hunyuan import HUNYUAN
+from shardformer.convert.families.hf_hy_v3 import HY_V3
 from shardformer.convert.families.hf_hyperclovax import HYPERCLOVA_X
 from shardformer.convert.families.hf_jais2 import JAIS_2
 from shardformer.convert.families.hf_llama import LLAMA
 from shardformer.convert.families.hf_llama_names import EXAONE, INTERNLM_3, IQUEST_CODER
+from shardformer.convert.families.hf_mellum import MELLUM
 from shardformer.convert.families.hf_minimax_m2 import MINIMAX_M2
 from shardformer.convert.families.hf_ministral import MINISTRAL
 from shardformer.convert.families.hf_ministral3 import MINISTRAL_3
@@ -142,6 +144,8 @@ FAMILIES = {
     "xglm": XGLM,
     "openai-gpt": OPENAI_GPT,
     "biogpt": BIOGPT,
+    "hy_v3": HY_V3,
+    "mellum": MELLUM,
 }
 
 
