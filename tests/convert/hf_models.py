@@ -301,6 +301,13 @@ MODELS = {
         | {"mlp_layer_types": ["dense", "sparse", "sparse"]}
         | {"rope_parameters": {"full_attention": YARN, "sliding_attention": LOCAL}},
     ),
+    "aria_text": (
+        "AriaText",
+        HIDDEN
+        | QWEN
+        | ENDS
+        | {"hidden_size": 64, "intermediate_size": 16, "moe_num_experts": 4, "moe_topk": 2, "rope_parameters": LINEAR},
+    ),
 }
 # What their publishers' config.json has, of types that transformers does not know.
 OTHER_TYPES = {
@@ -318,7 +325,7 @@ ROUNDED_BY_TRANSFORMERS += ("hyperclovax", "vaultgemma", "gpt_bigcode", "codegen
 ROUNDED_BY_TRANSFORMERS += ("glm4_moe", "dots1", "solar_open", "exaone_moe", "minimax_m2", "gpt_oss")
 ROUNDED_BY_TRANSFORMERS += ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "sarvam_mla")
 ROUNDED_BY_TRANSFORMERS += ("youtu", "ministral3", "mistral4", "hunyuan_v1_dense", "xglm", "biogpt")
-ROUNDED_BY_TRANSFORMERS += ("ernie4_5_moe", "hy_v3", "mellum")
+ROUNDED_BY_TRANSFORMERS += ("ernie4_5_moe", "hy_v3", "mellum", "aria_text")
 ADDS_ONE_TO_SCALES = ("gemma", "vaultgemma", "nemotron")
 # Further settings of a family, which are compared where transformers is installed.
 SHARED = {"num_key_value_heads": 1, "num_attention_heads": 8, "hidden_size": 48}
@@ -630,6 +637,10 @@ SETTINGS = {
     "mellum": (
         {"layer_types": None, "mlp_layer_types": None, "rope_parameters": None, "tie_word_embeddings": True},
         {"layer_types": ["sliding_attention"] * 3, "norm_topk_prob": False, "num_experts": 8, "sliding_window": 3},
+    ),
+    "aria_text": (
+        {"moe_num_shared_experts": 1, "tie_word_embeddings": True, "rope_parameters": YARN},
+        GROUPS_OF_THREE | {"moe_num_experts": 8, "moe_topk": 1, "rms_norm_eps": 1e-2},
     ),
     "flex_olmo": (
         {"num_experts": 8, "num_experts_per_tok": 1, "tie_word_embeddings": True},

@@ -211,6 +211,7 @@ WRONG_KEYS = {
     "biogpt": {"embed_scale": 1.0, "activation": "gelu", "norm_eps": 1e-2},
     "ernie4_5_moe": {"experts_per_token": 1, "router": "sigmoid", "router_norm": False, "balance_rate": 0.0},
     "hy_v3": {"experts_per_token": 1, "router": "softmax", "router_scale": 1.0, "qk_norm": "none"},
+    "aria_text": {"experts_per_token": 1, "router_norm": False, "router": "sigmoid"},
     "mellum": {"experts_per_token": 1, "router_norm": False, "window": 6, "window_rotary_theta": 500.0},
     "youtu": {"rotary_theta": 9000.0, "norm_eps": 1e-2},
     # Not router_norm, which scales all experts of a token: the norm after them takes that away.

@@ -3,6 +3,7 @@
 from shardformer.config import Config
 from shardformer.convert.families.family import Family
 from shardformer.convert.families.hf_arcee import ARCEE
+from shardformer.convert.families.hf_aria import ARIA
 from shardformer.convert.families.hf_biogpt import BIOGPT
 from shardformer.convert.families.hf_bloom import BLOOM
 from shardformer.convert.families.hf_codegen import CODEGEN, PROGEN
@@ -146,6 +147,7 @@ FAMILIES = {
     "biogpt": BIOGPT,
     "hy_v3": HY_V3,
     "mellum": MELLUM,
+    "aria_text": ARIA,
 }
 
 

@@ -44,7 +44,6 @@ _BY_PART = {
     "a bias of attention in the last layer only": "gpt_neox_japanese",
     "a router that adds biases to logits, before their sigmoids": "kolibri1",
     "the mean of shared and routed experts, in a parallel block": "cohere2_moe",
-    "a table of its keys and arrays": "aria_text",
     "norms of queries and keys after their rotation": "hunyuan_v1_moe nanochat",
     "attention within chunks, and experts whose inputs are weighted": "llama4 llama4_text",
     "an encoder besides its decoder": (
