@@ -203,7 +203,7 @@ FURTHER |= {
     | {"num_local_experts": [8], "num_nextn_predict_layers": [1], "norm_topk_prob": [False], "n_group": [2]}
     | {"attention_bias": [True], "mlp_bias": [True], "route_norm": [False]},
     "aria_text": ROPE
-    | {"attention_bias": [True], "mlp_bias": [True], "moe_num_shared_experts": [0, 1], "num_experts_per_tok": [1]},
+    | {"attention_bias": [True], "mlp_bias": [True], "moe_num_shared_experts": [1], "num_experts_per_tok": [1]},
     "mellum": {"layer_types": [None, ["full_attention"] * 3, ["sliding_attention"]], "rope_theta": [50.0]}
     | {"mlp_layer_types": [None, ["sparse", "dense", "sparse"], ["dense"] * 3, ["sparse"]]}
     | {"rope_parameters": [None, LOCAL, {"full_attention": YARN}, {"full_attention": YARN | {"truncate": False}}]}
