@@ -40,6 +40,9 @@ class Starter(Protocol):
     def abstract(self) -> Any:
         """Shapes and shardings of a state without arrays."""
 
+    def init(self) -> Any:
+        """Returns the state before the first step, from the seed."""
+
     def start(self, params) -> Any:
         """Returns the state before the first step, from float32 parameters, which it consumes."""
 
@@ -262,7 +265,7 @@ class Run:
         If base names a checkpoint, returns the state of that.
         """
         if not self.config.training.base:
-            return trainer.start(trainer.model.init(self.config.training.seed))
+            return trainer.init()
         base = Run.open(self.config.training.base_run)
         if step := self.config.training.base_step:
             known = checkpoint.list_steps(base.out)

@@ -9,7 +9,6 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer.config import Config
 from shardformer.devices import programs
-from shardformer.errors import UsageError
 from shardformer.layout import Layout
 from shardformer.model import Sums, with_shardings
 from shardformer.model.task_on_mesh import choose_task
@@ -54,9 +53,7 @@ class Trainer:
         return with_shardings(shapes, self.shardings)
 
     def init(self) -> TrainState:
-        """Returns the state before the first step, from the seed; rejects epochs=, whose steps need data to count."""
-        if epochs := self.config.training.epochs:
-            raise UsageError(f"epochs={epochs:g} counts rows of data, which a Trainer lacks; use Session, or steps=")
+        """Returns the state before the first step, from the seed."""
         return self.start(self.model.init(self.config.training.seed))
 
     def start(self, params) -> TrainState:
