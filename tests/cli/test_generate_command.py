@@ -12,6 +12,8 @@ from shardformer.cli.sample_command import open_codec
 from shardformer.cli.text_options import TextOptions
 from shardformer.errors import RunError
 from shardformer.inference import prompts
+from shardformer.inference.serve import engine
+from shardformer.inference.serve.slot_programs import SlotPrograms
 from shardformer.training.run_folder import Run
 from tests import runs
 from tests.inference import lm_eval_kinds
@@ -27,6 +29,21 @@ def run(tmp_path_factory, text):
     settings = out / "config.json"  # of a run that trained on devices with a kernel, which a CPU does not have
     settings.write_text(settings.read_text().replace('"attention": "auto"', '"attention": "fused"'))
     return out
+
+
+@pytest.fixture(scope="module", autouse=True)
+def share_programs():
+    """Compiles the programs of a model and a number of rows once for all commands; they hold nothing of a run."""
+    programs: dict = {}
+
+    def share(model, rows):
+        if (model.config, rows) not in programs:
+            programs[model.config, rows] = SlotPrograms(model, rows)
+        return programs[model.config, rows]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "SlotPrograms", share)
+        yield
 
 
 def generate(capsys, run, *words) -> list[dict]:

@@ -273,7 +273,7 @@ def test_prompts_of_unknown_ids_are_rejected(bad, message):
 
 @pytest.mark.slow
 def test_an_ended_row_does_not_fill_the_context_of_others(monkeypatch):
-    own = Generator(model())
+    own = generator()
     (first,) = own.continue_prompts(parameters(), [prompt(SEQ)], dataclasses.replace(GREEDY, tokens=1))
     reads = []
     before_call(monkeypatch, own, "_read", lambda *_, **__: reads.append(1))
@@ -298,18 +298,18 @@ def test_logprobs_include_entries_that_the_tokenizer_lacks():
 
 @pytest.mark.slow
 def test_batch_bounds_the_rows_of_one_pass(monkeypatch):
-    own, rows = Generator(model()), []
-    before_call(monkeypatch, own.decoder, "prefill", lambda params, ids, *_: rows.append(len(ids)))
-    sampling = Sampling(tokens=3, samples=10, temperature=5.0)
+    own, rows = generator(), []
+    before_call(monkeypatch, own, "_read", lambda params, ids, *_, **__: rows.append(len(ids)))
+    sampling = Sampling(tokens=3, samples=8, temperature=5.0)  # 16 rows, as many as the ragged batch has
     found = list(own.stream(parameters(), PROMPTS[:2], sampling, batch=4))
     assert set(rows) == {4}
-    together = generator().continue_prompts(parameters(), PROMPTS[:2], sampling)
+    together = own.continue_prompts(parameters(), PROMPTS[:2], sampling)
     assert [row.ids for row in found] == [row.ids for row in together]
 
 
 @pytest.mark.slow
 def test_a_stream_computes_only_the_rows_that_are_taken(monkeypatch):
-    own, passes = Generator(model()), []
+    own, passes = generator(), []
     before_call(monkeypatch, own, "_read", lambda *_, **__: passes.append(1))
     rows = own.stream(parameters(), [[1]], Sampling(tokens=2, samples=50_000), batch=4)
     assert [next(rows) for _ in range(4)]

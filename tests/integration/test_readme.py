@@ -122,6 +122,7 @@ def shorten(words: list[str]) -> list[str]:
 def test_the_commands_run(tmp_path, monkeypatch, text):
     """In the README's order, as a reader would type them: later ones use what earlier ones have left."""
     monkeypatch.chdir(tmp_path)
+    runs.share_trainers(monkeypatch)  # for the sweep, whose halvings resume runs of the same programs
     (tmp_path / "shardformer").symlink_to(ROOT / "shardformer" / "shards")  # a small folder of source
     for name in ("text.txt", "other.txt"):
         (tmp_path / name).write_text(text.read_text())
