@@ -203,7 +203,7 @@ def assert_verify_passes(weighted, passes: bool) -> None:
     assert all(row.passes for row in rows) == passes, verify.format_differences(rows)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_verify_passes_weights_dropout_and_documents(weighted):
     assert_verify_passes(weighted, True)
 

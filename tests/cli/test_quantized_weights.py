@@ -78,7 +78,7 @@ def test_loss_changes_little_with_4_bits(score, form, monkeypatch):
     assert abs(score(f"weights={form}") / exact - 1) > MOST_4_BITS
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_score_is_the_same_on_every_mesh_and_for_an_average(score):
     assert score("weights=int8", "mesh=2x2") == pytest.approx(score("weights=int8"), abs=2e-6)
     average = score("weights=int8", "ema=true")

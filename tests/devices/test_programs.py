@@ -169,7 +169,7 @@ def test_several_processes_load_nothing_from_the_cache_of_jax(no_cache_yet, monk
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("shape", "is_kept"), [tiers.at_night(("2x2", False)), ("2x1", True)])
+@pytest.mark.parametrize(("shape", "is_kept"), [tiers.at_night(("2x2", False)), tiers.at_night(("2x1", True))])
 def test_verify_keeps_no_unsafe_program_in_a_chosen_folder(tmp_path, shape, is_kept):
     program = ("-c", f"import jax\njax.config.update('jax_compilation_cache_dir', {str(tmp_path)!r})\n{TELLING[1]}")
     status, _, error = finished(Forked("verify", "tiny", f"mesh={shape}", "layers=1", program=program))

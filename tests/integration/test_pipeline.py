@@ -159,7 +159,7 @@ def test_a_checkpoint_does_not_know_its_stages(tmp_path):
     assert again.params["transformer/layers"]["q"].sharding == t.shardings.params["transformer/layers"]["q"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_is_sampled_and_evaluated_on_other_meshes(tmp_path, text, capsys):
     out = tmp_path / "run"
     words = ("tiny", "steps=2", "eval_every=2", "save_every=2", "mesh=2x1x2", "accum=2", f"data={text}", f"out={out}")

@@ -61,7 +61,7 @@ def test_branch_equals_an_uninterrupted_run(tmp_path, source, uninterrupted, cap
     assert (tmp_path / "runs.png").stat().st_size > 10_000
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_branch_with_another_rate_differs(tmp_path, source, uninterrupted):
     """The negative twin."""
     assert branch(source, tmp_path / "branch", "decay=9") == 0
