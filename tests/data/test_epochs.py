@@ -106,3 +106,8 @@ def test_keys_that_name_a_step_are_checked_when_it_is_counted(pairs):
     config = configure(pairs, objective="dpo", profile="100:200", epochs=1.0, steps=300)
     with pytest.raises(UsageError, match="profile=100:200 begins after the last step, steps=5"):
         count_steps(config, load_corpus(config))
+
+
+def test_trainer_of_counted_steps_starts():
+    """`memory RUN`, `verify RUN` and a program of one's own make one, without the data."""
+    assert int(shared.trainer(epochs=3.0).init().step) == 0
