@@ -70,12 +70,13 @@ def bench_generate(options: Measuring, settings: Config) -> None:
     model = Model.on(settings, mesh.make(settings))
     params = model.init(settings.training.seed)
     generator = Generator(model)
+    loaded = generator.load(params)
     arrivals: list[tuple[float, int]] = []
 
     def ours(prompts, tokens):
         arrivals.clear()
         rows = generator.continue_prompts(
-            params, prompts, Sampling(tokens=tokens, temperature=0),
+            loaded, prompts, Sampling(tokens=tokens, temperature=0),
             watch=lambda row, ids: arrivals.append((time.perf_counter(), len(ids))) if row == 0 else None,
         )  # fmt: skip
         return np.array([row.ids for row in rows])

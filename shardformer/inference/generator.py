@@ -36,7 +36,7 @@ class Continuation(NamedTuple):
     stopped: bool  # by `stops`; otherwise `ids` has as many tokens as were asked for
 
 
-class _Parameters(NamedTuple):
+class LoadedParameters(NamedTuple):
     """The parameters of one model in two forms."""
 
     stacked: dict  # for reading a context
@@ -56,7 +56,7 @@ class _Decoding(NamedTuple):
 class _Request(NamedTuple):
     """The arguments of one call of `Generator`."""
 
-    params: _Parameters
+    params: LoadedParameters
     sampling: Sampling
     vocab_size: int
     stops: Stop
@@ -89,6 +89,13 @@ class Generator:
         self._read = programs.jit(self._read_context, static_argnames="cache_size", out_shardings=layout)
         results = layout, replicated, replicated
         self._draw = programs.jit(self._draw_tokens, donate_argnames="decoding", out_shardings=results)
+
+    def load(self, params: dict) -> LoadedParameters:
+        """Returns the parameters, and a second copy of the layers, by which one token is decoded.
+
+        The other methods load the parameters at each call, unless these are loaded already.
+        """
+        return LoadedParameters(params, self._unstack_layers(params))
 
     def generate(self, params, prompt: Sequence[int], sampling: Sampling, vocab_size: int | None = None) -> np.ndarray:
         """Returns [samples, len(prompt) + tokens] ids: `continue_prompts` for one prompt without stops."""
@@ -134,8 +141,8 @@ class Generator:
         vocab_size = vocab_size or self.model.config.model.vocab
         contexts = [list(map(int, prompt)) for prompt in prompts]
         check_prompts(contexts, vocab_size)
-        parameters = _Parameters(params, self._unstack_layers(params))
-        request = _Request(parameters, sampling, vocab_size, stops, watch)
+        loaded = params if isinstance(params, LoadedParameters) else self.load(params)
+        request = _Request(loaded, sampling, vocab_size, stops, watch)
         row_numbers = itertools.count()
         repeated = [context for context in contexts for _ in range(sampling.samples)]
         numbers = range(len(repeated)) if apart else itertools.cycle(range(sampling.samples))

@@ -325,6 +325,15 @@ def test_draws_do_not_depend_on_the_size_of_chunks(monkeypatch):
     np.testing.assert_array_equal(own.generate(parameters(), prompt(3), sampling), expected)
 
 
+def test_loaded_parameters_are_split_into_layers_once(monkeypatch):
+    own, params, calls = generator(), parameters(), []
+    expected = own.generate(params, prompt(3), GREEDY)
+    loaded = own.load(params)
+    monkeypatch.setattr(own, "_unstack_layers", calls.append)
+    np.testing.assert_array_equal(own.generate(loaded, prompt(3), GREEDY), expected)
+    assert not calls
+
+
 def test_drawing_copies_no_cache():
     """`kernels/test_attend_to_cache.py` has the loops that do."""
     own, params = generator(), parameters()
