@@ -15,6 +15,7 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 INLINED = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # the parameters of operations that only call a function
+EXPANDED_LATER = "call_hi_primitive"  # JAX 0.12 expands it when it compiles: jnp.searchsorted, with its flags a remat
 # A psum has another name in each release, and by whether its result varies over the axes.
 COLLECTIVES = {
     "psum": "all-reduce", "psum_invariant": "all-reduce", "psum2": "all-reduce", "pmax": "all-reduce",
@@ -38,7 +39,30 @@ def drop_dead(jaxpr):
 
     XLA drops them too. A traced scan also stacks what only untaken gradients need, such as those of frozen weights.
     """
-    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+    return partial_eval.dce_jaxpr(_expand_all(jaxpr), [True] * len(jaxpr.outvars), instantiate=True)[0]
+
+
+def _expand_all(jaxpr):
+    """Replaces operations that JAX expands later by calls: dce_jaxpr keeps a dead one that has a collective."""
+    if not any(equation.primitive.name == EXPANDED_LATER for inner in walk(jaxpr) for equation in inner.eqns):
+        return jaxpr  # the same object, as dce_jaxpr remembers its results
+    return jaxpr.replace(eqns=[_expand_equation(equation) for equation in jaxpr.eqns])
+
+
+def _expand_equation(equation):
+    if equation.primitive.name == EXPANDED_LATER:
+        equation = equation.replace(primitive=core.primitives.closed_call_p, params={"call_jaxpr": _expand(equation)})
+    return equation.replace(params={name: _expand_inside(value) for name, value in equation.params.items()})
+
+
+def _expand_inside(value):
+    if isinstance(value, core.ClosedJaxpr):
+        return value.replace(jaxpr=_expand_all(value.jaxpr))
+    if isinstance(value, core.Jaxpr):
+        return _expand_all(value)
+    if isinstance(value, tuple) and any(True for _ in _find_jaxprs(value)):  # the branches of a conditional
+        return tuple(_expand_inside(part) for part in value)
+    return value
 
 
 class Loop(NamedTuple):
@@ -88,7 +112,7 @@ def called(equation):
 
 def called_closed(equation):
     """Returns `called` with its constants, if it has any."""
-    if equation.primitive.name == "call_hi_primitive":
+    if equation.primitive.name == EXPANDED_LATER:
         return _expand(equation)
     for name in INLINED if equation.primitive.name != "pallas_call" else ():
         inner = equation.params.get(name)

@@ -109,7 +109,7 @@ def pjit(
             "out_shardings": _shardings(outputs, mesh, "pjit's out_axis_resources"),
         }
         given = {side: shardings for side, shardings in sides.items() if shardings is not None}
-        return jax.jit(_body_in_mesh(fun, mesh), **options, **given), sides["in_shardings"]
+        return jax.jit(_body_in_mesh(fun, mesh, sides["out_shardings"]), **options, **given), sides["in_shardings"]
 
     def prepared(args):
         mesh = _auto_mesh(current_mesh())
@@ -165,19 +165,32 @@ def _constrain(x: Any, shardings: Any):
     return shard_map_helpers.with_sharding_constraint(x, shardings)
 
 
-def _body_in_mesh(fun: Callable, mesh: Mesh | None) -> Callable:
-    """Returns a function that does as `fun`, the same one for each call with this mesh.
+def _body_in_mesh(fun: Callable, mesh: Mesh | None, layouts: Any) -> Callable:
+    """Returns a function that does as `fun`, whose results go to their layouts as in `with_sharding_constraint`."""
+
+    @functools.wraps(fun)
+    def body(*args, **kwargs):
+        token = _enclosing.set(mesh)
+        try:
+            return shard_map_helpers.to_joined_axes(fun(*args, **kwargs), layouts)
+        finally:
+            _enclosing.reset(token)
+
+    return remembered(fun, body, mesh, layouts)
+
+
+def remembered(fun: Callable, body: Callable, *reasons: Any) -> Callable:
+    """Returns the first `body` of `fun` that was made for these reasons, which are trees.
 
     jax caches traces by function, but `fun` may look up the mesh. Programs pjit one function again at each step.
     """
     if not isinstance(fun, types.FunctionType):
-        return _wrap(fun, mesh)
+        return body
     bodies = fun.__dict__.get(BODIES)
     if bodies is None or bodies.owner is not fun:  # functools.wraps gives a function the attributes of another
         bodies = fun.__dict__[BODIES] = _Bodies(fun, {})
-    if mesh not in bodies.by_mesh:
-        bodies.by_mesh[mesh] = _wrap(fun, mesh)
-    return bodies.by_mesh[mesh]
+    leaves, structure = jax.tree.flatten(reasons, is_leaf=_is_none)
+    return bodies.by_reason.setdefault((*leaves, structure), body)
 
 
 class _Bodies(NamedTuple):
@@ -187,19 +200,7 @@ class _Bodies(NamedTuple):
     """
 
     owner: Callable
-    by_mesh: dict[Mesh | None, Callable]
-
-
-def _wrap(fun: Callable, mesh: Mesh | None) -> Callable:
-    @functools.wraps(fun)
-    def body(*args, **kwargs):
-        token = _enclosing.set(mesh)
-        try:
-            return fun(*args, **kwargs)
-        finally:
-            _enclosing.reset(token)
-
-    return body
+    by_reason: dict[tuple, Callable]
 
 
 _enclosing: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("the mesh of a traced pjit", default=None)

@@ -1,4 +1,4 @@
-"""with_sharding_constraint gives right products where XLA's are wrong: on CPU devices in a mesh of three axes."""
+"""Constraints and layouts of results give right products where XLA's are wrong: on CPU devices in three mesh axes."""
 
 import jax
 import jax.numpy as jnp
@@ -7,19 +7,26 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardformer.legacy import installed
-from shardformer.legacy.pjit import with_sharding_constraint
+from shardformer.legacy.migration.shard_map_helpers import jit_in_layout, mesh_scope
+from shardformer.legacy.pjit import pjit, with_sharding_constraint
+
+SPECS = P(("dp", "fsdp"), None, "mp"), P("mp", "fsdp")
+FIRST, SECOND = np.arange(512).reshape(4, 8, 16) % 7 - 3, np.arange(512).reshape(16, 32) % 5 - 2  # float32 is exact
 
 
 def devices(*sizes: int):
     return np.array(jax.devices()).reshape(sizes)
 
 
+def easylm_layouts():
+    mesh = Mesh(devices(2, 2, 2), ("dp", "fsdp", "mp"))
+    return [NamedSharding(mesh, spec) for spec in SPECS]
+
+
 def errors_of_product(constrain):
     """Returns the relative errors of a product in EasyLM's layout on 2x2x2 devices, and of its gradient."""
-    mesh = Mesh(devices(2, 2, 2), ("dp", "fsdp", "mp"))
-    x, w = np.arange(512).reshape(4, 8, 16) % 7 - 3, np.arange(512).reshape(16, 32) % 5 - 2  # float32 is exact
-    layout = NamedSharding(mesh, P(("dp", "fsdp"), None, "mp"))
-    splits = layout, NamedSharding(mesh, P("mp", "fsdp"))
+    x, w = FIRST, SECOND
+    layout, _ = splits = easylm_layouts()
 
     def loss(x, w):
         result = constrain(x @ w, layout)
@@ -40,6 +47,42 @@ def test_product_over_three_mesh_axes_is_right():
 def test_product_over_three_mesh_axes_is_wrong_in_jax():
     """As soon as this fails, `shard_map_helpers.with_sharding_constraint` can go."""
     assert min(errors_of_product(jax.lax.with_sharding_constraint)) > 0.5
+
+
+def error_of_result(jit, in_shardings, out_shardings):
+    """Returns the relative error of the product where only the layout of the result asks for the split."""
+    multiply = jit(lambda x, w: {"product": x @ w}, in_shardings=tuple(in_shardings), out_shardings=out_shardings)
+    got = multiply(FIRST.astype(np.float32), SECOND.astype(np.float32))["product"]
+    assert got.sharding.spec == SPECS[0]
+    return float(np.abs(np.asarray(got) - FIRST @ SECOND).max() / np.abs(FIRST @ SECOND).max())
+
+
+def test_result_over_three_mesh_axes_is_right():
+    layouts = easylm_layouts()
+    with installed():
+        assert error_of_result(jax.jit, layouts, layouts[0]) == 0
+    with layouts[0].mesh:
+        assert error_of_result(pjit, SPECS, {"product": SPECS[0]}) == 0
+    with mesh_scope(layouts[0].mesh):
+        assert error_of_result(jit_in_layout, SPECS, SPECS[0]) == 0
+
+
+def test_result_over_three_mesh_axes_is_wrong_in_jax():
+    layouts = easylm_layouts()
+    assert error_of_result(jax.jit, layouts, layouts[0]) > 0.5
+
+
+def test_a_function_that_is_jitted_again_is_traced_once():
+    traced, (layout, _) = [], easylm_layouts()
+
+    def double(x):
+        traced.append(1)
+        return 2 * x
+
+    with installed():
+        for _ in range(2):
+            jax.jit(double, out_shardings=layout)(np.ones((4, 8, 16), np.float32))
+    assert traced == [1]
 
 
 def test_one_step_is_enough_for_two_axes_or_none_joined():

@@ -43,6 +43,8 @@ from tests.legacy.migrated_code import SCALE, load, migrated, run
          "f = jit_in_layout(g, in_shardings=(a, jax.sharding.PartitionSpec()))"),
         ("from jax.experimental.pjit import pjit\nf = pjit(in_axis_resources=a, fun=g)",
          "from shard_map_helpers import jit_in_layout\nf = jit_in_layout(g, in_shardings=a)"),
+        ("from jax.experimental.pjit import pjit\nf = pjit(g, out_axis_resources=a)",
+         "from shard_map_helpers import jit_in_layout\nf = jit_in_layout(g, out_shardings=a)"),
         ("import jax\nfrom jax.experimental import host_callback as h\ny = h.call(f, x, result_shape=s)\n"
          "h.id_tap(g, x)",
          "import jax\nimport jax.experimental\n"

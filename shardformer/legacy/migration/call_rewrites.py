@@ -180,7 +180,7 @@ def _host_call(file: Speller, call: ast.Call) -> Rewritten | None:
 def _pjit(file: Speller, call: ast.Call, number: int = 0, start: str = "") -> Rewritten | None:
     """Rewrites pjit to jit; `number`: of the argument pjit itself is in partial(pjit, ...).
 
-    With layouts of arguments it becomes a helper, because jax.jit rejects arguments in another layout.
+    With layouts it becomes a helper, which moves arguments that jax.jit rejects, and constrains results in two steps.
     """
     positional = call.args[number:]
     if len(positional) > 3 or (number and positional):
@@ -189,8 +189,10 @@ def _pjit(file: Speller, call: ast.Call, number: int = 0, start: str = "") -> Re
     given = list(zip(RESOURCES, positional[1:], strict=False))
     arguments = [file.text(positional[0])] if positional else []
     given += [(keyword.arg or "", keyword.value) for keyword in call.keywords]
-    moves = any(RESOURCES.get(name, name) == "in_shardings" and ast.unparse(value) != "None" for name, value in given)
-    jit = Rewritten("jit_in_layout", (f"from {file.helpers} import jit_in_layout",)) if moves else file.spell("jax.jit")
+    asked = {RESOURCES.get(name, name) for name, value in given if ast.unparse(value) != "None"}
+    is_helper = not asked.isdisjoint(RESOURCES.values())
+    helper = Rewritten("jit_in_layout", (f"from {file.helpers} import jit_in_layout",))
+    jit = helper if is_helper else file.spell("jax.jit")
     uses_spec = False
     for name, value in given:
         if name in RESOURCES:

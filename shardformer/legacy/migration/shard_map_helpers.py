@@ -78,8 +78,22 @@ def with_sharding_constraint(x, shardings):
     On 2x2x2 CPU devices, x @ w with w of P("mp", "fsdp") and a result of P(("dp", "fsdp"), None, "mp") is 100% off, and
     its gradients are (jax 0.10 to 0.12). With the joined axes ("dp", "fsdp") first and "mp" after, it is right.
     """
-    first = jax.tree.map(_joined_axes, shardings)
-    return _constrain(x if first == shardings else _constrain(x, first), shardings)
+    return _constrain(to_joined_axes(x, shardings), shardings)
+
+
+def to_joined_axes(x, shardings):
+    """Returns x after the first of the two steps, where two are needed; a layout None asks for nothing."""
+    if not needs_joined_axes(shardings):
+        return x
+
+    def constrain(sharding, part):
+        return part if sharding is None else _constrain(part, _joined_axes(sharding))
+
+    return jax.tree.map(constrain, shardings, x, is_leaf=_is_layout)
+
+
+def needs_joined_axes(shardings):
+    return any(_joined_axes(sharding) != sharding for sharding in jax.tree.leaves(shardings))
 
 
 def _joined_axes(sharding):
@@ -108,12 +122,19 @@ def jit_on_backend(fun, backend, **options):
     return call
 
 
-def jit_in_layout(fun, in_shardings, static_argnums=(), **options):
-    """Returns `jax.jit(fun, in_shardings=in_shardings)`, which moves arrays in another layout, as pjit did.
+def jit_in_layout(fun, in_shardings=None, out_shardings=None, static_argnums=(), **options):
+    """Returns `jax.jit` of fun with these layouts, which moves arrays in another layout, as pjit did.
 
-    jax.jit rejects them, and in `mesh_scope` the result of each operation is stored over the mesh.
+    jax.jit rejects them, and in `mesh_scope` the result of each operation is stored over the mesh. Results go to their
+    layout as in `with_sharding_constraint`.
     """
-    jitted = jax.jit(fun, in_shardings=in_shardings, static_argnums=static_argnums, **options)
+
+    @functools.wraps(fun)
+    def body(*args, **kwargs):
+        return to_joined_axes(fun(*args, **kwargs), out_shardings)
+
+    layouts = {"in_shardings": in_shardings, "out_shardings": out_shardings}
+    jitted = jax.jit(body, static_argnums=static_argnums, **layouts, **options)
     statics = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
 
     def moved(args):
@@ -136,15 +157,16 @@ def jit_in_layout(fun, in_shardings, static_argnums=(), **options):
 def _move_to(shardings, arrays):
     """Returns the arrays in the layouts of a prefix of their tree; None leaves an array where it is."""
 
-    def is_leaf(value):
-        return value is None or isinstance(value, PartitionSpec | jax.sharding.Sharding)
-
     def move(sharding, subtree):
         if sharding is None:
             return subtree
         return jax.tree.map(functools.partial(_put, sharding=sharding), subtree)
 
-    return jax.tree.map(move, shardings, arrays, is_leaf=is_leaf)
+    return jax.tree.map(move, shardings, arrays, is_leaf=_is_layout)
+
+
+def _is_layout(value):
+    return value is None or isinstance(value, PartitionSpec | jax.sharding.Sharding)
 
 
 def _put(x, sharding):
