@@ -42,14 +42,14 @@ class AttentionOptions(NamedTuple):
     bias: Array | None = None  # [1, h, T, T]; [h, S] by distance for blocks and caches
     documents_BT: Array | None = None  # each token's document; tokens of other documents are masked
     window: Array | int | None = None  # tokens in range, the query's included; None: all
-    chunk: Array | int | None = None  # tokens of a chunk, of which a query sees only its own; None: no chunks
-    rotates: Array | bool = True  # the layer rotates its queries and keys
     dropout: Any = None  # the masks of the weights: a `Dropout`
     rotary_factor: Array | float = 1.0  # of rotated queries and keys
     slot: Array | int = 0  # number of the first new token; its slot in a cache of S slots is slot % S
     stored: Array | None = None  # new tokens that are stored, the others are padding; None: there is one, not padded
     head_size: int | None = None  # whose root divides the logits of a cache; None: that of its keys
     sink_1h11: Array | None = None  # each head's logit that only the denominators of its softmaxes have
+    chunk: Array | int | None = None  # tokens of a chunk, of which a query sees only its own; None: no chunks
+    rotates: Array | bool = True  # the layer rotates its queries and keys
 
 
 @dataclasses.dataclass(frozen=True)

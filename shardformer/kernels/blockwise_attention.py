@@ -29,8 +29,8 @@ class Mask(NamedTuple):
     documents_BT: Array | None = None  # each token's document, the only one that it attends to
     keys_Bh2: Array | None = None  # keys of dropout
     window: Array | int | None = None  # tokens in range, the query's included
-    chunk: Array | int | None = None  # tokens of a chunk, of which a query sees only its own
     sink_1h1: Array | None = None  # each head's logit that only the denominators have
+    chunk: Array | int | None = None  # tokens of a chunk, of which a query sees only its own
 
 
 class Sizes(NamedTuple):
@@ -82,7 +82,7 @@ def prepare(q_BThK, k_BSgK, v_BSgK, options: AttentionOptions) -> tuple[tuple[Ar
         keys, rate = options.dropout.at(0).head_keys(q_BhTK.shape[1]), options.dropout.rate
     sink_1h1 = None if options.sink_1h11 is None else options.sink_1h11[..., 0]
     bias, sink_1h1 = vary_like((options.bias, sink_1h1), q_BhTK)
-    mask = Mask(bias, options.documents_BT, keys, options.window, options.chunk, sink_1h1)
+    mask = Mask(bias, options.documents_BT, keys, options.window, sink_1h1, options.chunk)
     return (q_BhTK, k_BgTK, v_BgTK), mask, rate
 
 
