@@ -253,10 +253,14 @@ def _resolve_scale(c):
 def _resolve_window(c, i: int):
     """Returns the config of a model whose layers are all as layer i is."""
     kind = (c.model.window_pattern or "w")[i % len(c.model.window_pattern or "w")]
+    full = {"window": None, "window_pattern": "", "window_rotary_theta": None, "window_chunks": False}
     if kind == "n":
-        return c.replace(window=None, window_pattern="", window_rotary_theta=None, positions="none")
+        qk_norm = "none" if c.model.qk_norm == "rotated_plain" else c.model.qk_norm
+        return c.replace(**full, positions="none", qk_norm=qk_norm)
+    if c.model.query_growth_tokens:
+        c = c.replace(query_growth=0.0, query_growth_tokens=None)
     if not (c.model.window and kind == "w"):
-        return c.replace(window=None, window_pattern="", window_rotary_theta=None)
+        return c.replace(**full)
     changes = {"rotary_theta": c.model.window_rotary_theta, "rotary_scaling": ""} if c.model.window_rotary_theta else {}
     return c.replace(window_pattern="", window_rotary_theta=None, **changes)
 
@@ -390,7 +394,8 @@ def _mix_experts(c, p, h, routes: list | None):
     y = jnp.zeros_like(h)
     for e in range(keys.experts):
         expert = {name.removeprefix("expert_"): leaf[e] for name, leaf in p.items() if name.startswith("expert_")}
-        y = y + gates[..., e, None] * _feed_forward(expert, h, c.model.activation)
+        inputs, factor = (gates[..., e, None] * h, 1) if keys.gate_inputs else (h, gates[..., e, None])
+        y = y + factor * _feed_forward(expert, inputs, c.model.activation)
     if not keys.shared_width:
         return y
     shared = {n: p[f"shared_{n}"] for n in ("up", "gate", "down") if f"shared_{n}" in p}
@@ -421,11 +426,15 @@ def _attention(c, params, p, norms, h, masks=None, documents=None):
         q, k = _rotate(c, q), _rotate(c, k)
     if c.model.qk_norm == "rotated_head":
         q, k = _norm_heads(c, p, "q", q), _norm_heads(c, p, "k", k)
+    if c.model.qk_norm == "rotated_plain":
+        q, k = (_divide_by_root_mean_square(c, x) for x in (q, k))
     if c.model.attention_scale:
         q = q * (c.model.attention_scale * K**0.5)  # so that a constant in float32 is rounded as in the model
     if c.model.query_growth:
-        old_seq = float(c.model.rotary_scaling.split(":")[1].split(",")[3])
-        contexts = np.floor(np.arange(T) / old_seq)
+        if c.model.query_growth_tokens:
+            contexts = np.floor((np.arange(T) + 1) / c.model.query_growth_tokens)
+        else:
+            contexts = np.floor(np.arange(T) / float(c.model.rotary_scaling.split(":")[1].split(",")[3]))
         q = q * (1 + c.model.query_growth * jnp.log1p(contexts))[None, :, None, None]
     logits = jnp.einsum("bthk,bshk->bhts", q, k) * K**-0.5
     if c.model.positions == "t5":
@@ -436,6 +445,9 @@ def _attention(c, params, p, norms, h, masks=None, documents=None):
         logits = jnp.tanh(logits / c.model.attention_cap) * c.model.attention_cap
     distance = np.arange(T)[:, None] - np.arange(T)
     seen = jnp.asarray((distance >= 0) & (distance < (c.model.window or T)))[None]
+    if c.model.window_chunks:
+        chunk = np.arange(T) // c.model.window
+        seen = seen & (chunk[:, None] == chunk)[None]
     if documents is not None:
         seen = seen & (documents[:, :, None] == documents[:, None, :])
     logits = jnp.where(seen[:, None], logits, -jnp.inf)

@@ -82,10 +82,11 @@ class ModelKeys(KeyGroup):
         registry=NORMS,
     )
     norm_eps: float = key(1e-5, "number added to the variance in every norm")
-    qk_norm: Literal["none", "head", "all", "rotated_head"] = key(
+    qk_norm: Literal["none", "head", "all", "rotated_head", "rotated_plain"] = key(
         "none",
         "RMSNorm of queries and keys before rotary; head: of each head, as Qwen3; all: over heads, as OLMo 2; "
-        "rotated_head: of each head after rotary, as Hunyuan",
+        "rotated_head: of each head after rotary, as Hunyuan; rotated_plain: likewise, without scales and only in "
+        "layers with rotary positions, as Llama 4",
     )
     bias: Literal["none", "ff", "all_but_qkv", "all", "attention", "qkv", "norm", "qkv_norm"] = key(
         "ff",
@@ -113,6 +114,16 @@ class ModelKeys(KeyGroup):
         "Ministral 3; 0: none",
         least=0,
     )
+    query_growth_tokens: int | None = key(
+        None,
+        "tokens of a context in query_growth, which then only layers without rotary positions have, as Llama 4; auto: "
+        "the shorter context, in all layers",
+        least=1,
+        used_if=UsedIf(
+            lambda model: model.query_growth and "n" in model.window_pattern,
+            "without query_growth and an n in window_pattern; give both as well",
+        ),
+    )
     attention_cap: float | None = key(
         None,
         "bound of the attention logits, each cap * tanh(logit / cap), as Gemma 2; after the bias of positions=t5 or "
@@ -131,6 +142,12 @@ class ModelKeys(KeyGroup):
         used_if=UsedIf(
             lambda model: model.window or "n" in model.window_pattern, "without window; give window as well"
         ),
+    )
+    window_chunks: bool = key(
+        False,
+        "split rows into chunks of window tokens, and attend only to tokens of the same chunk in windowed layers, as "
+        "Llama 4",
+        needs="window",
     )
     window_rotary_theta: float | None = key(
         None,
@@ -377,9 +394,12 @@ class ModelKeys(KeyGroup):
             "window_rotary_theta, and a window_pattern without n",
         )
         require(
-            not self.query_growth or (self.shorter_context and not self.window_rotary_theta),
+            not self.query_growth
+            or self.query_growth_tokens
+            or (self.shorter_context and not self.window_rotary_theta),
             f"query_growth={self.query_growth} counts the shorter context of rotary_scaling=yarn:... or llama3:...; "
-            f"got rotary_scaling={self.rotary_scaling:.40}; give one of them, and no window_rotary_theta",
+            f"got rotary_scaling={self.rotary_scaling:.40}; give one of them and no window_rotary_theta, or "
+            "query_growth_tokens",
         )
         if self.rotates:
             even = min(self.rotary_size, self.head_size) // 2 * 2

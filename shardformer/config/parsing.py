@@ -315,9 +315,8 @@ def parse_rotary_scaling(text: str) -> RotaryScaling | None:
         middle = 1 + len(values) // 2
         short, long = tuple(values[2:middle]), tuple(values[middle:])
         return RotaryScaling(kind, old_seq=values[0], attention=values[1], short=short, long=long)
-    blends = kind != "llama3"  # yarn from one pair to the next if both are equal, as Kimi K2's; llama3 over a span
-    if kind != "linear" and (values[1] > values[2] or (values[1] == values[2] and not blends)):
-        raise UsageError(f"rotary_scaling={text}: LOW must be below HIGH")
+    if kind != "linear" and values[1] > values[2]:  # they are equal in Kimi K2 and in Llama 4
+        raise UsageError(f"rotary_scaling={text}: LOW must be at most HIGH")
     scaling = RotaryScaling(kind.removesuffix(UNTRUNCATED), *values)  # type: ignore[arg-type]  # fields before `truncate`
     return scaling._replace(truncate=not kind.endswith(UNTRUNCATED))
 

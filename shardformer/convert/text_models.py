@@ -22,6 +22,11 @@ WRAPPERS = {
         (*_IMAGES, "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "boi_token_id", "eoi_token_id"),
         (("tie_word_embeddings", True), ("final_logit_softcapping", None)),
     ),
+    "llama4": Wrapper(
+        ("llama4_text",),
+        (*_IMAGES, "boi_token_index", "eoi_token_index"),
+        (("tie_word_embeddings", False),),
+    ),
     # transformers ties by the wrapper's key unless the files have a head. The key of the text model is that of the
     # published files; others have a head too many, or none, and are rejected.
     "mistral3": Wrapper(
@@ -39,7 +44,7 @@ _PREFIXES = {
     "language_model.lm_head.": "lm_head.",
 }
 _OTHER_PARTS = (
-    "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.",
+    "vision_model.", "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.",
 )  # fmt: skip
 
 

@@ -69,6 +69,10 @@ class ExpertKeys(KeyGroup):
     router_scale: float = key(
         1.0, "factor on the gates of a token's experts, as DeepSeek-V3", fixed=True, needs="experts"
     )
+    gate_inputs: bool = key(
+        False, "multiply the inputs of a token's experts by their gates, not their outputs, as Llama 4", fixed=True,
+        needs="experts",
+    )  # fmt: skip
     expert_groups: int = key(
         1,
         "equal groups of experts; those of a token are in groups_per_token of them. A group ranks by its best expert, "

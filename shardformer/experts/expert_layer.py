@@ -133,6 +133,8 @@ class ExpertFeedForward:
         first = collectives.index((MP, DP) if self.over_dp else MP) * e if self.config.mixture.splits_experts else 0
         groups = grouped_product.group_tokens(choice_NC, first, e, self.product.block, self.product.tile)
         x_MD = grouped_product.dispatch(h_ND, groups)
+        if self.config.experts.gate_inputs:
+            x_MD, gate_NC = grouped_product.weigh(x_MD, gate_NC, groups), jnp.ones_like(gate_NC)
         u_Mf = self.project("expert_up", weights, x_MD, groups.size_E)
         gate_Mf = self.project("expert_gate", weights, x_MD, groups.size_E) if self.config.model.gated else None
         y_MD = self.project("expert_down", weights, self._activate(u_Mf, gate_Mf), groups.size_E)

@@ -166,6 +166,17 @@ def _dispatch_backward(groups, d_MD):
 dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 
+def weigh(x_MD: Array, gate_NC: Array, groups: Groups) -> Array:
+    """Returns each row times the float32 gate of its choice, in the dtype of the rows."""
+    return (_list_gates(gate_NC, groups, x_MD.shape[0])[:, None] * x_MD.astype(jnp.float32)).astype(x_MD.dtype)
+
+
+def _list_gates(gate_NC: Array, groups: Groups, rows: int) -> Array:
+    """Returns the gate of each row; 0 for padding."""
+    zeros_M = vary_like(jnp.zeros(rows, gate_NC.dtype), gate_NC, groups.row_NC)
+    return zeros_M.at[groups.row_NC.reshape(-1)].set(gate_NC.reshape(-1), mode="drop")
+
+
 @jax.custom_vjp
 def combine(y_MD: Array, gate_NC: Array, groups: Groups) -> Array:
     """Returns the sum of each token's rows, times the float32 gates of its choices, in the dtype of the rows."""
@@ -178,9 +189,7 @@ def _combine_forward(y_MD, gate_NC, groups):
 
 def _combine_backward(saved, d_ND):
     y_MD, gate_NC, groups = saved
-    zeros_M = vary_like(jnp.zeros(y_MD.shape[0], gate_NC.dtype), gate_NC, groups.row_NC)
-    gate_M = zeros_M.at[groups.row_NC.reshape(-1)].set(gate_NC.reshape(-1), mode="drop")
-    d_MD = gate_M[:, None] * _take(d_ND, groups.token_M).astype(jnp.float32)
+    d_MD = _list_gates(gate_NC, groups, y_MD.shape[0])[:, None] * _take(d_ND, groups.token_M).astype(jnp.float32)
     d_gate_NC = (_take(y_MD, groups.row_NC).astype(jnp.float32) * d_ND[:, None].astype(jnp.float32)).sum(-1)
     return d_MD.astype(y_MD.dtype), d_gate_NC, None
 

@@ -48,6 +48,8 @@ class AttentionOptions(NamedTuple):
     stored: Array | None = None  # new tokens that are stored, the others are padding; None: there is one, not padded
     head_size: int | None = None  # whose root divides the logits of a cache; None: that of its keys
     sink_1h11: Array | None = None  # each head's logit that only the denominators of its softmaxes have
+    chunk: Array | int | None = None  # tokens of a chunk, of which a query sees only its own; None: no chunks
+    rotates: Array | bool = True  # the layer rotates its queries and keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +85,8 @@ class Attention:
         visible_TS = distance_TS <= options.position_T[:, None]  # the other slots are empty
         if options.window is not None:
             visible_TS &= distance_TS < options.window
+        if options.chunk is not None:
+            visible_TS &= distance_TS <= options.position_T[:, None] % options.chunk
         logits_BhTS = jnp.where(visible_TS[None, None], logits_BhTS, -1e30)
         sink_1gq1 = None if options.sink_1h11 is None else jnp.repeat(options.sink_1h11, T, axis=2).reshape(1, g, -1, 1)
         values_BgqK = self.weigh_values(logits_BhTS.reshape(B, g, -1, S), v_BgSK, sink_1gq1)
@@ -266,6 +270,8 @@ def _masked_logits(q_BThK, k_BSgK, options: AttentionOptions):
     in_range_TS = distance_TS >= 0
     if options.window is not None:
         in_range_TS &= distance_TS < options.window
+    if options.chunk is not None:
+        in_range_TS &= distance_TS <= options.position_T[S - T : S, None] % options.chunk
     visible_BhTS = in_range_TS[None, None]
     if options.documents_BT is not None:
         document_BT = options.documents_BT

@@ -30,6 +30,7 @@ class Mask(NamedTuple):
     keys_Bh2: Array | None = None  # keys of dropout
     window: Array | int | None = None  # tokens in range, the query's included
     sink_1h1: Array | None = None  # each head's logit that only the denominators have
+    chunk: Array | int | None = None  # tokens of a chunk, of which a query sees only its own
 
 
 class Sizes(NamedTuple):
@@ -81,7 +82,7 @@ def prepare(q_BThK, k_BSgK, v_BSgK, options: AttentionOptions) -> tuple[tuple[Ar
         keys, rate = options.dropout.at(0).head_keys(q_BhTK.shape[1]), options.dropout.rate
     sink_1h1 = None if options.sink_1h11 is None else options.sink_1h11[..., 0]
     bias, sink_1h1 = vary_like((options.bias, sink_1h1), q_BhTK)
-    mask = Mask(bias, options.documents_BT, keys, options.window, sink_1h1)
+    mask = Mask(bias, options.documents_BT, keys, options.window, sink_1h1, options.chunk)
     return (q_BhTK, k_BgTK, v_BgTK), mask, rate
 
 
@@ -251,6 +252,9 @@ def _logits(q_i, k_j, mask: Mask, sizes: Sizes, i, j):
     in_range = j * block + positions[None, :] <= i * block + positions[:, None]
     if mask.window is not None:
         in_range &= (i - j) * block + positions[:, None] - positions[None, :] < mask.window
+    if mask.chunk is not None:
+        chunk_x, chunk_s = ((n * block + positions) // mask.chunk for n in (i, j))
+        in_range &= chunk_x[:, None] == chunk_s[None, :]
     visible = in_range[None, None]
     if mask.documents_BT is not None:
         of_i, of_j = (lax.dynamic_slice_in_dim(mask.documents_BT, n * block, block, axis=1) for n in (i, j))

@@ -32,7 +32,8 @@ def find_frequencies(
 def _share_by_llama3(frequency: np.ndarray, scaling: RotaryScaling) -> np.ndarray:
     """Returns llama3's share: linear in the rotations of each pair within the first training's context."""
     turns_before = np.float32(scaling.old_seq) * frequency / np.float32(2 * math.pi)
-    return np.clip((turns_before - scaling.low) / np.float32(scaling.high - scaling.low), 0, 1).astype(np.float32)
+    span = scaling.high - scaling.low or 1e-9  # Llama 4's is empty: a pair keeps its frequency or is stretched
+    return np.clip((turns_before - scaling.low) / np.float32(span), 0, 1).astype(np.float32)
 
 
 def _share_by_yarn(size: int, theta: float, scaling: RotaryScaling) -> np.ndarray:

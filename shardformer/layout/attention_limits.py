@@ -92,6 +92,8 @@ def reason_against_kernel(config: Config, hardware: Hardware, rows: Rows) -> str
         return f"no kernel takes the bias of positions={config.model.positions}"
     if config.model.sinks:
         return "no kernel takes sinks"
+    if config.model.window_chunks:
+        return "no kernel takes window_chunks"
     if config.model.kv_latent:
         return "no kernel takes values of another size than keys, as kv_latent has"
     if config.parallel.pp > 1 and config.stage_layers % config.model.window_period:

@@ -47,7 +47,10 @@ def attention_flops(config: Config, layers: slice = slice(None)) -> int:
     """Returns the FLOPs of a token's forward pass through attention, of pairs that a causal mask and windows leave."""
     seq = config.model.seq
     windows = [min(window or seq, seq) for window in config.model.layer_windows[layers]]
-    pairs = sum(2 * window - window * window // seq for window in windows)  # twice the tokens attended to
+    if config.model.window_chunks:
+        pairs = sum((seq // window * window**2 + (seq % window) ** 2) // seq for window in windows)
+    else:
+        pairs = sum(2 * window - window * window // seq for window in windows)  # twice the tokens attended to
     return pairs * config.model.heads * (config.model.head_size + config.model.value_size)
 
 
@@ -85,6 +88,7 @@ def describe_formula(config: Config) -> str:
     if config.lora.lora_rank:
         parameters = "4 x multiplying parameters + 2 x trainable parameters"
     attended = "seq" if not config.model.window else "(2 x window - window^2 / seq in windowed layers, else seq)"
+    attended = "(window in windowed layers, else seq)" if config.model.window_chunks else attended
     width = "heads x head_dim" if config.model.head_dim else "d_model"
     width = "heads x (head_dim + value_dim) / 2" if config.model.value_dim else width
     return f"{parameters} + 6 x layers x {attended} x {width}"

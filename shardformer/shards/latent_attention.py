@@ -40,7 +40,7 @@ class LatentLayerShard(TransformerLayerShard):
         x_BTI = h_BTD
         if model.q_latent:
             x_BTI = self._norm("q_latent_norm", self._compress("q_latent", h_BTD, model.q_latent))
-        q_BThK = self.scale_queries(rotate(self._expand("q", x_BTI, h * K), *angles), options.position_T)
+        q_BThK = self.scale_queries(rotate(self._expand("q", x_BTI, h * K), *angles), options)
         both_BTE = self._compress("kv_latent", h_BTD, C + R)
         latent_BTC = self._norm("kv_latent_norm", both_BTE[..., :C])
         rotary_BT1R = rotate(both_BTE[..., None, C:], *angles)

@@ -107,7 +107,10 @@ class TransformerLayerShard(hk.Module):
             q_BThK, k_BThK = (rotate(x, *angles) for x in (q_BThK, k_BThK))
         if self.config.model.qk_norm == "rotated_head":
             q_BThK, k_BThK = norm_heads("q", q_BThK, self.config), norm_heads("k", k_BThK, self.config)
-        q_BThK = self.scale_queries(q_BThK, options.position_T)
+        if self.config.model.qk_norm == "rotated_plain":
+            normed = norm_heads("q", q_BThK, self.config), norm_heads("k", k_BThK, self.config)
+            q_BThK, k_BThK = (jnp.where(options.rotates, *x) for x in zip(normed, (q_BThK, k_BThK), strict=True))
+        q_BThK = self.scale_queries(q_BThK, options)
         if self.config.model.sinks:
             sink_h = zeros("sinks", q_BThK.shape[2]).astype(jnp.float32)
             options = options._replace(sink_1h11=sink_h.reshape(1, -1, 1, 1))
@@ -118,17 +121,19 @@ class TransformerLayerShard(hk.Module):
             a_BThK, cache = self.method.attend_to_cache(q_BThK, k_BThK, v_BThK, cache, options)
         return self.join_heads(a_BThK), cache
 
-    def scale_queries(self, q_BThK: Array, position_T: Array) -> Array:
+    def scale_queries(self, q_BThK: Array, options: AttentionOptions) -> Array:
         """Returns the queries times attention_scale * sqrt(K), as attention itself divides by sqrt(K).
 
         With query_growth, those of later positions have larger factors.
         """
-        model = self.config.model
+        model, position_T = self.config.model, options.position_T
         if model.attention_scale:
             q_BThK = q_BThK * (model.attention_scale * math.sqrt(model.head_size))
         if model.query_growth:
-            contexts_T = (position_T // model.shorter_context).astype(jnp.float32)
-            growth_T = 1 + model.query_growth * jnp.log(1 + contexts_T)
+            tokens = model.query_growth_tokens
+            contexts_T = (position_T + 1) // tokens if tokens else position_T // model.shorter_context
+            growth_T = 1 + model.query_growth * jnp.log(1 + contexts_T.astype(jnp.float32))
+            growth_T = jnp.where(options.rotates, 1, growth_T) if tokens else growth_T
             q_BThK = q_BThK * growth_T.astype(q_BThK.dtype)[None, :, None, None]
         return q_BThK
 

@@ -74,6 +74,8 @@ def norm_heads(name: str, x_BThK: Array, config: Config) -> Array:
     Computes in float32; returns the input's dtype.
     """
     x, K = x_BThK.astype(jnp.float32), x_BThK.shape[-1]
+    if config.model.qk_norm == "rotated_plain":
+        return _divide_by_rms(x, config.model.norm_eps).astype(x_BThK.dtype)
     if config.model.qk_norm != "all":
         mean_BTh1 = jnp.square(x).mean(-1, keepdims=True)
         factor = collectives.vary_over_mp(_factor(f"{name}_head_scale", K, config))

@@ -45,10 +45,12 @@ class Windows(LayerFeature):
         c, options = self.config.model, inputs.options
         if c.window:
             window = _of_layer([window or NO_WINDOW for window in c.layer_windows], layer)
-            options = options._replace(window=window)
+            options = options._replace(window=window, chunk=window if c.window_chunks else None)
         if options.frequency is not None and (c.window_rotary_theta or any(c.layers_without_rotary)):
             frequencies, factors = self._list_rotations(options)
             options = options._replace(frequency=_of_layer(frequencies, layer), rotary_factor=_of_layer(factors, layer))
+        if c.qk_norm == "rotated_plain" or c.query_growth_tokens:
+            options = options._replace(rotates=_of_layer([not still for still in c.layers_without_rotary], layer))
         return inputs._replace(options=options)
 
     def _list_rotations(self, options: AttentionOptions) -> tuple[list, list]:

@@ -54,7 +54,8 @@ def test_plain_step_knows_every_key_of_the_model():
     """The reference would compute another model with a key that it does not know."""
     implemented = {"norm_eps", "tied", "rotary_dims", "rotary_theta", "rotary_scaling", "init_std"}
     sizes = {"layers", "d_model", "heads", "d_ff", "seq", "vocab", "vocab_multiple"}
-    without_effect = {"window_rotary_theta", "q_latent", "value_dim"}  # they need window= and kv_latent=
+    # They need window=, query_growth= and kv_latent=.
+    without_effect = {"window_chunks", "window_rotary_theta", "query_growth_tokens", "q_latent", "value_dim"}
     keys = {field.name for field in dataclasses.fields(ModelKeys)}
     assert keys - reference.PLAIN.keys() - reference.IMPLEMENTED.keys() == implemented | sizes | without_effect
 

@@ -87,6 +87,7 @@ def test_model_batch_and_state_keys_are_fixed_on_resume():
               "attention_scale", "attention_cap", "window", "window_pattern", "window_rotary_theta",
               "embed", "tied", "init_std", "head_dim", "qk_norm", "logits_cap", "embed_scale", "residual_scale",
               "embed_dim", "logits_scale", "sinks", "kv_latent", "q_latent", "value_dim", "query_growth",
+              "query_growth_tokens", "window_chunks",
               "previous_tokens", "scale"}  # fmt: skip
     batches = {"tokenizer", "order", "documents", "mask_prompt", "special_tokens", "bos", "batch",
                "seed", "chat_template", "objective", "teacher", "group_size", "answer_tokens", "rollout_steps",
@@ -96,7 +97,7 @@ def test_model_batch_and_state_keys_are_fixed_on_resume():
               "rslora", "quantize_aware"}  # fmt: skip
     experts = {"experts", "dense_first", "expert_pattern", "experts_per_token", "expert_width", "shared_width",
                "shared_gate", "expert_bias", "router", "router_norm", "router_scale", "balance_rate",
-               "expert_groups", "groups_per_token"}  # fmt: skip
+               "expert_groups", "groups_per_token", "gate_inputs"}  # fmt: skip
     assert set(key_names(ModelKeys)) == shapes
     assert set(config.ARCHITECTURE) == shapes | experts
     assert set(config.FIXED_ON_RESUME) == shapes | experts | batches | arrays

@@ -154,8 +154,8 @@ def or_code(name: str) -> str:
         ({"rotary_dims": 64}, "try rotary_dims=32"),
         ({"heads": 128}, "try positions=learned"),
         ({"rotary_scaling": "yarn:4,1,32,64"}, "yarn:FACTOR,LOW,HIGH,OLD_SEQ,ATTENTION or yarn_untruncated:FACTOR,"),
-        ({"rotary_scaling": "yarn:4,32,1,64,1.1"}, "rotary_scaling=yarn:4,32,1,64,1.1: LOW must be below HIGH"),
-        ({"rotary_scaling": "llama3:8,4,4,64"}, "rotary_scaling=llama3:8,4,4,64: LOW must be below HIGH"),
+        ({"rotary_scaling": "yarn:4,32,1,64,1.1"}, "rotary_scaling=yarn:4,32,1,64,1.1: LOW must be at most HIGH"),
+        ({"rotary_scaling": "llama3:8,4,3,64"}, "rotary_scaling=llama3:8,4,3,64: LOW must be at most HIGH"),
         *(({"rotary_scaling": "longrope:64,1,1,1", "head_dim": 2, "window": 8} | changes,
            "rotary_scaling=longrope:64,1,1,1 has the same frequencies in all layers; give no window_rotary_theta")
           for changes in ({"window_rotary_theta": 100.0}, {"window_pattern": "wn"})),
@@ -262,6 +262,7 @@ def or_code(name: str) -> str:
         ({"experts": 8, "bias": "none", "expert_groups": 4, "experts_per_token": 3},
          "experts_per_token=3 must be in groups_per_token=1 of expert_groups=4 with 2 each; try groups_per_token=2"),
         ({"experts": 8, "bias": "none", "expert_groups": 4, "groups_per_token": 5}, "must be in groups_per_token=5 of"),
+        ({"query_growth_tokens": 0}, "query_growth_tokens must be at least 1, or auto, got 0"),
         ({"query_growth": -0.1, "rotary_scaling": "yarn:4,1,32,12,1"}, "query_growth must not be negative, got -0.1"),
         *((keys | {"query_growth": 0.1}, "query_growth=0.1 counts the shorter context of rotary_scaling=yarn:... or")
           for keys in ({}, {"rotary_scaling": "linear:4"},
@@ -357,6 +358,7 @@ def test_following_the_advice_leads_to_a_valid_configuration(dp, mp, **changes):
                 "expert_bias": True,
                 "router": "sigmoid",
                 "router_norm": False,
+                "gate_inputs": True,
                 "router_scale": 2.0,
                 "expert_groups": 2,
                 "balance_loss": 0.1,
@@ -373,6 +375,14 @@ def test_following_the_advice_leads_to_a_valid_configuration(dp, mp, **changes):
         ({"q_latent": 8}, "q_latent does nothing without kv_latent; give kv_latent as well"),
         ({"value_dim": 8}, "value_dim does nothing without kv_latent; give kv_latent as well"),
         ({"shared_gate": True}, "shared_gate does nothing without shared_width; give shared_width as well"),
+        ({"window_chunks": True}, "window_chunks does nothing without window; give window as well"),
+        *(
+            (keys, "query_growth_tokens does nothing without query_growth and an n in window_pattern; give both")
+            for keys in (
+                {"query_growth_tokens": 5, "window_pattern": "fn"},
+                {"query_growth_tokens": 5, "query_growth": 1},
+            )
+        ),
         ({"rotary_dims": 4, "positions": "learned"}, "rotary_dims does nothing without positions=rotary; got rotary_"),
         ({"beta1": 0.5, "optimizer": "lbfgs", "clip": 0.0, "weight_decay": 0.0}, "beta1 does nothing with optimizer=l"),
         ({"momentum": 0.9}, "momentum does nothing without optimizer=muon or normuon"),

@@ -17,6 +17,8 @@ GPT |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 HIDDEN = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": SEQ}
 NEOX = HIDDEN | {"num_hidden_layers": 2, "num_attention_heads": 8}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+EVEN = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0}
+EVEN |= {"original_max_position_embeddings": 12}
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0}
 FULL = {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0, "partial_rotary_factor": 1.0}
 GROUPED = {"num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 4}
@@ -308,6 +310,15 @@ MODELS = {
         | ENDS
         | {"hidden_size": 64, "intermediate_size": 16, "moe_num_experts": 4, "moe_topk": 2, "rope_parameters": LINEAR},
     ),
+    "llama4": (
+        "Llama4Text",
+        HIDDEN
+        | EIGHT
+        | ENDS
+        | {"intermediate_size": 16, "intermediate_size_mlp": 48, "num_local_experts": 4, "num_hidden_layers": 3}
+        | {"interleave_moe_layer_step": 2, "no_rope_layers": [1, 0, 1], "attention_chunk_size": 5}
+        | {"floor_scale": 4, "attn_scale": 0.8, "rope_parameters": EVEN},
+    ),
 }
 # What their publishers' config.json has, of types that transformers does not know.
 OTHER_TYPES = {
@@ -316,7 +327,7 @@ OTHER_TYPES = {
 }
 # With larger weights, transformers' float32 logits of these models would differ from its float64 logits by 1.9e-6.
 ROUNDED_BY_TRANSFORMERS = ("llama", "mistral", "gemma2", "gemma3", "qwen2", "qwen3", "olmo2", "stablelm", "phi3")
-ROUNDED_BY_TRANSFORMERS += ("olmo3", "phi", "ministral", "starcoder2", "gemma", "smollm3", "granite", "olmo")
+ROUNDED_BY_TRANSFORMERS += ("llama4", "olmo3", "phi", "ministral", "starcoder2", "gemma", "smollm3", "granite", "olmo")
 ROUNDED_BY_TRANSFORMERS += ("phi3_long", "falcon", "falcon_multi_query", "mpt", "cohere", "cohere2")
 ROUNDED_BY_TRANSFORMERS += ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe")
 ROUNDED_BY_TRANSFORMERS += ("exaone4", "exaone", "internlm3", "iquestcoder", "arcee", "nemotron", "jais2", "seed_oss")
@@ -642,6 +653,17 @@ SETTINGS = {
         {"moe_num_shared_experts": 1, "tie_word_embeddings": True, "rope_parameters": YARN},
         GROUPS_OF_THREE | {"moe_num_experts": 8, "moe_topk": 1, "rms_norm_eps": 1e-2},
     ),
+    "llama4": (
+        {
+            "moe_layers": [0, 2],
+            "no_rope_layers": [0, 1, 1],
+            "layer_types": ["full_attention", *["chunked_attention"] * 2],
+        }
+        | {"use_qk_norm": False, "rope_parameters": YARN, "tie_word_embeddings": True},
+        {"attention_chunk_size": None, "layer_types": None, "attn_temperature_tuning": False, "num_experts_per_tok": 2},
+        {"moe_layers": None, "interleave_moe_layer_step": 1, "no_rope_layers": None, "no_rope_layer_interval": 3}
+        | {"layer_types": None, "attention_chunk_size": 4, "rope_parameters": LINEAR, "rms_norm_eps": 1e-2},
+    ),
     "flex_olmo": (
         {"num_experts": 8, "num_experts_per_tok": 1, "tie_word_embeddings": True},
         {"num_key_value_heads": 16, "norm_topk_prob": True, "rope_parameters": YARN},
@@ -653,6 +675,7 @@ VISION = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "n
 VISION |= {"patch_size": 2}
 WRAPPERS = {
     "Gemma3": {"vision_config": VISION, "mm_tokens_per_image": 1},
+    "Llama4": {"vision_config": VISION | {"projector_input_dim": 8, "projector_output_dim": 8, "vision_output_dim": 8}},
     "Mistral3": {"vision_config": VISION | {"model_type": "pixtral", "head_dim": 8}, "spatial_merge_size": 1}
     | {"tie_word_embeddings": False},
 }
@@ -725,6 +748,8 @@ def make_model(name: str, seed: int = 0, wrapper: str = "", **changes):
 def compute(model, tokens: np.ndarray) -> np.ndarray:
     import torch
 
+    if type(model).__name__ == "Llama4ForConditionalGeneration":
+        model = model.language_model  # without images, transformers 5.24 fails after it has computed the logits
     with torch.no_grad():
         return model(torch.from_numpy(tokens).long()).logits.float().numpy()
 

@@ -269,7 +269,8 @@ def test_every_key_of_the_model_is_written_or_checked():
     """A key without a mapping would be lost in the conversion to GPT-J."""
     written = {"layers", "d_model", "heads", "seq", "vocab", "vocab_multiple", "positions", "rotary_dims", "embed"}
     compared_with_heads_and_width = {"kv_heads", "d_ff"}
-    without_effect = {"init_std", "window_rotary_theta", "q_latent", "value_dim"}  # without window and kv_latent
+    of_others = {"window_chunks", "window_rotary_theta", "query_growth_tokens", "q_latent", "value_dim"}
+    without_effect = {"init_std"} | of_others  # without window, query_growth and kv_latent
     compared_by_its_factors = {"scale"}
     keys = {field.name for field in dataclasses.fields(ModelKeys)}
     others = compared_with_heads_and_width | compared_by_its_factors

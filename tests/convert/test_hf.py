@@ -87,9 +87,8 @@ def test_every_family_has_a_recorded_model():
 # rotations or a second rotary_theta changes no split.
 ON_A_MESH = (
     "bloom", "cohere", "deepseek_v3", "exaone4", "exaone_moe", "falcon_multi_query", "flex_olmo", "gemma2", "gpt_neo",
-    "gpt_oss", "gptj", "granite", "hunyuan_v1_dense", "llama", "ministral3", "nemotron", "neox_parallel", "olmo",
-    "opt_350m",
-    "phi3_long", "qwen2_moe", "smollm3", "stablelm", "xglm", "youtu",
+    "gpt_oss", "gptj", "granite", "hunyuan_v1_dense", "llama", "llama4", "ministral3", "nemotron", "neox_parallel",
+    "olmo", "opt_350m", "phi3_long", "qwen2_moe", "smollm3", "stablelm", "xglm", "youtu",
 )  # fmt: skip
 
 
@@ -214,6 +213,8 @@ WRONG_KEYS = {
     "aria_text": {"experts_per_token": 1, "router_norm": False, "router": "sigmoid"},
     "mellum": {"experts_per_token": 1, "router_norm": False, "window": 6, "window_rotary_theta": 500.0},
     "youtu": {"rotary_theta": 9000.0, "norm_eps": 1e-2},
+    "llama4": {"window": 6, "window_chunks": False, "window_pattern": "wf", "qk_norm": "none", "router": "softmax"}
+    | {"query_growth": 0.0, "query_growth_tokens": 5, "gate_inputs": False, "rotary_scaling": "llama3:4,1,4,12"},
     # Not router_norm, which scales all experts of a token: the norm after them takes that away.
     "flex_olmo": {"experts_per_token": 2, "qk_norm": "none"},
 }
@@ -558,6 +559,11 @@ def test_hostile_or_damaged_folders_are_refused_in_one_line(status, message, har
         ("cohere2", "sliding_window=None cannot be a window", {"sliding_window": None}),
         ("cohere2", "sliding_window_pattern=0 is not computed", {"layer_types": None, "sliding_window_pattern": 0}),
         ("phi3", "sliding_window=0 cannot be a window", {"sliding_window": 0}),
+        ("llama4", "layer_types=['full_attention'] is not computed", {"layer_types": ["full_attention"]}),
+        ("llama4", "full_attention for layers without rotary positions", {"layer_types": ["chunked_attention"] * 3}),
+        ("llama4", "moe_layers leave none of 3 layers with experts", {"moe_layers": []}),
+        ("llama4", "interleave_moe_layer_step=0 is not computed here", {"interleave_moe_layer_step": 0}),
+        ("llama4", "attention_chunk_size=0 cannot be a window", {"attention_chunk_size": 0}),
         ("bloom", "n_inner=60 is not computed here; expected 4 * hidden_size = 128", {"n_inner": 60}),
         ("bloom", "n_embed=64 contradicts hidden_size=32", {"n_embed": 64}),
         ("llama", "attention_bias=True is not computed here; expected False", {"attention_bias": True}),
@@ -610,6 +616,10 @@ def test_the_family_of_a_model_is_found_again(name):
         *((name, {"window_pattern": "wn", "rotary_scaling": ""}, "window_pattern=wn") for name in ("gemma3", "olmo3")),
         ("olmo3", {"rotary_scaling": "yarn_untruncated:4,1,32,12,1"}, "rotary_scaling=yarn_untruncated:4,1,32,12,1"),
         ("gpt_oss", {"sinks": False}, "sinks=false"),
+        ("gpt_oss", {"window_chunks": True}, "window_chunks=true"),
+        ("llama4", {"window_chunks": False}, "window_chunks=false"),
+        ("llama4", {"query_growth_tokens": None}, "query_growth=0.8"),
+        ("llama4", {"shared_width": 8}, "shared_width=8"),
         ("gpt_oss", {"expert_bias": False}, "expert_bias=false"),
         ("gpt_oss", {"bias": "qkv"}, "bias=qkv"),
     ],

@@ -214,7 +214,18 @@ FURTHER |= {
     | {"attention_bias": [True], "mlp_bias": [True], "n_routed_experts": [4]},
     "flex_olmo": ROPE | {"clip_qkv": [0.1], "head_dim": [4, 8], "norm_topk_prob": [True]},
 }
+FURTHER["llama4"] = ROPE | {
+    "layer_types": [None, ["chunked_attention"] * 3, ["full_attention"] * 3, ["full_attention"]],
+    "no_rope_layers": [None, [1, 1, 1], [0, 1, 1], [1]],
+    "moe_layers": [None, [0], [0, 1, 2], [1, 7], []],
+    "interleave_moe_layer_step": [1],
+    "attention_chunk_size": [None, 1],
+    "no_rope_layer_interval": [2],
+    "attn_scale": [0.0],
+    "num_local_experts": [3],
+}
 WRAPPER_OF = {
+    "llama4 in a wrapper": "Llama4",
     "gemma3 in a wrapper": "Gemma3",
     "mistral in a wrapper": "Mistral3",
     "ministral3 in a wrapper": "Mistral3",
@@ -225,6 +236,10 @@ OF_WRAPPER = {
     "Gemma3": {
         "tie_word_embeddings": [False], "final_logit_softcapping": [1.0], "image_token_index": [7],
         "mm_tokens_per_image": [2], "audio_config": [{"a": 1}], "vocab_size": [70],
+    },
+    "Llama4": {
+        "tie_word_embeddings": [True], "image_token_index": [7], "boi_token_index": [7], "vocab_size": [70],
+        "audio_config": [{"a": 1}],
     },
     "Mistral3": {
         "tie_word_embeddings": [False, True], "image_token_index": [7], "spatial_merge_size": [2],

@@ -55,6 +55,7 @@ def test_unusual_settings_of_a_family(name, number, tmp_path):
 
 
 WRAPPED = [("gemma3", "Gemma3", "Gemma3ForCausalLM", changes) for changes in ({}, *hf_models.SETTINGS["gemma3"][1:])]
+WRAPPED += [("llama4", "Llama4", "Llama4ForCausalLM", changes) for changes in ({}, hf_models.SETTINGS["llama4"][2])]
 WRAPPED += [
     (name, "Mistral3", f"{model}ForCausalLM", changes)
     for name, model in (("mistral", "Mistral"), ("ministral3", "Ministral3"), ("mistral4", "Mistral4"))

@@ -69,6 +69,26 @@ def test_other_text_models_of_a_mistral_3_are_named(tmp_path):
         hf_settings.read_config(folder)
 
 
+def test_text_model_of_a_llama_4_is_read(tmp_path):
+    source, folder = FOLDER / "llama4", tmp_path / "src"
+    folder.mkdir()
+    outer = {"model_type": "llama4", "text_config": json.loads((source / "config.json").read_text())}
+    (folder / "config.json").write_text(json.dumps(outer | {"vision_config": {}, "boi_token_index": 9}))
+    patch = safetensors_files.CreatedTensor("vision_model.patch", np.dtype("float32"), (2,), lambda: np.ones(2, "f4"))
+    tensors = weight_files.find_tensors(source).items()
+    made = [
+        safetensors_files.CreatedTensor(f"language_model.{name}", tensor.dtype, tensor.shape, tensor.read)
+        for name, tensor in tensors
+    ]
+    safetensors_files.write_tensors(folder, [patch, *made], 10**9)
+    assert hf_settings.read_config(folder) == hf_settings.read_config(source)
+    found, expected = params_of(folder), params_of(source)
+    assert {name: leaf.tobytes() for name, leaf in found.items()} == {n: e.tobytes() for n, e in expected.items()}
+    edit(folder, tie_word_embeddings=True)
+    with pytest.raises(UsageError, match="tie_word_embeddings=True is not computed in a llama4"):
+        hf_settings.read_config(folder)
+
+
 @pytest.mark.parametrize("names", [OLDER, NEWER], ids=["transformers 4", "transformers 5"])
 def test_text_model_of_a_wrapper_is_read(names, tmp_path):
     folder = wrap(tmp_path / "src", *names)

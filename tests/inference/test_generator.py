@@ -39,6 +39,12 @@ ROWS = {
     ),
     "windows, scanned": (WINDOWS | {"window_pattern": "fw", "kv_heads": 2, "sinks": True}, 1, 3),
     "t5 with windows": (WINDOWS | {"window_pattern": "fw", "positions": "t5", "previous_tokens": 3}, 5, 2),
+    "chunks": (
+        {"window": 3, "window_chunks": True, "window_pattern": "wn", "qk_norm": "rotated_plain", "rotary_theta": 50.0}
+        | {"query_growth": 0.5, "query_growth_tokens": 3},
+        6,
+        1,
+    ),
     "layers without rotary": ({"window_pattern": "fn", "rotary_theta": 50.0}, 3, 1),
     "longrope, longer than its short rows": (
         {"rotary_theta": 50.0, "rotary_scaling": "longrope:5,1.2,1,1.1,1.2,1.3,2,3,4,5"},

@@ -113,6 +113,10 @@ def draw_keys(seed: int, teacher: str) -> dict:
         keys.pop("rotary_scaling", None)
     if draw.random() < 0.2:
         keys["previous_tokens"] = choose((1, 3))
+    if "window" in keys and draw.random() < 0.4:
+        keys["window_chunks"] = True
+    if "experts" in keys and draw.random() < 0.3:
+        keys["gate_inputs"] = True
     return keys
 
 

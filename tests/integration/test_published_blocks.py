@@ -35,6 +35,12 @@ BLOCKS = {
         "block": "sequential", "norm": "rmsnorm", "bias": "none", "qk_norm": "rotated_head", "activation": "swiglu",
         "query_growth": 0.5, "rotary_theta": 100.0, "rotary_scaling": "yarn:4,0.5,3,6,1.5",
     },
+    "llama4": {
+        "block": "sequential", "norm": "rmsnorm", "bias": "none", "activation": "swiglu", "rotary_theta": 100.0,
+        "window": 5, "window_chunks": True, "window_pattern": "wn", "qk_norm": "rotated_plain", "query_growth": 0.5,
+        "query_growth_tokens": 4, "experts": 4, "experts_per_token": 1, "expert_width": 16, "shared_width": 16,
+        "router": "sigmoid", "router_norm": False, "gate_inputs": True, "expert_pattern": "de",
+    },
     "xglm": {"block": "sequential", "bias": "all", "positions": "sinusoids", "embed_scale": None, "tied": True},
     "opt": {
         "block": "sequential_sum_norms", "bias": "all", "positions": "learned", "embed_dim": 24, "tied": True,
@@ -57,6 +63,9 @@ ROWS = [
     pytest.param("xglm", "2x4", {"sequence_parallel": True, "documents": "masked"}, marks=pytest.mark.slow),
     ("hunyuan", "2x4", {"sequence_parallel": True, "zero": 3, "remat": "full"}),
     pytest.param("hunyuan", "dp2.cp2.mp2", {}, marks=pytest.mark.slow),
+    ("llama4", "4x2", {"sequence_parallel": True, "zero": 3, "attention": "blocks"}),
+    ("llama4", "2x8", {}),
+    ("llama4", "dp2.cp2.mp2", {"scan": False, "remat": "full"}),
     ("granite", "2x4", {"sequence_parallel": True, "zero": 3, "loss_chunk": 5}),
     ("cohere", "1x8", {"sequence_parallel": True, "remat": "full"}),
 ]
@@ -98,6 +107,8 @@ WRONG = [
     ("hunyuan", {"qk_norm": "head"}), ("hunyuan", {"query_growth": 0.0}),
     ("granite", {"embed_scale": 1.0}), ("granite", {"residual_scale": 1.0}), ("granite", {"logits_scale": 1.0}),
     ("granite", {"rotary_scaling": "longrope:16,1.5,1,1.2,2,4"}), ("cohere", {"window_pattern": "fw"}),
+    ("llama4", {"window": 4}), ("llama4", {"window_chunks": False}), ("llama4", {"window_pattern": "nw"}),
+    ("llama4", {"qk_norm": "none"}), ("llama4", {"query_growth_tokens": 5}), ("llama4", {"gate_inputs": False}),
     ("cohere", {"window": 4}), ("cohere", {"norm": "rmsnorm"}), ("cohere", {"rotary_scaling": ""}),
 ]  # fmt: skip
 

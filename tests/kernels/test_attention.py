@@ -80,6 +80,21 @@ def test_window_and_cap_are_those_of_numpy(method, window):
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_chunks_are_documents_of_equal_length(method):
+    """A chunk is known to the compiler or not."""
+    options = make_options(method)._replace(window=4, chunk=4)
+
+    def of_layer(chunk, *qkv):
+        changed = options._replace(window=chunk, chunk=chunk)
+        return run_exactly(lambda *qkv: method.attend(*qkv, changed), *qkv)
+
+    expected = attend_in_numpy(Q, KEYS, VALUES, BIAS, DOCUMENTS)  # of four tokens
+    for chunk in (4, jnp.int32(4)):
+        assert asserts.relative(of_layer(chunk, Q, KEYS, VALUES), expected) < CLOSE
+    assert asserts.relative(of_layer(5, Q, KEYS, VALUES), expected) > 1e-2
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_compiled_attention_is_the_exact_one(method):
     options = make_options(method, DOCUMENTS)._replace(window=5, cap=CAP)
     asserts.assert_compiled_is_exact(lambda *qkv: method.attend(*qkv, options), Q, KEYS, VALUES)

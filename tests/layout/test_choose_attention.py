@@ -83,6 +83,7 @@ def test_layout_holds_the_choice_and_its_reason():
         (AMPERE, {"attention_cap": 5.0}, {}, "cuDNN's kernel takes no attention_cap"),
         (TPU, {"sinks": True}, {}, "no kernel takes sinks"),
         (AMPERE, {"sinks": True}, {}, "no kernel takes sinks"),
+        (TPU, {"window": 64, "window_chunks": True}, {}, "no kernel takes window_chunks"),
         (AMPERE, {"kv_latent": 8, "rotary_dims": 4}, {}, "no kernel takes values of another size than keys"),
     ],
 )

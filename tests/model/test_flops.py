@@ -104,6 +104,16 @@ def test_windows_shorten_attention():
     assert flops.flops_per_token(config.replace(window=99)) == flops.flops_per_token(full)
 
 
+def test_chunks_shorten_attention_more_than_windows():
+    """Averages the tokens that each token attends to, one by one."""
+    config = preset("tiny", vocab=61, layers=3, seq=20, window=8, window_pattern="wf", window_chunks=True)
+    full = config.replace(window=None, window_pattern="", window_chunks=False)
+    attended = (np.arange(20) % 8 + 1).mean()
+    fewer = flops.flops_per_token(full) - flops.flops_per_token(config)
+    assert fewer == pytest.approx(3 * 4 * 32 * 2 * (10.5 - attended), rel=0.03)
+    assert "x (window in windowed layers, else seq) x" in flops.describe_formula(config)
+
+
 def test_peak_is_the_chips_flops_over_the_flops_of_a_token():
     config = shared.tiny(mesh="4x2")
     speed = flops.peak_tokens_per_second(config, chips.CHIPS["v4"])

@@ -38,6 +38,7 @@ from shardformer.convert.families.hf_hy_v3 import HY_V3
 from shardformer.convert.families.hf_hyperclovax import HYPERCLOVA_X
 from shardformer.convert.families.hf_jais2 import JAIS_2
 from shardformer.convert.families.hf_llama import LLAMA
+from shardformer.convert.families.hf_llama4 import LLAMA_4
 from shardformer.convert.families.hf_llama_names import EXAONE, INTERNLM_3, IQUEST_CODER
 from shardformer.convert.families.hf_mellum import MELLUM
 from shardformer.convert.families.hf_minimax_m2 import MINIMAX_M2
@@ -148,6 +149,7 @@ FAMILIES = {
     "hy_v3": HY_V3,
     "mellum": MELLUM,
     "aria_text": ARIA,
+    "llama4_text": LLAMA_4,
 }
 
 

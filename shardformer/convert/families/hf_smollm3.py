@@ -16,10 +16,10 @@ DEFAULTS = LLAMA.defaults | {
 
 
 def _read(theirs: dict) -> dict:
-    return read_without_windows(theirs) | to_keys(_read_letters(theirs), 0)
+    return read_without_windows(theirs) | to_keys(read_letters(theirs), 0)
 
 
-def _read_letters(theirs: dict) -> str:
+def read_letters(theirs: dict) -> str:
     """Returns a letter for each layer: f, or n for a layer that does not rotate."""
     layers, rotating, every = check_layers(theirs), theirs.get("no_rope_layers"), theirs["no_rope_layer_interval"]
     if rotating is None:

@@ -45,7 +45,6 @@ _BY_PART = {
     "a router that adds biases to logits, before their sigmoids": "kolibri1",
     "the mean of shared and routed experts, in a parallel block": "cohere2_moe",
     "norms of queries and keys after their rotation": "hunyuan_v1_moe nanochat",
-    "attention within chunks, and experts whose inputs are weighted": "llama4 llama4_text",
     "an encoder besides its decoder": (
         "bart mbart t5 pegasus marian blenderbot blenderbot-small mvp plbart prophetnet bigbird_pegasus whisper trocr"
     ),
