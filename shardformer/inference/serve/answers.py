@@ -11,6 +11,7 @@ from shardformer.inference.serve.call_stream import CallStream
 from shardformer.inference.serve.jobs import Job, Tokens, Top
 from shardformer.inference.serve.moderation import read_moderation
 from shardformer.inference.serve.request_fields import ApiError, Fields
+from shardformer.inference.serve.request_prompts import Prompt
 from shardformer.inference.serve.text_offsets import TextOffsets
 from shardformer.inference.serve.text_stream import TextStream
 from shardformer.inference.serve.token_entries import TokenEntries
@@ -25,7 +26,7 @@ class Choice:
     job: Job
     stream: TextStream
     cut: Callable[..., str]
-    prompt: str = ""  # what echo returns before the text
+    prompt: Prompt  # its text is what echo returns before the continuation
     calls: CallStream | None = None  # of a request with tools
 
     def message(self, text: str) -> dict[str, Any]:
@@ -96,7 +97,7 @@ class Answer:
         choices = []
         for index, choice in enumerate(self.choices):
             job = choice.job
-            text = choice.prompt + (choice.cut(job.ids) if job.draws else "")
+            text = choice.prompt.text + (choice.cut(job.ids) if job.draws else "")
             content: dict[str, Any] = {"message": choice.message(text)} if self.chat else {"text": text}
             tokens = Tokens(job.ids, job.logprobs, self._tops[index])
             logprobs = self._describe(index, tokens, with_prompt=True)
@@ -109,7 +110,7 @@ class Answer:
         if self.chat:
             deltas = [{"delta": {"role": "assistant", "content": ""}} for _ in self.choices]
         elif self.fields.echo:
-            deltas = [{"text": choice.prompt} for choice in self.choices]
+            deltas = [{"text": choice.prompt.text} for choice in self.choices]
         else:
             return []
         return [self._event({"index": i, **delta, "logprobs": None, "finish_reason": None})
@@ -166,16 +167,16 @@ class Answer:
             return None
         if self.chat:
             return {"content": self._entries.describe(tokens), "refusal": None}
-        job, offsets = self.choices[index].job, self._offsets[index]
+        job, prompt, offsets = self.choices[index].job, self.choices[index].prompt, self._offsets[index]
         ids, logprobs, tops = tokens
         values: list[float | None] = list(logprobs)
         listed: list[Top | None] = list(tops)
-        start = len(self.choices[index].prompt)
+        start = len(prompt.text)
         if with_prompt and job.scores_prompt:
             start = 0
-            ids = [*job.prompt, *ids]
-            values = [None, *(score for score, _ in job.prompt_scores), *values]
-            listed = [None, *(top for _, top in job.prompt_scores), *listed]
+            ids = [*job.prompt[prompt.shown], *ids]
+            values = [*[None, *(score for score, _ in job.prompt_scores)][prompt.shown], *values]
+            listed = [*[None, *(top for _, top in job.prompt_scores)][prompt.shown], *listed]
         top_logprobs = [
             None if top is None or value is None else self._entries.list_top(top, token, value)
             for top, token, value in zip(listed, ids, values, strict=True)

@@ -14,13 +14,17 @@ FORMS = (
 )
 
 
-def join_around_gap(codec: TextCodec, before: list[int], after: list[int]) -> list[int]:
-    """Returns the ids of a prompt and of a suffix with the tokenizer's marks; raises ApiError if it has none."""
+def join_around_gap(codec: TextCodec, before: list[int], after: list[int]) -> tuple[list[int], slice]:
+    """Returns the ids of a prompt and of a suffix with the tokenizer's marks, and where among them the prompt is.
+
+    Raises ApiError if the tokenizer has no marks.
+    """
     for form in FORMS:
         found = [_encode_mark(codec, mark) for mark in form]
         if all(len(ids) == 1 for ids in found):
             [start], [gap], [end] = found
-            return [*codec.beginning, start, *before, gap, *after, end]
+            opening = [*codec.beginning, start]
+            return [*opening, *before, gap, *after, end], slice(len(opening), len(opening) + len(before))
     raise ApiError(
         400, "suffix is given, and the tokenizer has no marks of a gap, such as <|fim_prefix|>; leave it out", "suffix"
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """The prompts of requests as token ids. Prompts that cannot fit are rejected before they are encoded."""
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardformer.data.chat.conversations import Conversation, make_conversation
 from shardformer.data.chat.template_process import TemplateProcess
@@ -12,6 +12,14 @@ from shardformer.inference.serve.tool_choice import Tools
 from shardformer.inference.text_codec import TextCodec
 
 LONGEST_TOKEN = 256  # characters: a text with more for each token of the context is rejected before it is encoded
+
+
+class Prompt(NamedTuple):
+    """The ids that a model reads, and what echo repeats of them."""
+
+    ids: list[int]
+    text: str = ""  # empty without echo
+    shown: slice = slice(None)  # of the ids: those of the text
 
 
 class PromptReader:
@@ -26,20 +34,23 @@ class PromptReader:
         while self._processes:
             self._processes.pop().close()
 
-    def read_completion(self, fields: Fields) -> list[tuple[str, list[int]]]:
-        """Returns the text and the ids of each prompt; the first one that does not fit ends the encoding."""
+    def read_completion(self, fields: Fields) -> list[Prompt]:
+        """Returns each prompt; the first one that does not fit ends the encoding."""
         result, prompts = [], read_prompts(fields.body)
         suffix = take(fields.body, "suffix", str, "")
         if len(prompts) * fields.sampling.samples > MOST_CHOICES:
             raise ApiError(400, f"{len(prompts):,} prompts times n={fields.sampling.samples} are more than "
                            f"{MOST_CHOICES}; send fewer at once", "n")  # fmt: skip
         for prompt in prompts:
-            ids = self._encode_around_gap(prompt, suffix) if suffix else self.encode(prompt, "prompt")
+            if suffix:
+                ids, shown = self._encode_around_gap(prompt, suffix)
+            else:
+                ids, shown = self.encode(prompt, "prompt"), slice(None)
             self.count_tokens(fields, len(ids))
-            shown = ""
+            text = ""
             if fields.echo:
-                shown = prompt if isinstance(prompt, str) and not suffix else self.codec.decode(ids)
-            result.append((shown, ids))
+                text = prompt if isinstance(prompt, str) else self.codec.decode(ids[shown])
+            result.append(Prompt(ids, text, shown))
         return result
 
     def encode(self, prompt: str | list[int], name: str) -> list[int]:
@@ -49,7 +60,7 @@ class PromptReader:
         self._check_characters(len(prompt), name)
         return (self.codec.encode(prompt, f"the {name}") if prompt else []) or [self.codec.prefix]
 
-    def _encode_around_gap(self, prompt: str | list[int], suffix: str) -> list[int]:
+    def _encode_around_gap(self, prompt: str | list[int], suffix: str) -> tuple[list[int], slice]:
         before = self._encode_bare(prompt, "prompt") if isinstance(prompt, str) else self._check_ids(prompt, "prompt")
         return join_around_gap(self.codec, before, self._encode_bare(suffix, "suffix"))
 

@@ -17,7 +17,7 @@ from shardformer.inference.serve.engine_thread import EngineThread
 from shardformer.inference.serve.exchange import AnswerType, Exchange
 from shardformer.inference.serve.jobs import Job, Weights
 from shardformer.inference.serve.request_fields import ApiError, Fields, parse_body, read_fields, read_prompts
-from shardformer.inference.serve.request_prompts import PromptReader
+from shardformer.inference.serve.request_prompts import Prompt, PromptReader
 from shardformer.inference.serve.response_format import Forms
 from shardformer.inference.serve.responses.response_answer import ResponseAnswer
 from shardformer.inference.serve.responses.response_request import read_request, rename_fields
@@ -46,7 +46,7 @@ class Asked(NamedTuple):
 
     fields: Fields
     model: Served
-    prompts: list[tuple[str, list[int]]]  # the text that echo returns, and the ids
+    prompts: list[Prompt]
     rules: DrawRules
     tools: Tools | None
 
@@ -165,7 +165,7 @@ class Service:
         def fits(chat: dict) -> bool:
             try:
                 asked = self._read(chat, chat=True)
-                self.prompts.count_tokens(asked.fields, len(asked.prompts[0][1]))
+                self.prompts.count_tokens(asked.fields, len(asked.prompts[0].ids))
             except ApiError as error:
                 return error.code != "context_length_exceeded"
             return True
@@ -182,7 +182,7 @@ class Service:
         tools = read_tools(fields.body, self.chat.format) if self.chat and chat else None
         try:
             if self.chat and chat:
-                prompts = [("", self.prompts.read_chat(self.chat, fields, tools))]
+                prompts = [Prompt(self.prompts.read_chat(self.chat, fields, tools))]
             else:
                 prompts = self.prompts.read_completion(fields)
         except UsageError as error:
@@ -196,8 +196,8 @@ class Service:
     def _make_choices(self, asked: Asked, chat: bool) -> list[Choice]:
         fields, tools = asked.fields, asked.tools
         codec = self._make_codec(fields, asked.rules, tools) if chat else None
-        jobs = self._make_jobs(fields, [ids for _, ids in asked.prompts], asked.model.weights, codec)
-        choices = [self._make_choice(fields, job, asked.prompts[job.number // fields.sampling.samples][0], codec, tools)
+        jobs = self._make_jobs(fields, [prompt.ids for prompt in asked.prompts], asked.model.weights, codec)
+        choices = [self._make_choice(fields, job, asked.prompts[job.number // fields.sampling.samples], codec, tools)
                    for job in jobs]  # fmt: skip
         for job in jobs:
             asked.rules.apply(job, self._choose_ends(fields))
@@ -236,12 +236,12 @@ class Service:
         return self.chat.ends if "messages" in fields.body and self.chat else self.codec.ends
 
     def _make_choice(
-        self, fields: Fields, job: Job, prompt: str, codec: ChatCodec | None, tools: Tools | None
+        self, fields: Fields, job: Job, prompt: Prompt, codec: ChatCodec | None, tools: Tools | None
     ) -> Choice:
         """Returns a choice whose text is that of `generate`."""
         if codec:
             stream = TextStream(codec.decode, codec.read_reply, codec.strings, frozenset(codec.ends))
-            return Choice(job, stream, codec.read_reply, calls=tools and tools.make_stream())
+            return Choice(job, stream, codec.read_reply, prompt, calls=tools and tools.make_stream())
         assert isinstance(job.stops, Stops)
         decode, cut = self.codec.vocabulary.decode, job.stops.cut
         return Choice(job, TextStream(decode, cut, fields.stops, self._choose_ends(fields)), cut, prompt)

@@ -30,7 +30,9 @@ def test_marks_are_around_the_gap(form):
     codec = make_codec(form)
     prefix, suffix, middle = (BYTES + form.index(mark) for mark in form)
     before, after = codec.encode_bare("a"), codec.encode_bare("bc")
-    assert join_around_gap(codec, before, after) == [prefix, *before, suffix, *after, middle]
+    ids, shown = join_around_gap(codec, before, after)
+    assert ids == [prefix, *before, suffix, *after, middle]
+    assert ids[shown] == before
 
 
 def test_tokenizer_without_marks_is_named():
@@ -44,9 +46,13 @@ def test_server_reads_prompt_and_suffix(service, port, monkeypatch):
     """ChatML's two marks stand for those of a gap; text that looks like a mark stays text."""
     first, second = make_vocabulary().decode([256]), make_vocabulary().decode([257])
     monkeypatch.setattr("shardformer.inference.serve.infill.FORMS", ((first, second, first),))
-    body = {"prompt": "a", "suffix": first, "max_tokens": 1, "echo": True, "logprobs": 0, "temperature": 0}
-    (choice,) = ask(port, body)["choices"]
-    ids = [256, *service.codec.encode_bare("a"), 257, *service.codec.encode_bare(first), 256]
-    assert choice["text"].startswith(service.codec.decode(ids))
-    assert len(choice["logprobs"]["tokens"]) == len(ids) + 1
-    assert choice == ask(port, body | {"prompt": ids, "suffix": None})["choices"][0]
+    body = {"prompt": "ab", "suffix": first, "max_tokens": 2, "echo": True, "logprobs": 1, "temperature": 0}
+    before = service.codec.encode_bare("ab")
+    ids = [256, *before, 257, *service.codec.encode_bare(first), 256]
+    (choice,), (joined,) = (ask(port, body | keys)["choices"] for keys in ({}, {"prompt": ids, "suffix": None}))
+    assert joined["text"] == service.codec.decode(ids) + choice["text"].removeprefix("ab")
+    assert choice["text"].startswith("ab")
+    assert (choice["logprobs"].pop("text_offset"), joined["logprobs"].pop("text_offset")[0]) == ([0, 1, 2, 3], 0)
+    for key, values in choice["logprobs"].items():  # of the tokens of the prompt, and of those that were drawn
+        assert values == joined["logprobs"][key][1 : 1 + len(before)] + joined["logprobs"][key][len(ids) :]
+    assert ask(port, body | {"prompt": before})["choices"][0]["text"] == choice["text"]

@@ -19,6 +19,7 @@ from shardformer.inference.grammars.grammar import Automaton
 from shardformer.inference.serve.answers import Answer, Choice
 from shardformer.inference.serve.jobs import Job, Tokens
 from shardformer.inference.serve.request_fields import ApiError, read_fields
+from shardformer.inference.serve.request_prompts import Prompt
 from shardformer.inference.serve.text_stream import TextStream
 from shardformer.inference.serve.tool_choice import read_tools
 from tests.data.chat import families
@@ -130,7 +131,7 @@ def make_answer(text, parallel=True, ended=True) -> Answer:
     job.ids = vocabulary.encode_with_offsets(text + "<|im_end|>" * ended)[0].tolist()
     job.logprobs, job.stopped = [0.0] * len(job.ids), ended
     stream = TextStream(codec.decode, codec.read_reply, codec.strings, frozenset(codec.ends))
-    choice = Choice(job, stream, codec.read_reply, calls=tools.make_stream())
+    choice = Choice(job, stream, codec.read_reply, Prompt([]), calls=tools.make_stream())
     return Answer(fields, "m", vocabulary, [choice], True)
 
 
