@@ -4,11 +4,15 @@ import dataclasses
 import functools
 import itertools
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from shardformer.config.keys import KeyGroup, UsedIf, key, largest_divisor, require
-from shardformer.config.parsing import ROTARY_SCALINGS, SizeRatio, parse_rotary_scaling, parse_scale
+from shardformer.config.names import ROTARY_SCALINGS
+from shardformer.config.parsing import SizeRatio, parse_scale
 from shardformer.config.registries import asks_for
+
+if TYPE_CHECKING:
+    from shardformer.config.rotary_scaling import RotaryScaling
 
 WITH_ROTARY = UsedIf(lambda model: model.rotates, "without positions=rotary")
 
@@ -294,21 +298,29 @@ class ModelKeys(KeyGroup):
         return self.rotary_dims or self.head_size
 
     @functools.cached_property
+    def parsed_scaling(self) -> "RotaryScaling | None":
+        """The values of rotary_scaling."""
+        if not self.rotary_scaling:
+            return None
+        from shardformer.config.rotary_scaling import parse_rotary_scaling  # not imported without one
+
+        return parse_rotary_scaling(self.rotary_scaling)
+
+    @functools.cached_property
     def rotary_factor(self) -> float:
         """Factor on rotated queries and keys."""
-        scaling = parse_rotary_scaling(self.rotary_scaling)
-        return scaling.attention if scaling else 1.0
+        return self.parsed_scaling.attention if self.parsed_scaling else 1.0
 
     @functools.cached_property
     def shorter_context(self) -> int:
         """The context before a scaling of kind yarn or llama3 made it longer; 0: there is no such scaling."""
-        scaling = parse_rotary_scaling(self.rotary_scaling)
+        scaling = self.parsed_scaling
         return int(scaling.old_seq) if scaling and scaling.kind in ("llama3", "yarn") else 0
 
     @functools.cached_property
     def longest_short_row(self) -> int:
         """The tokens of the longest row with longrope's numbers for short rows; 0: all rows have the same numbers."""
-        scaling = parse_rotary_scaling(self.rotary_scaling)
+        scaling = self.parsed_scaling
         return int(scaling.old_seq) if scaling and scaling.kind == "longrope" else 0
 
     @functools.cached_property
@@ -408,7 +420,7 @@ class ModelKeys(KeyGroup):
                 self.rotary_size == even > 0,
                 f"rotary_dims={self.rotary_size} must be even and at most the head size {self.head_size}; try {fix}",
             )
-            scaling = parse_rotary_scaling(self.rotary_scaling)
+            scaling = self.parsed_scaling
             pairs = self.rotary_size // 2
             require(
                 not scaling or scaling.kind != "longrope" or len(scaling.short) == pairs,

@@ -57,3 +57,13 @@ class Stream(enum.IntEnum):
     ROUNDING = 1 << 22
     SCORE = 1 << 23
     NEXT = 1 << 24
+
+
+# The forms of `rotary_scaling`, which `rotary_scaling.py` parses.
+ROTARY_SCALINGS = {
+    "linear": "linear:FACTOR",
+    "llama3": "llama3:FACTOR,LOW,HIGH,OLD_SEQ",
+    "yarn": "yarn:FACTOR,LOW,HIGH,OLD_SEQ,ATTENTION",
+    "yarn_untruncated": "yarn_untruncated:FACTOR,LOW,HIGH,OLD_SEQ,ATTENTION",
+    "longrope": "longrope:OLD_SEQ,ATTENTION,SHORT,...,LONG,...",
+}

@@ -266,61 +266,6 @@ def parse_scale(text: str, d_model: int, layers: int) -> SizeRatio:
     return SizeRatio(d_model / int(match[1]), layers / int(match[2]))
 
 
-class RotaryScaling(NamedTuple):
-    """A change of the rotary frequencies for contexts longer than those of the first training."""
-
-    kind: str  # linear, llama3, yarn or longrope
-    factor: float = 1.0
-    # llama3 and yarn stretch wavelengths above old_seq / low, keep those below old_seq / high and blend in between.
-    low: float = 1.0
-    high: float = 4.0
-    old_seq: float = 8192.0
-    attention: float = 1.0  # yarn's and longrope's factor on rotated queries and keys
-    truncate: bool = True  # yarn blends from one pair to another, not from a fraction of the way between pairs
-    # longrope divides the frequency of each pair by its number: of `short` in rows of at most old_seq tokens, of `long`
-    # in longer ones.
-    short: tuple[float, ...] = ()
-    long: tuple[float, ...] = ()
-
-
-UNTRUNCATED = "_untruncated"
-ROTARY_SCALINGS = {
-    "linear": "linear:FACTOR",
-    "llama3": "llama3:FACTOR,LOW,HIGH,OLD_SEQ",
-    "yarn": "yarn:FACTOR,LOW,HIGH,OLD_SEQ,ATTENTION",
-    "yarn_untruncated": "yarn_untruncated:FACTOR,LOW,HIGH,OLD_SEQ,ATTENTION",
-    "longrope": "longrope:OLD_SEQ,ATTENTION,SHORT,...,LONG,...",
-}
-
-
-def parse_rotary_scaling(text: str) -> RotaryScaling | None:
-    """Returns the scaling of 'linear:2' or 'llama3:8,1,4,8192'; None for an empty text."""
-    if not text:
-        return None
-    kind, _, figures = text.partition(":")
-    try:
-        values = [float(number) for number in figures.split(",")]
-    except ValueError:
-        values = []
-    if kind == "longrope":
-        numbered = len(values) >= 4 and len(values) % 2 == 0
-    else:
-        numbered = kind in ROTARY_SCALINGS and len(values) == len(ROTARY_SCALINGS[kind].split(","))
-    if not numbered or not all(0 < value < math.inf for value in values):
-        raise UsageError(
-            f"rotary_scaling takes {' or '.join(ROTARY_SCALINGS.values())}, such as llama3:8,1,4,8192; got "
-            f"{shorten(text)}"
-        )
-    if kind == "longrope":
-        middle = 1 + len(values) // 2
-        short, long = tuple(values[2:middle]), tuple(values[middle:])
-        return RotaryScaling(kind, old_seq=values[0], attention=values[1], short=short, long=long)
-    if kind != "linear" and values[1] > values[2]:  # they are equal in Kimi K2 and in Llama 4
-        raise UsageError(f"rotary_scaling={text}: LOW must be at most HIGH")
-    scaling = RotaryScaling(kind.removesuffix(UNTRUNCATED), *values)  # type: ignore[arg-type]  # fields before `truncate`
-    return scaling._replace(truncate=not kind.endswith(UNTRUNCATED))
-
-
 def split_checkpoint(path: str) -> tuple[str, int]:
     """Returns the run and the step of 'RUN/step_12'; the path and 0 if it names no checkpoint."""
     named = re.fullmatch(r"(.+)/step_0*([1-9][0-9]{0,9})/?", path, re.DOTALL)

@@ -1,17 +1,18 @@
 """Rotary positions: each (even, odd) pair of a head's first dimensions rotates by its frequency times the position."""
 
-import math
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from shardformer.config.parsing import RotaryScaling
+if TYPE_CHECKING:
+    from shardformer.config.rotary_scaling import RotaryScaling
 
 
 def find_frequencies(
-    size: int, theta: float, scaling: RotaryScaling | None = None, long_rows: bool = False
+    size: int, theta: float, scaling: "RotaryScaling | None" = None, long_rows: bool = False
 ) -> np.ndarray:
     """Returns radians per position of each of size / 2 pairs, in float32 as Llama's authors compute them.
 
@@ -20,34 +21,9 @@ def find_frequencies(
     frequency = np.float32(1) / np.float32(theta) ** (np.arange(0, size, 2, dtype=np.float32) / size)
     if scaling is None:
         return frequency
-    if scaling.kind == "longrope":
-        return frequency / np.array(scaling.long if long_rows else scaling.short, np.float32)
-    stretched = frequency / np.float32(scaling.factor)
-    if scaling.kind == "linear":
-        return stretched
-    share = _share_by_yarn(size, theta, scaling) if scaling.kind == "yarn" else _share_by_llama3(frequency, scaling)
-    return (1 - share) * stretched + share * frequency
+    from shardformer.kernels.scaled_frequencies import scale_frequencies  # not imported without a scaling
 
-
-def _share_by_llama3(frequency: np.ndarray, scaling: RotaryScaling) -> np.ndarray:
-    """Returns llama3's share: linear in the rotations of each pair within the first training's context."""
-    turns_before = np.float32(scaling.old_seq) * frequency / np.float32(2 * math.pi)
-    span = scaling.high - scaling.low or 1e-9  # Llama 4's is empty: a pair keeps its frequency or is stretched
-    return np.clip((turns_before - scaling.low) / np.float32(span), 0, 1).astype(np.float32)
-
-
-def _share_by_yarn(size: int, theta: float, scaling: RotaryScaling) -> np.ndarray:
-    """Returns YaRN's share: linear in the number of the pair, as transformers computes it."""
-
-    def pair_with(turns: float) -> float:
-        return size * math.log(scaling.old_seq / (turns * 2 * math.pi)) / (2 * math.log(theta))
-
-    first, last = pair_with(scaling.high), pair_with(scaling.low)
-    if scaling.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, size - 1)
-    stretched = (np.arange(size // 2, dtype=np.float32) - first) / np.float32(last - first or 0.001)
-    return 1 - np.clip(stretched, 0, 1)
+    return scale_frequencies(frequency, theta, scaling, long_rows)
 
 
 def rotate(x_BThK: Array, position_T: Array, frequency: np.ndarray | Array, factor: Array | float = 1.0) -> Array:

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array, lax
 
 from shardformer import collectives
-from shardformer.config import Config, parsing
+from shardformer.config import Config
 from shardformer.config.registries import Registry
 from shardformer.kernels.attention import AttentionOptions
 from shardformer.kernels.rotary import find_frequencies
@@ -137,8 +137,8 @@ def sinusoids(config: Config, position_BT: Array) -> Array:
 @POSITIONS.register
 def rotary(config: Config, long_rows: bool = False) -> np.ndarray:
     """Returns the frequencies of layers without a frequency for windows."""
-    scaling = parsing.parse_rotary_scaling(config.model.rotary_scaling)
-    return find_frequencies(config.model.rotary_size, config.model.rotary_theta, scaling, long_rows)
+    model = config.model
+    return find_frequencies(model.rotary_size, model.rotary_theta, model.parsed_scaling, long_rows)
 
 
 @POSITIONS.register

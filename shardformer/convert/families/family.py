@@ -5,7 +5,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from shardformer.config import Config, parsing
+from shardformer.config import Config
+from shardformer.config.rotary_scaling import UNTRUNCATED
 from shardformer.convert.families.layout import Stored
 from shardformer.errors import UsageError
 
@@ -138,7 +139,7 @@ def read_scaling(rope: dict, seq: int) -> dict:
     values |= {name: value for name, value in rope.items() if value is not None}
     figures = [values[name] for name in _ROPE_NUMBERS[kind]]
     is_truncated = kind != "yarn" or rope.get("truncate", True)
-    kind = kind if is_truncated else f"{kind}{parsing.UNTRUNCATED}"
+    kind = kind if is_truncated else f"{kind}{UNTRUNCATED}"
     return {"rotary_scaling": f"{kind}:{','.join(map(_format_exactly, figures))}"}
 
 
@@ -191,7 +192,7 @@ def _format_exactly(number: float) -> str:
 
 
 def write_rope(c: Config) -> dict:
-    scaling = parsing.parse_rotary_scaling(c.model.rotary_scaling)
+    scaling = c.model.parsed_scaling
     rope: dict[str, Any] = {"rope_theta": c.model.rotary_theta, "rope_type": scaling.kind if scaling else "default"}
     if scaling and scaling.kind != "longrope":
         rope["factor"] = scaling.factor

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from shardformer.config import Config, parsing
+from shardformer.config import Config
+from shardformer.config.rotary_scaling import UNTRUNCATED
 from shardformer.convert.families import gemma
 from shardformer.convert.families.family import Family, find_rope, read_scaling, write_rope
 from shardformer.convert.families.hf_llama import LLAMA, list_outside
@@ -74,7 +75,7 @@ def _layer(c: Config) -> list[Stored]:
 def find_rope_variants(c: Config) -> dict[str, tuple | None]:
     """Returns the values of `rotary_scaling` and `window_rotary_theta` that `find_ropes` can have read."""
     scaled_alike = c.model.window and not c.model.window_rotary_theta  # in layers with a window too
-    has_none = scaled_alike or c.model.rotary_scaling.startswith(f"yarn{parsing.UNTRUNCATED}")
+    has_none = scaled_alike or c.model.rotary_scaling.startswith(f"yarn{UNTRUNCATED}")
     return {"window_rotary_theta": None, "rotary_scaling": ("",) if has_none else None}
 
 

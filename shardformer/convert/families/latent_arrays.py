@@ -4,7 +4,7 @@ import functools
 import math
 from typing import Any
 
-from shardformer.config import Config, parsing
+from shardformer.config import Config
 from shardformer.convert.families.expert_arrays import check_experts
 from shardformer.convert.families.family import find_rope, read_scaling, write_rope
 from shardformer.convert.families.layout import Part, Stored, linear, neighbours, plain, show_by_head
@@ -73,7 +73,7 @@ def _invert(factor: float, grown: float) -> float:
 
 def find_variants(c: Config) -> dict[str, tuple | None]:
     """Returns the values of our keys that these families compute."""
-    scaling = parsing.parse_rotary_scaling(c.model.rotary_scaling)
+    scaling = c.model.parsed_scaling
     grows = scaling and scaling.kind == "yarn" and scaling.factor > 1
     return {
         "kv_latent": (c.model.kv_latent or "a width",),

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from shardformer.config import Config, parsing
+from shardformer.config import Config
 from shardformer.convert.families.layout import Pairs, Part, Stored, half_split, neighbours
 from shardformer.kernels.rotary import find_frequencies
 
@@ -68,7 +68,7 @@ def list_settings(gguf: Gguf, c: Config) -> dict[str, Any]:
     }
     if c.model.positions == "rotary":
         settings |= {"rope.dimension_count": c.model.rotary_size, "rope.freq_base": float(c.model.rotary_theta)}
-        scaling = parsing.parse_rotary_scaling(c.model.rotary_scaling)
+        scaling = c.model.parsed_scaling
         if scaling and scaling.kind == "linear":
             settings |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(scaling.factor)}
     if c.experts.experts:
@@ -79,7 +79,7 @@ def list_settings(gguf: Gguf, c: Config) -> dict[str, Any]:
 def list_differences(gguf: Gguf, c: Config) -> list[str]:
     """Lists those of our keys that have values which llama.cpp does not compute for the family."""
     result = [f"{key}={c.shown(key)}" for key, values in gguf.computes(c).items() if c.get(key) not in values]
-    scaling = parsing.parse_rotary_scaling(c.model.rotary_scaling)
+    scaling = c.model.parsed_scaling
     if c.model.positions == "rotary" and scaling and scaling.kind not in gguf.scalings:
         result.append(f"rotary_scaling={c.shown('rotary_scaling')}")
     return result
@@ -87,7 +87,7 @@ def list_differences(gguf: Gguf, c: Config) -> list[str]:
 
 def find_frequency_factors(c: Config) -> np.ndarray | None:
     """Returns the factors by which llama3's scaling divides the frequencies; None for another scaling."""
-    scaling = parsing.parse_rotary_scaling(c.model.rotary_scaling)
+    scaling = c.model.parsed_scaling
     if not scaling or scaling.kind != "llama3":
         return None
     plain, scaled = (find_frequencies(c.model.rotary_size, c.model.rotary_theta, kind) for kind in (None, scaling))
