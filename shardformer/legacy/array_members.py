@@ -47,6 +47,7 @@ def put_back(stack: contextlib.ExitStack) -> None:
     for member in ("as_text", "compiler_ir"):
         _set(stack, Lowered, member, _naming_mhlo(getattr(Lowered, member)))
     _set(stack, Compiled, "compiler_ir", lambda compiled: compiled.runtime_executable().hlo_modules())
+    _set(stack, Compiled, "__call__", _with_jit(Compiled.__call__))
     _set(stack, PartitionSpec, "__eq__", _equals_tuple)
     _set(stack, PartitionSpec, "__hash__", lambda spec: hash(spec.partitions))
     for owner in (*arrays, jax.Array, jax.core.Tracer):
@@ -77,6 +78,17 @@ def _naming_mhlo(method: Callable) -> Callable:
     @functools.wraps(method)
     def call(lowered, dialect=None, **options):
         return method(lowered, "stablehlo" if dialect == "mhlo" else dialect, **options)
+
+    return call
+
+
+def _with_jit(method: Callable) -> Callable:
+    """Returns the call of a compiled program, which `jax.disable_jit()` did not stop."""
+
+    @functools.wraps(method)
+    def call(compiled, *args, **kwargs):
+        with jax.disable_jit(False):
+            return method(compiled, *args, **kwargs)
 
     return call
 

@@ -1,5 +1,6 @@
 """`jax.pmap` with what it has lost: axes named by any object, a pmap inside of another, arrays in other layouts."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -56,29 +57,46 @@ def pmap(
     statics = (statics,) if isinstance(statics, int) else tuple(statics)
     outer = _pmap(fun, axis_name, static_broadcasted_argnums=statics, devices=devices, **axes, **options)
 
+    def with_axes(args, kwargs):
+        return (args, kwargs), (_axes_of_arguments(in_axes, statics, len(args)), 0)
+
+    def by_vmap(args, kwargs):
+        _, (in_axes_of_args, _) = with_axes(args, kwargs)
+        return jax.vmap(fun, axis_name=axis_name, **axes | {"in_axes": in_axes_of_args})(*args, **kwargs)
+
+    def one_per_device(size: int) -> Mesh:
+        chosen = jax.local_devices(backend=options.get("backend")) if devices is None else devices
+        return Mesh(np.array(chosen[:size]), ("pmapped",))
+
+    def eagerly(args, kwargs):
+        (size,) = sizes = _sizes(*with_axes(args, kwargs))
+        _check_sizes(sizes, devices)
+        return _moved(jax.tree.map(jnp.asarray, by_vmap(args, kwargs)), out_axes, one_per_device(size))
+
     @functools.wraps(outer)
     def call(*args, **kwargs):
-        if AxisType.Manual not in get_abstract_mesh().axis_types:
-            try:
-                return outer(*args, **kwargs)
-            except ValueError as error:  # of sizes too, but about the parts of a layout
-                arguments = (args, kwargs), (_axes_of_arguments(in_axes, statics, len(args)), 0)
-                sizes = _sizes(*arguments)
-                _check_sizes(sizes, devices)
-                if not any(words in str(error) for words in _OF_ANOTHER_LAYOUT):
-                    raise
-            # jax.jit, which pmap is today, rejects arrays in another layout; pmap moved them.
-            chosen = jax.local_devices(backend=options.get("backend")) if devices is None else devices
-            args, kwargs = _moved(*arguments, Mesh(np.array(chosen[: sizes[0]]), ("pmapped",)))
+        if AxisType.Manual in get_abstract_mesh().axis_types:
+            if devices is not None:
+                raise ValueError(
+                    "Nested pmap with explicit devices argument. The outer pmap has chosen the devices; "
+                    "leave out the inner one's"
+                )
+            # Each device of the outer pmap maps the inner axis itself, which gives the same values.
+            return by_vmap(args, kwargs)
+        if jax.config.jax_disable_jit and not statics:  # type: ignore[attr-defined]  # jax adds options as attributes
+            # jax's pmap takes seconds for an operation then; it gets what vmap rejects: groups, and wrong sizes.
+            with contextlib.suppress(NotImplementedError, ValueError):
+                return eagerly(args, kwargs)
+        try:
             return outer(*args, **kwargs)
-        if devices is not None:
-            raise ValueError(
-                "Nested pmap with explicit devices argument. The outer pmap has chosen the devices; "
-                "leave out the inner one's"
-            )
-        # Each device of the outer pmap maps the inner axis itself, which gives the same values.
-        inner = axes | {"in_axes": _axes_of_arguments(in_axes, statics, len(args))}
-        return jax.vmap(fun, axis_name=axis_name, **inner)(*args, **kwargs)
+        except ValueError as error:  # of sizes too, but about the parts of a layout
+            sizes = _sizes(*with_axes(args, kwargs))
+            _check_sizes(sizes, devices)
+            if not any(words in str(error) for words in _OF_ANOTHER_LAYOUT):
+                raise
+        # jax.jit, which pmap is today, rejects arrays in another layout; pmap moved them.
+        args, kwargs = _moved(*with_axes(args, kwargs), one_per_device(sizes[0]))
+        return outer(*args, **kwargs)
 
     call.lower = outer.lower  # type: ignore[attr-defined]  # functions take attributes
     return call

@@ -1,5 +1,7 @@
 """A pmap inside of a pmap gives the values of jax 0.4.13; today's JAX rejects it."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from shardformer.legacy import pmap as module
 from shardformer.legacy.pmap import pmap
 
 X = np.arange(16, dtype=np.float32).reshape(2, 4, 2)
@@ -77,6 +80,33 @@ def test_other_errors_stay():
         pmap(fails)(np.ones(8))
     with pytest.raises(ValueError, match="in_axes"):
         pmap(jnp.add, in_axes=(0, 0, 0))(np.ones(8), np.ones(8))
+
+
+def test_with_jit_disabled_no_device_runs_alone(monkeypatch):
+    x, axes = np.arange(16, dtype=np.float32).reshape(2, 8), {"in_axes": 1, "out_axes": (0, 1, None, 0)}
+
+    def body(x, *, y):
+        return x + lax.psum(y["y"], "i"), 2 * x, lax.pmax(x, "i"), np.ones(2)
+
+    compiled = pmap(body, "i", **axes)(x, y={"y": x.T})
+    monkeypatch.setattr(module, "_pmap", lambda *_, **__: types.SimpleNamespace(lower=None))  # that cannot be called
+    with jax.disable_jit():
+        results = pmap(body, "i", **axes)(x, y={"y": x.T})
+        gradient = jax.grad(lambda x: pmap(lambda x: jnp.sin(lax.pmean(x, "i")), "i")(x).sum())(x[0])
+    np.testing.assert_allclose(gradient, np.full(8, np.cos(x[0].mean())), rtol=1e-5)
+    for got, expected in zip(results, compiled, strict=True):
+        np.testing.assert_array_equal(got, expected)
+        assert got.sharding.is_equivalent_to(expected.sharding, got.ndim)
+
+
+def test_with_jit_disabled_jax_runs_groups_and_errors():
+    with jax.disable_jit():
+        grouped = pmap(lambda x: lax.psum(x, "i", axis_index_groups=[[0, 1], [2, 3]]), "i")
+        assert grouped(np.arange(4.0)).tolist() == [1, 1, 5, 5]
+        with pytest.raises(ValueError, match="requires 9 replicas"):
+            pmap(jnp.sin)(np.ones(9))
+        with pytest.raises(ValueError, match="inconsistent sizes"):
+            pmap(jnp.add)(np.ones(8), np.ones(4))
 
 
 @pytest.mark.parametrize(

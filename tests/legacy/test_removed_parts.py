@@ -74,6 +74,16 @@ def test_replicated_layouts_are_made_by_name():
     assert not isinstance(replicated, GSPMDSharding)
 
 
+def test_a_compiled_program_runs_with_jit_disabled():
+    x = np.arange(4.0)
+    compiled = jax.jit(lambda x: 2 * x).lower(x).compile()
+    with jax.disable_jit():
+        with installed():
+            assert compiled(x).tolist() == [0, 2, 4, 6]
+        with pytest.raises(ValueError, match="Disable jit is not supported"):
+            compiled(x)
+
+
 def test_dialect_mhlo_is_stablehlo_today():
     lowered = jax.jit(lambda x: 2 * x).lower(jnp.ones(2))
     with installed():
