@@ -1,6 +1,6 @@
 """SOAP (arXiv:2409.11321), an optimizer of a file: Adam along the eigenvectors of each matrix's gradients.
 
-    python -m shardformer train tiny optimizer=shardformer/bench/soap.py:soap beta1=0.95 beta2=0.95
+    python -m shardformer train tiny optimizer=shardformer/bench/soap.py:soap
 
 The recipe `soap` of the speedrun trains by it. As in github.com/nikhilvyas/SOAP, the first gradient gives the first
 eigenvectors and updates no matrix. If its rank is lower than a side of the matrix, rounding chooses the other vectors.
