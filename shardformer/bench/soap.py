@@ -3,7 +3,8 @@
     python -m shardformer train tiny optimizer=shardformer/bench/soap.py:soap
 
 The recipe `soap` of the speedrun trains by it. As in github.com/nikhilvyas/SOAP, the first gradient gives the first
-eigenvectors and updates no matrix. If its rank is lower than a side of the matrix, rounding chooses the other vectors.
+eigenvectors and updates no matrix. If its rank is lower than a side of the matrix, rounding chooses the other vectors:
+runs on two meshes differ from the second update on.
 """
 
 from typing import NamedTuple
