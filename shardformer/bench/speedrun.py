@@ -22,6 +22,7 @@ from shardformer.bench.contenders import Contender
 from shardformer.bench.race import TurnBatches
 from shardformer.config import Config, parsing
 from shardformer.config.presets import preset
+from shardformer.config.registries import names_code
 from shardformer.data.corpus import Corpus
 from shardformer.data.shakespeare import URL
 from shardformer.errors import UsageError
@@ -61,8 +62,12 @@ class Seed(NamedTuple):
 
 
 def read_recipes() -> dict[str, dict]:
-    """Returns the keys of each recipe."""
-    return tomllib.loads(RECIPES.read_text())
+    """Returns the keys of each recipe. The file of an optimizer's code lies next to the recipes."""
+    recipes = tomllib.loads(RECIPES.read_text())
+    for keys in recipes.values():
+        if names_code(keys.get("optimizer")):
+            keys["optimizer"] = str(RECIPES.with_name(keys["optimizer"]))
+    return recipes
 
 
 def read_recorded() -> list[Seed]:
