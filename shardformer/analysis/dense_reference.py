@@ -394,7 +394,8 @@ def _mix_experts(c, p, h, routes: list | None):
     y = jnp.zeros_like(h)
     for e in range(keys.experts):
         expert = {name.removeprefix("expert_"): leaf[e] for name, leaf in p.items() if name.startswith("expert_")}
-        inputs, factor = (gates[..., e, None] * h, 1) if keys.gate_inputs else (h, gates[..., e, None])
+        gate, is_chosen = gates[..., e, None], chosen[..., e, None]
+        inputs, factor = (gate * h, is_chosen) if keys.gate_inputs else (h, gate)
         y = y + factor * _feed_forward(expert, inputs, c.model.activation)
     if not keys.shared_width:
         return y

@@ -124,8 +124,8 @@ class ModelKeys(KeyGroup):
         "the shorter context, in all layers",
         least=1,
         used_if=UsedIf(
-            lambda model: model.query_growth and "n" in model.window_pattern,
-            "without query_growth and an n in window_pattern; give both as well",
+            lambda model: model.query_growth and any(model.layers_without_rotary),
+            "without query_growth and a layer that is n by window_pattern; give both as well",
         ),
     )
     attention_cap: float | None = key(
@@ -404,6 +404,11 @@ class ModelKeys(KeyGroup):
             not (self.longest_short_row and (self.window_rotary_theta or "n" in self.window_pattern)),
             f"rotary_scaling={self.rotary_scaling:.40} has the same frequencies in all layers; give no "
             "window_rotary_theta, and a window_pattern without n",
+        )
+        require(
+            self.rotates or self.qk_norm != "rotated_plain",
+            f"qk_norm=rotated_plain is of queries and keys that rotate, got positions={self.positions}; give "
+            "positions=rotary, or qk_norm=none",
         )
         require(
             not self.query_growth

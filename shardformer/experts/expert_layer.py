@@ -125,7 +125,7 @@ class ExpertFeedForward:
         return experts // lax.axis_size(DP) if self.over_dp else experts
 
     def apply_experts(self, weights: dict[str, Array], h_ND: Array, choice_NC: Array, gate_NC: Array) -> Array:
-        """Returns the sum of this shard's parts of each token's experts, times their gates."""
+        """Returns the sum of this shard's parts of each token's experts, weighted by their gates."""
         if self.over_dp:
             # The transposes scatter the sums of gradients, so that each expert has that of all tokens once.
             h_ND, choice_NC, gate_NC = (lax.all_gather(x, DP, axis=0, tiled=True) for x in (h_ND, choice_NC, gate_NC))

@@ -93,7 +93,7 @@ class Generator:
     def load(self, params: dict) -> LoadedParameters:
         """Returns the parameters, and a second copy of the layers, by which one token is decoded.
 
-        The other methods load the parameters at each call, unless these are loaded already.
+        `generate`, `continue_prompts` and `stream` load parameters at each call, unless they are loaded already.
         """
         return LoadedParameters(params, self._unstack_layers(params))
 

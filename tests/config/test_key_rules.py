@@ -122,6 +122,7 @@ def or_code(name: str) -> str:
         ({"previous_tokens": 16, "seq": 16}, "previous_tokens=16 reaches beyond seq=16; give at most 15"),
         *(({name: 0}, f"{name} must be above 0, got 0") for name in ("residual_scale", "logits_scale")),
         ({"embed_scale": 0.0}, "embed_scale must be above 0, or sqrt, got 0.0"),
+        ({"qk_norm": "rotated_plain", "positions": "none"}, "rotated_plain is of queries and keys that rotate, got"),
         ({"norm": "plain_layernorm"}, "norm=plain_layernorm has no parameters, got bias=ff; give bias=none"),
         ({"rotary_scaling": "longrope:64,1.2,1,2,3"}, "longrope:OLD_SEQ,ATTENTION,SHORT,...,LONG,..., such as"),
         ({"rotary_scaling": "longrope:64,1.2,1,2"}, "rotary_scaling=longrope:64,1.2,1,2 must have 32 numbers after"),
@@ -377,10 +378,14 @@ def test_following_the_advice_leads_to_a_valid_configuration(dp, mp, **changes):
         ({"shared_gate": True}, "shared_gate does nothing without shared_width; give shared_width as well"),
         ({"window_chunks": True}, "window_chunks does nothing without window; give window as well"),
         *(
-            (keys, "query_growth_tokens does nothing without query_growth and an n in window_pattern; give both")
+            (
+                keys,
+                "query_growth_tokens does nothing without query_growth and a layer that is n by window_pattern; give",
+            )
             for keys in (
                 {"query_growth_tokens": 5, "window_pattern": "fn"},
                 {"query_growth_tokens": 5, "query_growth": 1},
+                {"query_growth_tokens": 5, "query_growth": 1, "window": 4, "window_pattern": "wwn"},
             )
         ),
         ({"rotary_dims": 4, "positions": "learned"}, "rotary_dims does nothing without positions=rotary; got rotary_"),

@@ -562,6 +562,8 @@ def test_hostile_or_damaged_folders_are_refused_in_one_line(status, message, har
         ("llama4", "layer_types=['full_attention'] is not computed", {"layer_types": ["full_attention"]}),
         ("llama4", "full_attention for layers without rotary positions", {"layer_types": ["chunked_attention"] * 3}),
         ("llama4", "moe_layers leave none of 3 layers with experts", {"moe_layers": []}),
+        ("llama4", "moe_layers=[1, 9] is not computed here; expected a list of layers below 3", {"moe_layers": [1, 9]}),
+        ("llama4", "floor_scale=0.5 is not computed here", {"floor_scale": 0.5}),
         ("llama4", "interleave_moe_layer_step=0 is not computed here", {"interleave_moe_layer_step": 0}),
         ("llama4", "attention_chunk_size=0 cannot be a window", {"attention_chunk_size": 0}),
         ("bloom", "n_inner=60 is not computed here; expected 4 * hidden_size = 128", {"n_inner": 60}),

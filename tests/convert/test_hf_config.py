@@ -437,6 +437,21 @@ def test_queries_of_a_ministral_3_grow_only_with_yarn(tmp_path):
     assert hf_settings.choose_family(config.replace(query_growth=0.0, rotary_scaling="")) == "llama"
 
 
+@pytest.mark.parametrize(
+    ("changes", "growth"),
+    [
+        ({}, (0.1, 8192)),
+        ({"floor_scale": 4096.0}, (0.1, 4096)),
+        ({"no_rope_layers": [1, 1, 1, 1]}, (0.0, None)),
+        ({"attn_temperature_tuning": False, "floor_scale": None}, (0.0, None)),
+    ],
+)
+def test_queries_of_a_llama_4_grow_only_without_rotation(changes, growth, tmp_path):
+    theirs = {"model_type": "llama4_text", "num_hidden_layers": 4} | changes
+    config = hf_settings.read_config(write(tmp_path / "src", theirs))[1]
+    assert (config.model.query_growth, config.model.query_growth_tokens) == growth
+
+
 def test_share_of_a_mistral_4_that_rotates_is_that_of_its_heads(tmp_path):
     rope = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.2}
     read = {"model_type": "mistral4", "rope_parameters": rope | {"partial_rotary_factor": 0.5}, "head_dim": 128}

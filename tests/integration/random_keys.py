@@ -117,6 +117,11 @@ def draw_keys(seed: int, teacher: str) -> dict:
         keys["window_chunks"] = True
     if "experts" in keys and draw.random() < 0.3:
         keys["gate_inputs"] = True
+    if keys.get("positions", "rotary") == "rotary" and "kv_latent" not in keys:
+        if draw.random() < 0.1:
+            keys["qk_norm"] = "rotated_plain"
+        if "n" in keys.get("window_pattern", "") and draw.random() < 0.5:
+            keys |= {"query_growth": 0.5, "query_growth_tokens": choose((3, 5))}
     return keys
 
 

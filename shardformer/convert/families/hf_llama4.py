@@ -19,14 +19,22 @@ SPARSE, STEP = "moe_layers", "interleave_moe_layer_step"
 
 
 def _read(theirs: dict) -> dict[str, Any]:
-    check_experts(theirs, "num_local_experts", "intermediate_size", STEP, TOKENS)
-    growth = float(theirs[GROWTH]) if theirs[GROWS] else 0.0
-    return LLAMA.read(theirs) | _read_layers(theirs) | {
+    check_experts(theirs, "num_local_experts", "intermediate_size", STEP)
+    layers = _read_layers(theirs)
+    return LLAMA.read(theirs) | layers | _read_growth(theirs, layers["window_pattern"]) | {
         "shared_width": theirs["intermediate_size"],
         "qk_norm": "rotated_plain" if theirs["use_qk_norm"] else "none",
-        "query_growth": growth,
-        "query_growth_tokens": theirs[TOKENS] if growth else None,
     }  # fmt: skip
+
+
+def _read_growth(theirs: dict, pattern: str) -> dict[str, Any]:
+    """Returns our keys for the growth of queries, which only layers without rotary positions have."""
+    if not (theirs[GROWS] and theirs[GROWTH] and "n" in pattern):
+        return {"query_growth": 0.0, "query_growth_tokens": None}
+    tokens = theirs[TOKENS]
+    whole = int(tokens) if isinstance(tokens, float) and tokens.is_integer() else tokens
+    check_experts({TOKENS: whole}, TOKENS)
+    return {"query_growth": float(theirs[GROWTH]), "query_growth_tokens": whole}
 
 
 def _read_layers(theirs: dict) -> dict[str, Any]:
@@ -42,7 +50,9 @@ def _read_layers(theirs: dict) -> dict[str, Any]:
         )
     letters = "".join(KINDS[kind] for kind in zip(rotating, types, strict=True))
     windows = to_keys(letters, read_window(theirs, CHUNK) if "w" in letters else 0)
-    sparse = range(theirs[STEP] - 1, layers, theirs[STEP]) if theirs[SPARSE] is None else theirs[SPARSE]
+    sparse = list(range(theirs[STEP] - 1, layers, theirs[STEP])) if theirs[SPARSE] is None else theirs[SPARSE]
+    if not isinstance(sparse, list) or not all(type(number) is int and 0 <= number < layers for number in sparse):
+        raise UsageError(f"{SPARSE}={sparse!r:.80} is not computed here; expected a list of layers below {layers}")
     experts = expert_arrays.to_keys("".join("e" if i in sparse else "d" for i in range(layers)), SPARSE)
     return windows | experts | {"window_chunks": "w" in letters}
 
