@@ -66,6 +66,8 @@ def test_result_over_three_mesh_axes_is_right():
         assert error_of_result(pjit, SPECS, {"product": SPECS[0]}) == 0
     with mesh_scope(layouts[0].mesh):
         assert error_of_result(jit_in_layout, SPECS, SPECS[0]) == 0
+    with jax.set_mesh(layouts[0].mesh):
+        assert error_of_result(jit_in_layout, SPECS, SPECS[0]) == 0
     with installed(), jax.set_mesh(layouts[0].mesh):
         assert error_of_result(lambda fun, **how: jax.jit(**how)(fun), SPECS, SPECS[0]) == 0
 
