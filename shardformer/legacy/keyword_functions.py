@@ -2,14 +2,12 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 
-from shardformer.legacy.migration.shard_map_helpers import needs_joined_axes, to_joined_axes
-from shardformer.legacy.pjit import AUTO, remembered
+from shardformer.legacy.migration.shard_map_helpers import in_joined_layouts
+from shardformer.legacy.pjit import AUTO
 
 
 def _renaming(function: Callable, **renamed: str | None) -> Callable:
@@ -45,20 +43,11 @@ def jit(*args, **kwargs):
     for side in ("in_shardings", "out_shardings"):
         if side in kwargs:
             kwargs[side] = jax.tree.map(lambda sharding: None if sharding is AUTO else sharding, kwargs[side])
-    if args and "out_shardings" in kwargs:
-        args = _in_layouts(args[0], kwargs["out_shardings"]), *args[1:]
+    if "out_shardings" in kwargs:
+        if not args:  # a decorator
+            return functools.partial(jit, **kwargs)
+        args = in_joined_layouts(args[0], kwargs["out_shardings"]), *args[1:]
     return _jit(*args, **kwargs)
-
-
-def _in_layouts(fun: Callable, layouts: Any) -> Callable:
-    """Returns a function whose results go to layouts that have a mesh as in `with_sharding_constraint`."""
-    named = jax.tree.map(lambda layout: layout if isinstance(layout, NamedSharding) else None, layouts)
-
-    @functools.wraps(fun)
-    def body(*args, **kwargs):
-        return to_joined_axes(fun(*args, **kwargs), named)
-
-    return remembered(fun, body, named) if needs_joined_axes(named) else fun
 
 
 @functools.wraps(_clip)

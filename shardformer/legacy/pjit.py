@@ -4,9 +4,8 @@ import contextvars
 import functools
 import inspect
 import operator
-import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +17,6 @@ from shardformer.legacy.relocation import relocate
 
 NOT_GIVEN = object()
 REPLICATED = object()  # what pjit's None meant in a mesh; outside of one it meant nothing, while P() is an error
-BODIES = "__shardformer_bodies__"  # the attribute of a function that has its `_Bodies`
 
 
 class NoMeshError(RuntimeError, ValueError):
@@ -176,31 +174,7 @@ def _body_in_mesh(fun: Callable, mesh: Mesh | None, layouts: Any) -> Callable:
         finally:
             _enclosing.reset(token)
 
-    return remembered(fun, body, mesh, layouts)
-
-
-def remembered(fun: Callable, body: Callable, *reasons: Any) -> Callable:
-    """Returns the first `body` of `fun` that was made for these reasons, which are trees.
-
-    jax caches traces by function, but `fun` may look up the mesh. Programs pjit one function again at each step.
-    """
-    if not isinstance(fun, types.FunctionType):
-        return body
-    bodies = fun.__dict__.get(BODIES)
-    if bodies is None or bodies.owner is not fun:  # functools.wraps gives a function the attributes of another
-        bodies = fun.__dict__[BODIES] = _Bodies(fun, {})
-    leaves, structure = jax.tree.flatten(reasons, is_leaf=_is_none)
-    return bodies.by_reason.setdefault((*leaves, structure), body)
-
-
-class _Bodies(NamedTuple):
-    """The functions that jax traces for one of the program.
-
-    The function itself has them: a table of all functions would keep those that refer to themselves.
-    """
-
-    owner: Callable
-    by_reason: dict[tuple, Callable]
+    return shard_map_helpers.remembered(fun, body, mesh, layouts)
 
 
 _enclosing: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("the mesh of a traced pjit", default=None)

@@ -1,13 +1,14 @@
 """`jax.pmap` with what it has lost: axes named by any object, a pmap inside of another, arrays in other layouts."""
 
-import contextlib
 import functools
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters import batching
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
 
 from shardformer.legacy.relocation import relocate
@@ -60,18 +61,19 @@ def pmap(
     def with_axes(args, kwargs):
         return (args, kwargs), (_axes_of_arguments(in_axes, statics, len(args)), 0)
 
-    def by_vmap(args, kwargs):
+    def by_vmap(body, args, kwargs):
         _, (in_axes_of_args, _) = with_axes(args, kwargs)
-        return jax.vmap(fun, axis_name=axis_name, **axes | {"in_axes": in_axes_of_args})(*args, **kwargs)
+        name = None if axis_name is None else _AxisName(axis_name)  # for `_batch_permutation`
+        return jax.vmap(body, axis_name=name, **axes | {"in_axes": in_axes_of_args})(*args, **kwargs)
 
     def one_per_device(size: int) -> Mesh:
         chosen = jax.local_devices(backend=options.get("backend")) if devices is None else devices
         return Mesh(np.array(chosen[:size]), ("pmapped",))
 
-    def eagerly(args, kwargs):
+    def eagerly(body, args, kwargs):
         (size,) = sizes = _sizes(*with_axes(args, kwargs))
         _check_sizes(sizes, devices)
-        return _moved(jax.tree.map(jnp.asarray, by_vmap(args, kwargs)), out_axes, one_per_device(size))
+        return _moved(jax.tree.map(jnp.asarray, by_vmap(body, args, kwargs)), out_axes, one_per_device(size))
 
     @functools.wraps(outer)
     def call(*args, **kwargs):
@@ -82,11 +84,16 @@ def pmap(
                     "leave out the inner one's"
                 )
             # Each device of the outer pmap maps the inner axis itself, which gives the same values.
-            return by_vmap(args, kwargs)
-        if jax.config.jax_disable_jit and not statics:  # type: ignore[attr-defined]  # jax adds options as attributes
+            return by_vmap(fun, args, kwargs)
+        is_eager = jax.config.jax_disable_jit  # type: ignore[attr-defined]  # jax adds options as attributes
+        if is_eager and not statics and not _may_draw_with_rbg((args, kwargs)):
             # jax's pmap takes seconds for an operation then; it gets what vmap rejects: groups, and wrong sizes.
-            with contextlib.suppress(NotImplementedError, ValueError):
-                return eagerly(args, kwargs)
+            of_the_program: list[Exception] = []
+            try:
+                return eagerly(_noting_errors(fun, of_the_program), args, kwargs)
+            except (NotImplementedError, ValueError) as error:
+                if any(error is own for own in of_the_program):
+                    raise
         try:
             return outer(*args, **kwargs)
         except ValueError as error:  # of sizes too, but about the parts of a layout
@@ -100,6 +107,58 @@ def pmap(
 
     call.lower = outer.lower  # type: ignore[attr-defined]  # functions take attributes
     return call
+
+
+def _may_draw_with_rbg(arguments: tuple) -> bool:
+    """Returns True if a body may draw with the generator "rbg", of which a vmap draws other values than devices do."""
+    if "rbg" in jax.config.jax_default_prng_impl:  # type: ignore[attr-defined]
+        return True
+    return any("rbg" in str(getattr(leaf, "dtype", "")) for leaf in jax.tree.leaves(arguments))
+
+
+def _noting_errors(fun: Callable, of_the_program: list[Exception]) -> Callable:
+    """Returns a function that does as `fun`, and notes the errors that do not come from vmap's rules."""
+
+    @functools.wraps(fun)
+    def body(*args, **kwargs):
+        try:
+            return fun(*args, **kwargs)
+        except (NotImplementedError, ValueError) as error:
+            if not (isinstance(error, NotImplementedError) and _is_raised_in_jax(error)):
+                of_the_program.append(error)
+            raise
+
+    return body
+
+
+def _is_raised_in_jax(error: Exception) -> bool:
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__", "").partition(".")[0] == "jax"
+
+
+_permutation = jax.lax.ppermute_p
+_batch_whole_permutation = batching.fancy_primitive_batchers[_permutation]
+
+
+def _batch_permutation(axis_data, operands, positions, *, axis_name, perm):
+    """jax's rule for `ppermute` under vmap, which lacks permutations of some devices: the others get zeros."""
+    names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
+    size, of_a_pmap = axis_data.size, isinstance(axis_data.name, _AxisName)
+    is_whole = len(perm) == size if len(names) == 1 else size == 1
+    if not of_a_pmap or axis_data.name not in names or is_whole:
+        return _batch_whole_permutation(axis_data, operands, positions, axis_name=axis_name, perm=perm)
+    if len(names) > 1:
+        raise NotImplementedError(
+            f"ppermute got the axes {tuple(map(str, names))} of pmaps of which one is inside of another; "
+            "permute over one axis after the other"
+        )
+    (x,), (position,) = operands, positions
+    rows = jnp.broadcast_to(x, (size, *x.shape)) if position is None else jnp.moveaxis(x, position, 0)
+    sources = {destination: source for source, destination in perm}
+    return jnp.stack([rows[sources[i]] if i in sources else jnp.zeros_like(rows[0]) for i in range(size)]), 0
+
+
+batching.fancy_primitive_batchers[_permutation] = _batch_permutation
 
 
 def _check_sizes(sizes: list[int], devices: Sequence[jax.Device] | None) -> None:

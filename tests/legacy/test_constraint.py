@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -65,6 +66,10 @@ def test_result_over_three_mesh_axes_is_right():
         assert error_of_result(pjit, SPECS, {"product": SPECS[0]}) == 0
     with mesh_scope(layouts[0].mesh):
         assert error_of_result(jit_in_layout, SPECS, SPECS[0]) == 0
+    with jax.set_mesh(layouts[0].mesh):
+        assert error_of_result(jit_in_layout, SPECS, SPECS[0]) == 0
+    with installed(), jax.set_mesh(layouts[0].mesh):
+        assert error_of_result(lambda fun, **how: jax.jit(**how)(fun), SPECS, SPECS[0]) == 0
 
 
 def test_result_over_three_mesh_axes_is_wrong_in_jax():
@@ -73,7 +78,7 @@ def test_result_over_three_mesh_axes_is_wrong_in_jax():
 
 
 def test_a_function_that_is_jitted_again_is_traced_once():
-    traced, (layout, _) = [], easylm_layouts()
+    traced, x, (layout, _) = [], np.ones((4, 8, 16), np.float32), easylm_layouts()
 
     def double(x):
         traced.append(1)
@@ -81,8 +86,28 @@ def test_a_function_that_is_jitted_again_is_traced_once():
 
     with installed():
         for _ in range(2):
-            jax.jit(double, out_shardings=layout)(np.ones((4, 8, 16), np.float32))
+            jax.jit(double, out_shardings=layout)(x)
     assert traced == [1]
+    with mesh_scope(layout.mesh):
+        for spec, traces in ((SPECS[0], 2), (P("dp"), 3)):
+            for _ in range(2):
+                jit_in_layout(double, out_shardings=spec)(x)
+            assert len(traced) == traces
+
+
+def test_migrated_layouts_need_no_mesh_of_the_helpers():
+    x = np.ones((4, 8, 16), np.float32)
+    with jax.set_mesh(easylm_layouts()[0].mesh):
+        for spec in (P("dp"), SPECS[0]):
+            assert jit_in_layout(lambda x: 2 * x, out_shardings=spec)(x).sharding.spec == spec
+    with pytest.raises(RuntimeError, match="non-empty mesh"):
+        jit_in_layout(lambda x: 2 * x, out_shardings=P("dp"))(x)
+
+
+def test_layouts_of_other_trees_are_left_to_jax():
+    layout, _ = easylm_layouts()
+    with pytest.raises(ValueError, match="out_shardings"):
+        jit_in_layout(lambda x: {"a": x}, out_shardings=[layout])(np.ones((4, 8, 16), np.float32))
 
 
 def test_one_step_is_enough_for_two_axes_or_none_joined():

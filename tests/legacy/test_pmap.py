@@ -109,6 +109,56 @@ def test_with_jit_disabled_jax_runs_groups_and_errors():
             pmap(jnp.add)(np.ones(8), np.ones(4))
 
 
+def test_with_jit_disabled_some_devices_are_permuted(monkeypatch):
+    def permute(pairs, x=None):
+        return pmap(lambda own: lax.ppermute(own if x is None else x, "i", pairs), "i")(np.arange(4.0) + 1).tolist()
+
+    monkeypatch.setattr(module, "_pmap", lambda *_, **__: types.SimpleNamespace(lower=None))  # that cannot be called
+    with jax.disable_jit():
+        assert permute([(0, 1), (2, 0)]) == [3, 1, 0, 0]
+        assert permute([(0, 1)], np.float32(5)) == [0, 5, 0, 0]
+        assert permute([(0, 1), (1, 2), (2, 3), (3, 0)]) == [4, 1, 2, 3]
+        with pytest.raises(NotImplementedError, match=r"axes \('i', 'j'\) of pmaps"):
+            pmap(pmap(lambda x: lax.ppermute(x, ("i", "j"), [(0, 1)]), "j"), "i")(X)
+    with pytest.raises(AssertionError, match="Permutation"):
+        jax.vmap(lambda x: lax.ppermute(x, "i", [(0, 1)]), axis_name="i")(X)
+
+
+@pytest.mark.parametrize("error", [ValueError, NotImplementedError])
+def test_with_jit_disabled_a_failing_body_runs_once(error, monkeypatch):
+    def fail(x):
+        runs.append("body")
+        raise error
+
+    def run(*_, **__):
+        runs.append("jax")
+
+    runs = []
+    monkeypatch.setattr(module, "_pmap", lambda *_, **__: run)
+    run.lower = None
+    with jax.disable_jit():
+        with pytest.raises(error):
+            pmap(fail)(X)
+        assert runs == ["body"]
+        pmap(lambda x: lax.psum(x, "i", axis_index_groups=[[0], [1]]), "i")(X)
+    assert runs == ["body", "jax"]
+
+
+@pytest.mark.parametrize(("impl", "default", "expected"), [
+    ("threefry2x32", "threefry2x32", []), ("rbg", "threefry2x32", ["jax"]), ("threefry2x32", "unsafe_rbg", ["jax"])
+])  # fmt: skip
+def test_with_jit_disabled_jax_draws_with_rbg(impl, default, expected, monkeypatch):
+    def run(*_, **__):
+        runs.append("jax")
+
+    runs, keys = [], jax.random.split(jax.random.key(0, impl=impl), 2)
+    monkeypatch.setattr(module, "_pmap", lambda *_, **__: run)
+    run.lower = None
+    with jax.disable_jit(), jax.default_prng_impl(default):
+        pmap(lambda keys: keys["key"])({"key": keys})
+    assert runs == expected
+
+
 @pytest.mark.parametrize(
     ("sizes", "spec"), [((8,), P()), ((4, 2), P("x")), ((4, 2), P("x", "y")), ((2, 1), P("x")), ((1, 1), P())]
 )

@@ -4,6 +4,8 @@ import contextlib
 import contextvars
 import functools
 import math
+import types
+import typing
 import warnings
 
 import jax
@@ -83,31 +85,65 @@ def with_sharding_constraint(x, shardings):
 
 def to_joined_axes(x, shardings):
     """Returns x after the first of the two steps, where two are needed; a layout None asks for nothing."""
-    if not needs_joined_axes(shardings):
+    if not has_joined_axes(shardings):
         return x
 
     def constrain(sharding, part):
-        return part if sharding is None else _constrain(part, _joined_axes(sharding))
+        joined = _joined_axes(sharding)
+        return part if joined is None or not _is_split_wrongly(sharding) else _constrain(part, joined)
 
-    return jax.tree.map(constrain, shardings, x, is_leaf=_is_layout)
+    try:
+        return jax.tree.map(constrain, shardings, x, is_leaf=_is_layout)
+    except ValueError:  # of layouts that do not fit x, about which the error of the second step is
+        return x
 
 
-def needs_joined_axes(shardings):
-    return any(_joined_axes(sharding) != sharding for sharding in jax.tree.leaves(shardings))
+def has_joined_axes(shardings):
+    return any(_joined_axes(sharding) is not None for sharding in jax.tree.leaves(shardings))
 
 
 def _joined_axes(sharding):
-    """Returns a layout with only the positions that are split over two or more axes, if it has others too."""
+    """Returns a layout with only the positions that are split over two or more axes; None if there are no others."""
     named = isinstance(sharding, NamedSharding)
     if not named and not isinstance(sharding, PartitionSpec):
-        return sharding
-    spec, mesh = (sharding.spec, sharding.mesh) if named else (sharding, mesh_in_scope())
-    if jax.default_backend() != "cpu" or sum(size > 1 for size in mesh.shape.values()) < 3:
-        return sharding
+        return None
+    spec = sharding.spec if named else sharding
     joined = PartitionSpec(*[axes if isinstance(axes, tuple) and len(axes) > 1 else None for axes in spec])
-    if not any(joined):
-        return sharding
-    return NamedSharding(mesh, joined) if named else joined
+    if not any(joined) or joined == spec:
+        return None
+    return NamedSharding(sharding.mesh, joined) if named else joined
+
+
+def _is_split_wrongly(sharding):
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else physical_mesh()
+    return jax.default_backend() == "cpu" and sum(size > 1 for size in mesh.shape.values()) >= 3
+
+
+BODIES = "__shardformer_bodies__"  # the attribute of a function that has its `_Bodies`
+
+
+def remembered(fun, body, *reasons):
+    """Returns the first `body` of `fun` that was made for these reasons, which are trees.
+
+    jax caches traces by function, but `fun` may look up the mesh. Programs pjit one function again at each step.
+    """
+    if not isinstance(fun, types.FunctionType):
+        return body
+    bodies = fun.__dict__.get(BODIES)
+    if bodies is None or bodies.owner is not fun:  # functools.wraps gives a function the attributes of another
+        bodies = fun.__dict__[BODIES] = _Bodies(fun, {})
+    leaves, structure = jax.tree.flatten(reasons, is_leaf=_is_layout)
+    return bodies.by_reason.setdefault((*leaves, structure), body)
+
+
+class _Bodies(typing.NamedTuple):
+    """The functions that jax traces for one of the program.
+
+    The function itself has them: a table of all functions would keep those that refer to themselves.
+    """
+
+    owner: types.FunctionType
+    by_reason: dict
 
 
 def jit_on_backend(fun, backend, **options):
@@ -122,6 +158,16 @@ def jit_on_backend(fun, backend, **options):
     return call
 
 
+def in_joined_layouts(fun, shardings):
+    """Returns a function that does as `fun`, whose results go to their layouts as in `with_sharding_constraint`."""
+
+    @functools.wraps(fun)
+    def body(*args, **kwargs):
+        return to_joined_axes(fun(*args, **kwargs), shardings)
+
+    return remembered(fun, body, shardings) if has_joined_axes(shardings) else fun
+
+
 def jit_in_layout(fun, in_shardings=None, out_shardings=None, static_argnums=(), **options):
     """Returns `jax.jit` of fun with these layouts, which moves arrays in another layout, as pjit did.
 
@@ -129,12 +175,9 @@ def jit_in_layout(fun, in_shardings=None, out_shardings=None, static_argnums=(),
     layout as in `with_sharding_constraint`.
     """
 
-    @functools.wraps(fun)
-    def body(*args, **kwargs):
-        return to_joined_axes(fun(*args, **kwargs), out_shardings)
-
+    fun = in_joined_layouts(fun, out_shardings)
     layouts = {"in_shardings": in_shardings, "out_shardings": out_shardings}
-    jitted = jax.jit(body, static_argnums=static_argnums, **layouts, **options)
+    jitted = jax.jit(fun, static_argnums=static_argnums, **layouts, **options)
     statics = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
 
     def moved(args):
