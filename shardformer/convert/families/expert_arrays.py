@@ -7,7 +7,7 @@ import numpy as np
 
 from shardformer.config import Config
 from shardformer.convert.families.layer_types import check_layers
-from shardformer.convert.families.layout import Part, Stored, linear
+from shardformer.convert.families.layout import Part, Stored, linear, plain
 from shardformer.errors import UsageError
 
 DENSE_LAYERS = ("decoder_sparse_step", "mlp_only_layers")  # their keys that `read_dense_layers` reads
@@ -34,9 +34,20 @@ def list_experts(c: Config, at: str, names: dict[str, str]) -> list[Stored]:
 def list_joined(c: Config, gate_and_up: str, down: str) -> list[Stored]:
     """Lists two arrays with the matrices of all experts of a layer; the first one has gates, then ups."""
     D, F, E = c.model.d_model, c.mixture.expert_size, c.experts.experts
-    cuts = {"expert_gate": slice(0, F), "expert_up": slice(F, 2 * F)}
-    joined = tuple(Part(ours, _turn, (slice(None), cut)) for ours, cut in cuts.items())
+    joined = tuple(Part(ours, _turn, (slice(None), cut)) for ours, cut in _cut_columns(F).items())
     return [Stored(gate_and_up, (E, 2 * F, D), joined), Stored(down, (E, D, F), (Part("expert_down", _turn),))]
+
+
+def list_joined_by_inputs(c: Config, gate_and_up: str, down: str) -> list[Stored]:
+    """Lists the arrays of `list_joined` where each matrix is stored as ours, [inputs, outputs]."""
+    D, F, E = c.model.d_model, c.mixture.expert_size, c.experts.experts
+    joined = tuple(Part(ours, cut=(slice(None), slice(None), cut)) for ours, cut in _cut_columns(F).items())
+    return [Stored(gate_and_up, (E, D, 2 * F), joined), plain(down, "expert_down", E, F, D)]
+
+
+def _cut_columns(width: int) -> dict[str, slice]:
+    """Returns the columns of each matrix in an array that joins gates and ups."""
+    return {"expert_gate": slice(0, width), "expert_up": slice(width, 2 * width)}
 
 
 def _turn(ours: np.ndarray) -> np.ndarray:

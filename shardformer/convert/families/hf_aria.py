@@ -4,9 +4,9 @@ import dataclasses
 from typing import Any
 
 from shardformer.config import Config
-from shardformer.convert.families.expert_arrays import check_experts, list_shared, replace_dense
+from shardformer.convert.families.expert_arrays import check_experts, list_joined_by_inputs, list_shared, replace_dense
 from shardformer.convert.families.hf_llama import LLAMA
-from shardformer.convert.families.layout import Part, Stored, linear, plain
+from shardformer.convert.families.layout import Stored, linear
 
 NAMES = {"experts": "moe_num_experts", "experts_per_token": "moe_topk"}
 SHARED = "moe_num_shared_experts"
@@ -22,13 +22,10 @@ def _write(c: Config) -> dict[str, Any]:
 
 
 def _layer(c: Config) -> list[Stored]:
-    D, F, E, at = c.model.d_model, c.mixture.expert_size, c.experts.experts, "model.layers.{}.mlp"
-    cuts = {"expert_gate": slice(0, F), "expert_up": slice(F, 2 * F)}
-    joined = tuple(Part(ours, cut=(slice(None), slice(None), cut)) for ours, cut in cuts.items())
+    at = "model.layers.{}.mlp"
     experts = [
-        linear(f"{at}.router", "router", E, D),
-        Stored(f"{at}.experts.fc1.weight", (E, D, 2 * F), joined),
-        plain(f"{at}.experts.fc2.weight", "expert_down", E, F, D),
+        linear(f"{at}.router", "router", c.experts.experts, c.model.d_model),
+        *list_joined_by_inputs(c, f"{at}.experts.fc1.weight", f"{at}.experts.fc2.weight"),
         *list_shared(c, f"{at}.shared_experts"),
     ]
     return replace_dense(c, LLAMA.layer(c), experts)

@@ -5,11 +5,11 @@ from typing import Any
 
 from shardformer.config import Config
 from shardformer.convert.families import expert_arrays
-from shardformer.convert.families.expert_arrays import check_experts, list_shared, replace_dense
+from shardformer.convert.families.expert_arrays import check_experts, list_joined_by_inputs, list_shared, replace_dense
 from shardformer.convert.families.hf_llama import LLAMA, list_layer
 from shardformer.convert.families.hf_smollm3 import read_letters
 from shardformer.convert.families.layer_types import FULL, list_types, read_window, to_keys
-from shardformer.convert.families.layout import Part, Stored, linear, neighbours, plain, rename
+from shardformer.convert.families.layout import Stored, linear, neighbours, rename
 from shardformer.errors import UsageError
 
 CHUNKED, CHUNK = "chunked_attention", "attention_chunk_size"
@@ -71,13 +71,10 @@ def _write(c: Config) -> dict[str, Any]:
 
 
 def _layer(c: Config) -> list[Stored]:
-    D, F, E, at = c.model.d_model, c.mixture.expert_size, c.experts.experts, "model.layers.{}.feed_forward"
-    cuts = {"expert_gate": slice(0, F), "expert_up": slice(F, 2 * F)}
-    joined = tuple(Part(ours, cut=(slice(None), slice(None), cut)) for ours, cut in cuts.items())
+    at = "model.layers.{}.feed_forward"
     experts = [
-        linear(f"{at}.router", "router", E, D),
-        Stored(f"{at}.experts.gate_up_proj", (E, D, 2 * F), joined),
-        plain(f"{at}.experts.down_proj", "expert_down", E, F, D),
+        linear(f"{at}.router", "router", c.experts.experts, c.model.d_model),
+        *list_joined_by_inputs(c, f"{at}.experts.gate_up_proj", f"{at}.experts.down_proj"),
         *list_shared(c, f"{at}.shared_expert"),
     ]
     return replace_dense(c, rename(list_layer(c, neighbours), {r"\.mlp\.": ".feed_forward."}), experts)
