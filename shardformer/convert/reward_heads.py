@@ -17,11 +17,11 @@ OTHER_NAMES = {"Gemma3" + CLASS: "Gemma3Text" + CLASS}
 OF_LOGITS = ("tied", "logits_scale", "logits_cap")  # keys of the vocabulary's head
 # The families for which transformers 5.24 has such a class.
 FAMILIES = frozenset((
-    "arcee", "bloom", "deepseek_v2", "deepseek_v3", "exaone4", "falcon", "gemma", "gemma2", "gemma3_text", "glm",
-    "glm4", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "helium", "hunyuan_v1_dense", "llama",
-    "ministral", "ministral3", "mistral", "mistral4", "mixtral", "mpt", "nemotron", "olmo", "olmo2", "olmo3",
-    "openai-gpt", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm",
-    "starcoder2",
+    "arcee", "biogpt", "bloom", "deepseek_v2", "deepseek_v3", "exaone4", "falcon", "gemma", "gemma2", "gemma3_text",
+    "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "helium", "hunyuan_v1_dense",
+    "llama", "ministral", "ministral3", "mistral", "mistral4", "mixtral", "mpt", "nemotron", "olmo", "olmo2",
+    "olmo3", "openai-gpt", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3",
+    "stablelm", "starcoder2",
 ))  # fmt: skip
 LABELS: dict[str, Any] = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 

@@ -25,9 +25,10 @@ CLASSES = {
     "phi": "PhiForSequenceClassification",  # the head of the language model has a bias
     "gpt2": "GPT2ForSequenceClassification",
     "neox_parallel": "GPTNeoXForSequenceClassification",
+    "biogpt": "BioGptForSequenceClassification",
 }
 LENGTHS = 24, 17  # of the rows
-HEADS = ("lm_head.", "embed_out.")
+HEADS = ("lm_head.", "embed_out.", "output_projection.")
 ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
