@@ -14,26 +14,27 @@ class Wrapper(NamedTuple):
     fixed: tuple[tuple[str, Any], ...] = ()  # keys whose value the wrapper fixes, whatever its model of text has
 
 
+TIED = "tie_word_embeddings"
 _IMAGES = ("text_config", "vision_config", "image_token_index", "image_token_id")
 WRAPPERS = {
     # It ties its own head, and does not bound its logits.
     "gemma3": Wrapper(
         ("gemma3_text",),
         (*_IMAGES, "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "boi_token_id", "eoi_token_id"),
-        (("tie_word_embeddings", True), ("final_logit_softcapping", None)),
+        ((TIED, True), ("final_logit_softcapping", None)),
     ),
     "llama4": Wrapper(
         ("llama4_text",),
         (*_IMAGES, "boi_token_index", "eoi_token_index"),
-        (("tie_word_embeddings", False),),
+        ((TIED, False),),
     ),
     # transformers ties by the wrapper's key unless the files have a head. The key of the text model is that of the
-    # published files; others have a head too many, or none, and are rejected.
+    # published files.
     "mistral3": Wrapper(
         ("mistral", "ministral3", "mistral4"),
         (
             *_IMAGES, "projector_hidden_act", "vision_feature_layer", "multimodal_projector_bias", "spatial_merge_size",
-            "tie_word_embeddings",
+            TIED,
         ),
     ),
 }  # fmt: skip
@@ -64,6 +65,8 @@ def find_text_config(theirs: dict[str, Any]) -> dict[str, Any]:
         for config in (theirs, text):
             if config.get(key, expected) != expected:
                 raise UsageError(f"{key}={config[key]!r:.80} is not computed in a {name}; expected {expected!r}")
+    if theirs.get(TIED) is False and text.get(TIED) is True:  # transformers would use a head that the files may have
+        raise UsageError(f"{TIED}=False of {name} contradicts {TIED}=True of its text_config; give both the same value")
     silent = {*wrapper.silent, *dict(wrapper.fixed)}
     outer = {key: value for key, value in theirs.items() if key not in silent}
     return outer | text | {"model_type": family} | {key: outer[key] for key in outer if key.endswith("_token_id")}

@@ -63,6 +63,13 @@ def test_text_model_of_a_mistral_3_is_a_mistral_without_a_type(tmp_path):
     assert (family, config.model.tied) == ("mistral", False)  # the text model's, as the published files have a head
 
 
+def test_a_mistral_3_whose_keys_of_a_head_contradict_is_rejected(tmp_path):
+    text = json.loads((FOLDER / "mistral" / "config.json").read_text()) | {"tie_word_embeddings": True}
+    folder = wrap_mistral(tmp_path / "src", "mistral", text_config=text, tie_word_embeddings=False)
+    with pytest.raises(UsageError, match="tie_word_embeddings=False of mistral3 contradicts"):
+        hf_settings.read_config(folder)
+
+
 def test_other_text_models_of_a_mistral_3_are_named(tmp_path):
     folder = wrap_mistral(tmp_path / "src", "mistral", {"model_type": "llama"})
     with pytest.raises(UsageError, match="expected an object of model_type=mistral or ministral3 or mistral4"):
