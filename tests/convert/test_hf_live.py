@@ -42,8 +42,9 @@ def test_families_of_classifiers_are_those_of_transformers():
     assert named == reward_heads.FAMILIES
 
 
-# transformers' float32 logits of these are up to 5.8e-6 from its float64 logits. Ours are 1.3e-6 from those.
-IN_FLOAT64 = {("qwen2_moe", 0)}
+# transformers' float32 logits of the first are up to 5.8e-6 from its float64 logits. Ours are 1.3e-6 from those. On an
+# Intel Xeon with AVX-512, its float32 logits of the others are up to 3.5e-6 from ours.
+IN_FLOAT64 = {("qwen2_moe", 0), ("minimax_m2", 1), ("hy_v3", 1), ("mellum", 0)}
 SETTINGS = [(name, i) for name, settings in hf_models.SETTINGS.items() for i in range(len(settings))]
 
 
@@ -123,9 +124,9 @@ def test_experts_in_mxfp4_are_those_of_transformers(tmp_path):
     ).eval()  # fmt: skip
     tokens = np.random.RandomState(1).randint(0, hf_models.VOCAB, (2, hf_models.SEQ)).astype(np.int32)
     config = test_hf.hf_settings.read_config(folder)[1].replace(mesh="1x1", batch=2)
-    ours = test_hf.Model.on(config, test_hf.mesh.make(config))
-    logits = Decoder(ours).logits(test_hf.on_devices(ours, test_hf.params_of(folder)), tokens)
-    assert np.abs(np.asarray(logits)[..., : hf_models.VOCAB] - hf_models.compute(loaded, tokens)).max() <= SAME
+    logits = compute_exactly(config, test_hf.params_of(folder), tokens)  # float32 would be rounded by up to 3.4e-6
+    wanted = hf_models.compute(hf_models.to_float64(loaded), tokens)
+    assert np.abs(logits[..., : hf_models.VOCAB] - wanted).max() <= SAME
 
 
 def test_gpt2_with_its_own_vocabulary(tmp_path):
