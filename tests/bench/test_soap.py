@@ -14,7 +14,10 @@ BETA1, BETA2, STEPS = 0.8, 0.9, 8
 
 @pytest.fixture(scope="module")
 def gradients():
-    """Those of two layers' matrices. Of the rows' first four eigenvectors only one has no gradient: it is unique."""
+    """The gradients of two layers' matrices.
+
+    Of the rows' first four eigenvectors only one has no gradient: it is unique.
+    """
     return np.random.default_rng(0).standard_normal((STEPS, 2, 4, 3)) * np.array([[1.0], [2.0], [0.5], [0.1]])
 
 
