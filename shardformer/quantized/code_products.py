@@ -11,7 +11,7 @@ Compilers of TPUs and GPUs convert codes inside a product. That of a CPU would s
 - Digits: a row is split into int8 digits, row = scale * (d0 + d1/254 + d2/254**2), for the int8 products that CPUs have
   instructions for. Integer sums are exact, so the result is as close to the exact one as a float32 product (1.2e-7 of
   the largest for 768 x 3072 codes, and 8e-7). 16 rows times 50,304 x 768 codes take 9 to 15 ms on two cores, and 19 to
-  20 ms in float32.
+  20 ms in float32. One row times a table of 49,152 x 576 takes 1.3 ms by digits on two threads, and 3.0 in registers.
 """
 
 import functools
@@ -134,7 +134,10 @@ def multiply_row(x_1I: Array, codes_IO: Array) -> Array:
 
 
 def multiply_row_by_table(x_1D: Array, codes_VD: Array) -> Array:
-    """Returns the float32 products of a row and each row of a table of codes; `choose_lanes` accepts its width."""
+    """Returns the float32 products of a row and each row of a table of codes; `choose_lanes` accepts its width.
+
+    Used where a CPU has no int8 products.
+    """
     (entries, width), lanes = codes_VD.shape, choose_lanes(codes_VD.shape[1])
     rows, x_1D = min(TABLE_ROWS, entries), x_1D.astype(jnp.float32)
 

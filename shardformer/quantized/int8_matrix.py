@@ -117,10 +117,12 @@ def _multiply_at_once(x_NI, codes, transposed, preferred):
 
 def _multiply_on_cpu(x_NI, codes, transposed, preferred, most_rows):
     rows = x_NI.shape[0]
-    if rows == 1 and not (transposed and not code_products.choose_lanes(codes.shape[1])):
-        y_NO = (code_products.multiply_row_by_table if transposed else code_products.multiply_row)(x_NI, codes)
+    if rows == 1 and not transposed:
+        y_NO = code_products.multiply_row(x_NI, codes)
     elif rows <= code_products.MOST_ROWS_OF_DIGITS and code_products.has_int8_products():
         y_NO = code_products.multiply_digits(x_NI, codes, transposed)
+    elif rows == 1 and code_products.choose_lanes(codes.shape[1]):
+        y_NO = code_products.multiply_row_by_table(x_NI, codes)
     else:
         return _multiply_tiles(x_NI, codes, transposed, preferred, most_rows)
     return y_NO.astype(preferred or x_NI.dtype)

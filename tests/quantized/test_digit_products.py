@@ -105,6 +105,9 @@ def test_few_rows_are_multiplied_by_digits(monkeypatch, new_programs):
     monkeypatch.setattr(code_products, "multiply_digits", lambda x, *args: counted.append(len(x)) or multiply(x, *args))
     w = Int8Matrix(*int8_matrix.quantize(jnp.asarray(draw_codes(False), jnp.float32), -2))
 
+    def multiply_table(x, w):
+        return int8_matrix.multiply_table(x, Int8Matrix(w.codes.T, w.scales.T), True)
+
     def count_rows(shape, function=int8_matrix.multiply):
         counted.clear()
         jax.eval_shape(function, jax.ShapeDtypeStruct((*shape, INPUTS), jnp.float32), w)
@@ -115,6 +118,8 @@ def test_few_rows_are_multiplied_by_digits(monkeypatch, new_programs):
     assert count_rows((1, 1)) == []
     assert count_rows((1, code_products.MOST_ROWS_OF_DIGITS + 1)) == []
     assert 4 in count_rows((4, 1, 1), jax.vmap(int8_matrix.multiply, (0, None)))
+    assert count_rows((1, 1), multiply_table) == [1]
     monkeypatch.setattr(code_products, "has_int8_products", lambda: False)
     jax.clear_caches()
     assert count_rows((2, 3)) == []
+    assert count_rows((1, 1), multiply_table) == []
