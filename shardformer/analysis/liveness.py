@@ -33,7 +33,7 @@ KERNEL = "pallas_call"  # reads all of its operands from memory: nothing is fuse
 RENAMING = {  # operations whose result is their operand in memory
     "pvary", "pcast", "reshape", "squeeze", "expand_dims", "transpose", "stop_gradient", "name", "copy", "copy_p",
 }  # fmt: skip
-CONSTANT = "constant"
+CONSTANT, SLICE = "constant", "dynamic_slice"
 LANES = 128  # values in a row of a TPU's memory
 STORED_RESULTS = {  # on a CPU, if more than one operation uses the result
     "sub", "div", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "erf", "pow", "rsqrt", "sqrt", "sin",
@@ -170,10 +170,11 @@ class _Program:
         """
         return operation.name not in IN_MEMORY and all(self.users[value] == 1 for value in operation.outputs)
 
-    def sources(self, roots: Iterable[int] = ()) -> list[set[int]]:
+    def sources(self, roots: Iterable[int] = (), slices: bool = False) -> list[set[int]]:
         """Returns for each operation the arrays that its inputs are computed from.
 
-        The last set is of the results; `roots` are inputs that count as arrays.
+        The last set is of the results; `roots` are inputs that count as arrays. slices: instead of the array, the slice
+        of it that is read.
         """
         origins: dict[int, tuple[int, ...]] = dict.fromkeys(self.inputs, ())
         origins |= {value: (value,) for value in roots}
@@ -182,7 +183,8 @@ class _Program:
             read = {array for value in operation.inputs for array in origins.get(value, ())}
             result.append(read)
             for value in operation.outputs:
-                origins[value] = (value,) if value in self.in_memory else tuple(read)
+                is_array = value in self.in_memory or (slices and operation.name == SLICE)
+                origins[value] = (value,) if is_array else tuple(read)
         result.append({array for value in self.results for array in origins.get(value, ())})
         return result
 
@@ -223,12 +225,13 @@ def traffic_bytes(jaxpr) -> int:
     """
     program = _Program(jaxpr, cpu=False)
     total = 0
-    for operation, read in zip(program.operations, program.sources(program.inputs), strict=False):
+    for operation, read in zip(program.operations, program.sources(program.inputs, slices=True), strict=False):
         written = [value for value in operation.outputs if value in program.in_memory]
         if operation.bodies:
             total += operation.trips * max(traffic_bytes(body) for body in operation.bodies)
         elif written:
-            total += sum(program.sizes[value] for value in (*read, *written))
+            of_slice = operation.name == SLICE
+            total += sum(program.sizes[value] for value in (*(written if of_slice else read), *written))
     return total
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardformer.analysis.program_collectives import Collective, wire_bytes
+from shardformer.analysis.wire_time import KERNEL_PASSES, KERNEL_SHARE
 from shardformer.config import Config
 from shardformer.config.names import AXES, CP, DP
 from shardformer.devices.chips import Chip, Slice
@@ -15,11 +16,11 @@ from shardformer.layout import Layout
 from shardformer.model import flops
 from shardformer.parallel.replicas import Replicated, Zero
 
-# The forecast is fitted on the published and compiled steps of tests/analysis/test_forecast.py: arithmetic at a share
-# of the peak, then the part of the traced memory traffic's seconds that no arithmetic hides.
-ARITHMETIC_SHARE, SHARE_WITH_EXPERTS = 0.85, 0.75
-EXPOSED_TRAFFIC = {"tpu": 0.75, "gpu": 1.25}
-FORECAST_ERROR = 0.14  # the root mean square of the logarithms of forecast / published
+# The forecast is fitted on the published and compiled steps of tests/analysis/test_forecast.py: products at a share of
+# the peak, attention by its kernel, then the part of the traced memory traffic's seconds that no arithmetic hides.
+PRODUCT_SHARE, SHARE_WITH_EXPERTS = {"tpu": 0.93, "gpu": 0.76}, 0.72
+EXPOSED_TRAFFIC = {"tpu": 0.85, "gpu": 1.6}
+FORECAST_ERROR = 0.11  # the root mean square of the logarithms of forecast / published
 
 
 class Roofline(NamedTuple):
@@ -67,9 +68,24 @@ def predict_times(
 
 def forecast_seconds(times: Roofline, config: Config, chips: Slice) -> float:
     """Returns the seconds that a step is expected to take; `FORECAST_ERROR` is the typical error."""
-    share = SHARE_WITH_EXPERTS if config.experts.experts else ARITHMETIC_SHARE
-    working = times.compute / share + EXPOSED_TRAFFIC[chips.platform] * times.memory
+    share = SHARE_WITH_EXPERTS if config.experts.experts else PRODUCT_SHARE[chips.platform]
+    attention, kernels = _attention_seconds(config, chips)
+    working = (times.compute - attention) / share + kernels + EXPOSED_TRAFFIC[chips.platform] * times.memory
     return max(working, times.memory, times.overlapped_wire) + times.exposed_wire + times.host_link
+
+
+def _attention_seconds(config: Config, chips: Slice) -> tuple[float, float]:
+    """Returns the seconds of a step's attention at the peak, and those of its kernels.
+
+    Heads that are narrower than a TPU's matrix unit leave a part of it idle.
+    """
+    if not config.objective.reads_tokens:
+        return 0.0, 0.0
+    tokens = config.training.batch * config.model.seq / config.parallel.devices
+    one_pass = flops.attention_flops(config) * tokens / chips.chip.flops
+    recomputed = config.parallel.remat == "full"
+    filled = min(config.model.head_size / (chips.chip.matrix_side or 1), 1)
+    return (3 + recomputed) * one_pass, (KERNEL_PASSES + recomputed) * one_pass / (KERNEL_SHARE * filled)
 
 
 def _overlaps(collective: Collective, axes: str, replicas: Replicated) -> bool:
@@ -89,6 +105,7 @@ def _overlaps(collective: Collective, axes: str, replicas: Replicated) -> bool:
 def _timed_flops_per_token(layout: Layout) -> float:
     """Returns FLOPs with the layers' recomputation, and with a stage's waiting time as the FLOPs that it could do.
 
+    No gradient needs the products that only the residual stream reads, so remat=full does not compute them again.
     Neither applies to the head: its forward pass is kept, and each stage computes its rows' loss outside the schedule.
     """
     config, layers = layout.config, 0.0
@@ -97,7 +114,7 @@ def _timed_flops_per_token(layout: Layout) -> float:
     layers, forward = flops.layer_flops_per_token(config)
     rest = flops.flops_per_token(config) - layers
     if config.parallel.remat == "full":
-        layers += forward
+        layers += forward - flops.unread_flops_per_token(config)
     if layout.pipeline:
         layers *= layout.pipeline.ticks / (config.parallel.pipeline_rounds * config.training.accum)
     return rest + layers

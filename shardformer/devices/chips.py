@@ -46,6 +46,7 @@ class Chip(NamedTuple):
     devices: int = 1  # of one chip
     host_link: float = TPU_HOST_LINK  # between a device and its host's memory, each way, bytes per second
     exchanging: int = 0  # chips of a slice up to which an all-to-all overlaps with arithmetic; 0: any number
+    matrix_side: int = 128  # rows and columns of a TPU's matrix unit; 0 of a GPU, whose units are small
 
     @property
     def axis_wire(self) -> float:
@@ -73,6 +74,7 @@ def _gpu(
         GPU_NETWORK,
         capability,
         host_link=pcie,
+        matrix_side=0,
     )
 
 
@@ -91,11 +93,12 @@ CHIPS = {
     "v5p": Chip(459e12, 95 * GiB - RESERVED, 2765e9, 600e9, 3, 128 * MiB,
                 "cloud.google.com/tpu/docs/v5p: ICI 1200 GB/s, two ways", clock=459e12 / (8 * SYSTOLIC)),
     "v6e": Chip(918e12, 32 * GiB - RESERVED, 1600e9, 400e9, 2, 128 * MiB,
-                "docs.cloud.google.com/tpu/docs/v6e: ICI 800 GB/s, two ways", clock=918e12 / (4 * 4 * SYSTOLIC)),
+                "docs.cloud.google.com/tpu/docs/v6e: ICI 800 GB/s, two ways", clock=918e12 / (4 * 4 * SYSTOLIC),
+                matrix_side=256),
     "tpu7x": Chip(2307e12 / 2, 96 * GiB - RESERVED, 7380e9 / 2, 600e9 / 2, 3, 64 * MiB,
                   "docs.cloud.google.com/tpu/docs/tpu7x, half of a chip: ICI 1200 GB/s, two ways; unconfirmed: no step "
                   "was measured, and the clock, the fast memory and the reserved memory are assumed",
-                  clock=2307e12 / 2 / (4 * 4 * SYSTOLIC), devices=2, host_link=TPU_HOST_LINK / 2),
+                  clock=2307e12 / 2 / (4 * 4 * SYSTOLIC), devices=2, host_link=TPU_HOST_LINK / 2, matrix_side=256),
     "a100": _gpu(312e12, 80e9, 2039e9, 300e9, 8.0, "NVIDIA A100 80GB SXM data sheet: NVLink 600 GB/s both ways",
                  PCIE_4),
     "h100": _gpu(989e12, 80e9, 3350e9, 450e9, 9.0, "NVIDIA H100 SXM data sheet: NVLink 900 GB/s both ways"),

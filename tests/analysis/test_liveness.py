@@ -34,6 +34,15 @@ def test_products_with_codes_are_products():
     assert liveness.peak_bytes(jaxpr) == 2 * BYTES
 
 
+def test_traffic_of_a_slice_is_its_own_bytes():
+    """Attention in blocks reads a block of the keys at a time, not all of them."""
+
+    def blocks(x):
+        return lax.map(lambda i: lax.dynamic_slice_in_dim(x, i * 8, 8) @ x.T, jnp.arange(N // 8))
+
+    assert liveness.traffic_bytes(jax.make_jaxpr(blocks)(MATRIX).jaxpr) == (N // 8) * (BYTES // 8 + BYTES + BYTES // 8)
+
+
 def test_an_intermediate_ends_with_its_last_use():
     assert peak(lambda x: ((x @ x) @ x) @ x, MATRIX) == 2 * BYTES
 

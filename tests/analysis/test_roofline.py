@@ -4,10 +4,12 @@ import types
 
 import pytest
 
-from shardformer.analysis import memory, plan, roofline
+from shardformer.analysis import memory, plan, roofline, traced
 from shardformer.analysis.program_collectives import Collective
 from shardformer.config.parsing import parse_mesh
 from shardformer.devices import chips
+from shardformer.exact import jaxprs
+from shardformer.model import flops
 from tests import shared
 
 V5E = chips.parse_slice("v5e:1x1")
@@ -24,12 +26,16 @@ def compute(**overrides) -> float:
 
 
 def test_a_head_waits_for_no_stage_and_is_not_computed_twice():
-    """Each of two stages waits for a third of its three turns with two microbatches."""
+    """Each of two stages waits for a third of its three turns with two microbatches.
+
+    Only the residual stream reads o and down, of 32 x 32 and 32 x 128: they are not computed twice either.
+    """
     layers = 2 * (4 * 32 * 32 + 2 * 32 * 128 + 128 + 3 * 32) + 2 * 16 * 32
     head = 32 * 64 + 64 + 2 * 32
     piped = {"mesh": "1x1x2", "accum": 2}
     assert 2 * compute(**piped) == pytest.approx(6 * head + 6 * layers * 3 / 2)
-    assert 2 * compute(**piped, remat="full") == pytest.approx(6 * head + 8 * layers * 3 / 2)
+    twice = layers - 2 * (32 * 32 + 32 * 128)
+    assert 2 * compute(**piped, remat="full") == pytest.approx(6 * head + (6 * layers + 2 * twice) * 3 / 2)
 
 
 def test_only_gathers_of_zero_in_a_loop_overlap():
@@ -78,6 +84,34 @@ def test_scatters_of_layers_are_exchanges_on_a_tpu(chip, mesh, in_loop, overlaps
     assert (overlapped > 0, exposed > 0) == (overlaps, not overlaps)
 
 
+@pytest.mark.parametrize(("block", "fewer"), [("parallel", 2), ("sequential", 1), ("sequential_post_norms", 0)])
+def test_full_remat_repeats_no_product_that_no_gradient_reads(block, fewer):
+    """The trace of a layer has as many products with its six matrices as the FLOPs say; `linear` has three by chip."""
+    config = shared.tiny(mesh="1x1", remat="full", block=block, bias="none", d_ff=33)
+    (body,) = traced.trace(plan.resolve_on(config, V5E)).bodies
+    products = [
+        {size for atom in (*equation.invars, *equation.outvars) for size in atom.aval.shape}
+        for inner in jaxprs.walk(body)
+        for equation in inner.eqns
+        if equation.primitive.name == "dot_general"
+    ]
+    assert sum(33 in sizes for sizes in products) == 2 * (1 + 1 + 4) - (fewer > 0)
+    down, o = 2 * 32 * 33 * config.model.layers, 2 * 32 * 32 * config.model.layers
+    assert flops.unread_flops_per_token(config) == [0, down, down + o][fewer]
+
+
+def test_narrow_heads_leave_a_part_of_a_matrix_unit_idle():
+    """Heads of 128 numbers fill half of the rows of a v6e's unit, and all of a v5e's."""
+    seconds = {}
+    for chip in ("v5e", "v6e"):
+        slice_ = chips.parse_slice(f"{chip}:1x1")
+        config = shared.tiny(mesh="1x1", d_model=256, heads=2)
+        times = roofline.Roofline(1.0, 0, 0, 0)
+        seconds[chip] = (roofline.forecast_seconds(times, config, slice_) - 1 / 0.93) * slice_.chip.flops
+    one_pass = 16 * 8 * flops.attention_flops(shared.tiny(mesh="1x1", d_model=256, heads=2))
+    assert seconds["v6e"] - seconds["v5e"] == pytest.approx(3.5 * one_pass / 0.5, rel=1e-3)
+
+
 def test_exposed_wire_traffic_adds_to_the_longest_time():
     times = roofline.Roofline(compute=3.0, memory=2.0, overlapped_wire=5.0, exposed_wire=1.0)
     assert times.seconds == 6.0
@@ -101,10 +135,11 @@ def test_frozen_weights_take_two_thirds_of_the_flops():
     attention = 2 * 16 * 32
     adapters = 2 * 4 * (32 + 32)
     assert compute() == pytest.approx(6 * head + 6 * matrices + 6 * attention)
-    assert compute(remat="full") == pytest.approx(6 * head + 8 * matrices + 8 * attention)
+    unread = 2 * 2 * (32 * 32 + 32 * 128)  # o and down, whose products no gradient reads
+    assert compute(remat="full") == pytest.approx(6 * head + 8 * matrices - unread + 8 * attention)
     lora = {"lora_rank": 4, "lora_targets": "q"}
     assert compute(**lora) == pytest.approx(4 * head + 4 * matrices + 6 * adapters + 6 * attention)
-    expected = 4 * head + 6 * matrices + 8 * adapters + 8 * attention
+    expected = 4 * head + 6 * matrices - unread + 8 * adapters + 8 * attention
     assert compute(**lora, remat="full") == pytest.approx(expected)
 
 
