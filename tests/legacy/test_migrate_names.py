@@ -38,6 +38,9 @@ from tests.legacy.migrated_code import SCALE, load, migrated, run
         ("import jax.numpy as jnp\njnp.reshape(x, newshape=2)", "import jax.numpy as jnp\njnp.reshape(x, shape=2)"),
         ("import jax\njax.lax.cond(p, f, g, x, linear=(1,))", "import jax\njax.lax.cond(p, f, g, x)"),
         ("import jax\nx.device_buffer.y\njax.core.get_aval(x)", "import jax\nx.addressable_data(0).y\njax.typeof(x)"),
+        ("import jax\n[b.device() for b in x.device_buffers]\n(x.device_buffers[1].device(), x.device_buffer.device())",
+         "import jax\n[b.device for b in [shard.data for shard in x.addressable_shards]]\n"
+         "([shard.data for shard in x.addressable_shards][1].device, x.addressable_data(0).device)"),
         ("from jax.experimental.pjit import pjit\nimport jax\nf = pjit(g, in_axis_resources=(a, None))",
          "import jax\nfrom shard_map_helpers import jit_in_layout\n"
          "f = jit_in_layout(g, in_shardings=(a, jax.sharding.PartitionSpec()))"),
@@ -49,6 +52,8 @@ from tests.legacy.migrated_code import SCALE, load, migrated, run
          "h.id_tap(g, x)",
          "import jax\nimport jax.experimental\n"
          "y = jax.experimental.io_callback(f, s, x)\njax.debug.callback(g, x, ())"),
+        ("import jax.tools.colab_tpu\ndef setup():\n    jax.tools.colab_tpu.setup_tpu()",
+         "import jax\ndef setup():\n    pass"),
         ("import jax\nx = jax.device_put_replicated(x, d)",
          "import jax\nfrom shard_map_helpers import device_put_replicated\nx = device_put_replicated(x, d)"),
         ("import jax\nisinstance(x, jax.ad.JVPTracer)", "import jax\nisinstance(x, jax.interpreters.ad.JVPTracer)"),
@@ -117,6 +122,7 @@ def test_keywords_out_of_order_stay(tmp_path):
         ("import jax\njax.soft_pmap(f)\n", "2: jax.soft_pmap has no mechanical answer; today: jax.experimental.maps"),
         ("from jax import lib\nlib.xla_client.ops.Tuple\n", "2: jax.lib.xla_client.ops has no mechanical answer"),
         ("import jax\njax.random.default_prng_impl()\n", "2: jax.random.default_prng_impl has no mechanical answer"),
+        ("import jax\n[b for b in x]\nb.device()\n", "3: x.device() has no mechanical answer"),
     ],
 )
 def test_a_removed_name_without_an_answer_is_listed(tmp_path, source, reason):

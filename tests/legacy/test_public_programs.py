@@ -4,7 +4,9 @@ PUBLIC_PROGRAMS names a folder with a folder for each program, as it was publish
 diffrax: `pip download diffrax==0.1.1`; brax: `pip download brax==0.9.0`, each unpacked (with mujoco 2.3.7 and
 jaxopt 0.8.5: jaxopt 0.8 itself imports removed names);
 easy_neural_ode: https://github.com/jacobjinkelly/easy-neural-ode; sparse_mixers/sparse_mixers: that folder of
-https://github.com/google-research/google-research. Without a program its tests do not run, and say so.
+https://github.com/google-research/google-research; progen: https://github.com/lucidrains/progen at 3054b29;
+vietTTS: https://github.com/NTT123/vietTTS at f5c5d09 without its notebooks.
+Without a program its tests do not run, and say so.
 """
 
 import hashlib

@@ -42,6 +42,8 @@ class Speller(Protocol):
 
     def assigned(self, name: str) -> ast.AST | None: ...
 
+    def is_buffer(self, node: ast.expr) -> bool: ...
+
 
 def rewrite_call(file: Speller, function: str, call: ast.Call) -> Rewritten | None:
     """Returns the text of a call of a removed function; None if it has no mechanical answer."""
@@ -88,6 +90,8 @@ def _member_call(file: Speller, member: ast.Attribute, call: ast.Call) -> Rewrit
         return _called(file, today, [array, *_all_arguments(file, call)])
     if call.args or call.keywords:
         return None
+    if member.attr == "device" and file.is_buffer(member.value):
+        return Rewritten(f"{array}.device", ())  # on one device, where x.device() and x.device are the same
     if member.attr == "to_py":
         return _called(file, "numpy.asarray", [array])
     return Rewritten(f"{array}.addressable_data(0)", ()) if member.attr == "local_data" else None

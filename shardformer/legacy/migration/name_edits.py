@@ -11,9 +11,10 @@ from shardformer.legacy.migration.mesh_edits import keep_blocks_filled, unparse_
 from shardformer.legacy.removed_keywords import BY_POSITION, LOST_KEYWORDS, REMOVED_KEYWORDS
 from shardformer.legacy.removed_names import PROVIDERS
 from shardformer.legacy.removed_options import REMOVED_OPTIONS
-from shardformer.legacy.source_names import ValueVisitor
+from shardformer.legacy.source_names import COMPREHENSIONS, ValueVisitor
 
 PJIT, INDEX, LINEARIZE = "jax.experimental.pjit.pjit", "jax.ops.index", "jax.interpreters.ad.linearize"
+SETUP_TPU = "jax.tools.colab_tpu.setup_tpu"
 AT_EACH_USE = {PJIT, INDEX}  # rewritten where it is used, not where it is imported
 
 
@@ -36,6 +37,7 @@ class NameEdits(ValueVisitor):
         self.tree, self.kept, self.copies = tree, kept, copies
         self._lines = split_lines(source)
         self.dots = dots
+        self._names_of_buffers: set[str] = set()
         self.edits: list[Edit] = []
         self._removals: dict[int, Edit] = {}
 
@@ -59,6 +61,14 @@ class NameEdits(ValueVisitor):
 
     def text(self, node: ast.expr) -> str:
         return text_of(self._lines, span_of(node))
+
+    def is_buffer(self, node: ast.expr) -> bool:
+        """Returns True for the part of an array on one device: `x.device_buffer`, and each of `x.device_buffers`."""
+        if isinstance(node, ast.Name):
+            return node.id in self._names_of_buffers
+        if isinstance(node, ast.Subscript):
+            return _are_buffers(node.value)
+        return isinstance(node, ast.Attribute) and node.attr == "device_buffer"
 
     def spell(self, dotted: str) -> Spelling:
         """Spells a dotted name by the longest alias that the file has, or by its module."""
@@ -84,6 +94,15 @@ class NameEdits(ValueVisitor):
                     return local
         return None
 
+    def _visit_comprehension(self, node: COMPREHENSIONS):
+        targets = [each.target for each in node.generators if _are_buffers(each.iter)]
+        outer = self._names_of_buffers
+        self._names_of_buffers = outer | {target.id for target in targets if isinstance(target, ast.Name)}
+        super()._visit_comprehension(node)
+        self._names_of_buffers = outer
+
+    visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _visit_comprehension
+
     # Statements ------------------------------------------------------------------------------------------------------
 
     def visit_Import(self, node: ast.Import):
@@ -91,7 +110,7 @@ class NameEdits(ValueVisitor):
             ast.alias(name_targets.MOVED[each.name], each.asname)
             if each.name in name_targets.MOVED and each.asname and self._is_gone(each.name)
             else ast.alias("jax")
-            if each.name == "jax.config" and not each.asname
+            if each.name in ("jax.config", "jax.tools.colab_tpu") and not each.asname
             else each
             for each in node.names
         ]
@@ -157,7 +176,7 @@ class NameEdits(ValueVisitor):
         function = self._without_config_twice(call.func)
         option = call.args[0].value if call.args and isinstance(call.args[0], ast.Constant) else None
         removed = option in REMOVED_OPTIONS and not installed_libraries.has_option(str(option))
-        if (function == "jax.config.update" and removed) or function == "jax.config.enable_omnistaging":
+        if (function == "jax.config.update" and removed) or function in ("jax.config.enable_omnistaging", SETUP_TPU):
             self._removals[id(node)] = Edit(span_of(node), "")
             return None
         rewritten = call_rewrites.rewrite_statement(self, function or "", call)
@@ -283,6 +302,10 @@ class NameEdits(ValueVisitor):
         if name is not None and (name + ".").startswith("jax.config.config."):
             return name.replace("jax.config.config", "jax.config", 1)
         return name
+
+
+def _are_buffers(node: ast.expr) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == "device_buffers"
 
 
 def lines_of_pjit(source: str) -> list[int]:
