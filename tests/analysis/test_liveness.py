@@ -43,6 +43,16 @@ def test_traffic_of_a_slice_is_its_own_bytes():
     assert liveness.traffic_bytes(jax.make_jaxpr(blocks)(MATRIX).jaxpr) == (N // 8) * (BYTES // 8 + BYTES + BYTES // 8)
 
 
+def test_a_slice_that_is_stored_reads_its_own_bytes():
+    """A gather reads the slice from memory: it is read, written and read again, and half of it is the result."""
+
+    def take(x):
+        return lax.map(lambda i: lax.dynamic_slice_in_dim(x, i * 8, 8)[jnp.arange(4)], jnp.arange(N // 8))
+
+    block = BYTES // (N // 8)
+    assert liveness.traffic_bytes(jax.make_jaxpr(take)(MATRIX).jaxpr) == (N // 8) * (3 * block + block // 2)
+
+
 def test_an_intermediate_ends_with_its_last_use():
     assert peak(lambda x: ((x @ x) @ x) @ x, MATRIX) == 2 * BYTES
 
