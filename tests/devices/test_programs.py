@@ -16,7 +16,7 @@ from shardformer import storage
 from shardformer.analysis.program_collectives import parse_collectives
 from shardformer.data import load_corpus
 from shardformer.devices import programs
-from shardformer.devices.programs import EarlyCompilation, saves_time
+from shardformer.devices.programs import EarlyWork, saves_time
 from shardformer.errors import RunError, UsageError
 from shardformer.layout import mesh
 from shardformer.training.trainer import Trainer
@@ -351,7 +351,7 @@ def test_token_ids_without_a_cache_name_the_folder(monkeypatch, tmp_path):
 
 
 def compile_in_thread(program, *arguments):
-    EarlyCompilation(lambda: program.lower(*arguments).compile()).wait()
+    EarlyWork(lambda: program.lower(*arguments).compile()).wait()
 
 
 def make_arguments(sharding):
