@@ -114,8 +114,7 @@ def race_recipe(options: Measuring, settings: Config) -> None:
 def train(options: Measuring, c: Config, corpus: Corpus) -> Iterator[Seed]:
     """Trains from each seed in turn, by one compiled step."""
     trainer = Trainer(c, mesh.make(c))
-    for program in trainer.lower(trainer.abstract, trainer.abstract_batch):
-        program.compile()
+    trainer.compile_step()
     evaluator = Evaluator(trainer, corpus)
     for number in range(c.training.seed, c.training.seed + options.seeds):
         yield train_seed(options.recipe, number, evaluator)

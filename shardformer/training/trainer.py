@@ -60,6 +60,11 @@ class Trainer:
         """Returns the state before the first step, from float32 parameters, which it consumes."""
         return self._start(params)
 
+    def compile_step(self) -> None:
+        """Compiles the step for batches of `batch_shapes`: the first call finds it compiled."""
+        for lowered in self.lower(self.abstract, self.abstract_batch):
+            lowered.compile()
+
     def step(self, state: TrainState, batch, step: int) -> tuple[TrainState, jax.Array]:
         """Dispatches one update with the batch made for `step`; consumes `state`. The metrics are one array."""
         return self.accumulation.step(state, self.to_devices(batch) | self.constants, np.int32(step))
