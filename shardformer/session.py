@@ -11,8 +11,7 @@ import contextlib
 import dataclasses
 import importlib
 import json
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ from shardformer.data import Characters, Data, TokenIds, Vocabulary
 from shardformer.data.digests import OWN
 from shardformer.data.source import Progress
 from shardformer.devices import processes, programs
-from shardformer.devices.programs import EarlyCompilation
+from shardformer.devices.programs import EarlyWork
 from shardformer.errors import RunError, UsageError
 from shardformer.files import replacing
 from shardformer.layout import mesh
@@ -190,15 +189,14 @@ class Session:
             run.check_same_start()
             trainer = Trainer(run.config, mesh.make(run.config))
             lock = stack.enter_context(run.locked())
-            if lock:
-                stack.enter_context(_importing("shardformer.logs.curves"))
             if self.is_new:  # check a second time: another run may have started and ended there while this one waited
                 processes.run_on_first_process(run.claim_folder)
             log_lines(start_messages.describe_start(run, self.corpus, trainer.model))
             early = None
             is_one_program = run.config.training.accum_mode == "scan"
             if programs.saves_time() and is_one_program and self.corpus.has_known_arrays(run.config):
-                early = EarlyCompilation(trainer.compile_step)
+                lowered = trainer.lower(trainer.abstract, trainer.abstract_batch)  # first: it is the longest to compile
+                early = EarlyWork(lambda: [program.compile() for program in lowered])
                 stack.callback(early.wait)
             state, best = run.restore(trainer)
             log_lines(start_messages.describe_position(run, self.previous, self.is_new, int(state.step), trainer.model))
@@ -209,6 +207,9 @@ class Session:
             batches = evaluator.corpus.train_batches(run.config, int(state.step), evaluator.trainer.local_rows)
             stack.callback(batches.close)
             run.write_documents()
+            if lock:
+                importing = EarlyWork(lambda: importlib.import_module("shardformer.logs.curves"))
+                stack.callback(importing.wait)  # an import while the interpreter ends could abort the process
             if early:
                 with goodput.CLOCK.spending("compile"):
                     early.wait()
@@ -257,16 +258,15 @@ class Trained:
 
     def load_best(self) -> tuple[Model, Any, int]:
         """Returns a model that samples, the parameters of the best checkpoint, and its step."""
-        model = self.make_sampling_model()
+        model = make_sampling_model(self.run, self.evaluator)
         step, params = self.run.restore_params(model, self.best.step)
         return model, params, step
 
-    def make_sampling_model(self) -> Model:
-        """Returns a model that samples: the one that was trained, or one without stages or layers of training."""
-        settings = self.run.config.objective.without_training_layers().without_stages()
-        if settings is self.run.config:
-            return self.evaluator.trainer.model
-        return Model.on(settings, mesh.make(settings))
+
+def make_sampling_model(run: Run, evaluator: Evaluator) -> Model:
+    """Returns a model that samples: the one that is trained, or one without stages or layers of training."""
+    settings = run.config.objective.without_training_layers().without_stages()
+    return evaluator.trainer.model if settings is run.config else Model.on(settings, mesh.make(settings))
 
 
 def warn_of_compiler() -> None:
@@ -311,25 +311,6 @@ def _check_text_field(config: Config, previous: Config) -> None:
             f"text={config.data.text} does nothing: {config.data.source} is the same with "
             f"text={previous.data.text}; leave it out"
         )
-
-
-@contextlib.contextmanager
-def _importing(module: str) -> Iterator[None]:
-    """Imports a module in another thread, and waits for the end of that thread after the block.
-
-    A thread that still imports while the interpreter ends could abort the process.
-    """
-
-    def load() -> None:
-        with contextlib.suppress(Exception):  # the import is repeated where the module is used, and raises there
-            importlib.import_module(module)
-
-    thread = threading.Thread(target=load, name=f"import {module}")
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
 
 
 def draw_curves(run: Run, lock: Lock | None) -> None:

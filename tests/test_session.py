@@ -102,7 +102,7 @@ def test_own_evaluation_replaces_the_validation(tmp_path):
 
 
 def test_own_batches_of_a_wrong_shape_are_rejected(tmp_path, monkeypatch):
-    monkeypatch.setattr(Trainer, "compile_step", lambda self: None)  # it starts before the first batch is read
+    monkeypatch.setattr(Trainer, "lower", lambda *_: [])  # it starts before the first batch is read
     batches = OwnBatches(lambda first: itertools.repeat({"tokens": np.zeros((BATCH, 3), np.int32)}), VOCAB)
     with pytest.raises(UsageError, match=r"tokens has the shape \(8, 3\), expected \(batch, seq\) = \(8, 16\)"):
         create(tmp_path, batches).train()

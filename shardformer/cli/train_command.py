@@ -1,6 +1,8 @@
 """`train`: starts a new run or resumes one."""
 
 import contextlib
+import dataclasses
+from typing import Any
 
 from shardformer import storage
 from shardformer.cli.arguments import describe_depth, names_depth, parse_keys, parse_preset, run_folder, say, say_text
@@ -9,14 +11,17 @@ from shardformer.cli.sample_command import sample_text
 from shardformer.config import Config, check_zero, presets
 from shardformer.config.parsing import split_checkpoint
 from shardformer.devices import processes, programs
-from shardformer.devices.programs import EarlyCompilation
+from shardformer.devices.programs import EarlyWork
 from shardformer.errors import UsageError
 from shardformer.inference import Generator, Sampling
 from shardformer.logs import command_start, goodput, streams
-from shardformer.session import Session, Trained
-from shardformer.training.evaluation import EvaluationStopped, format_losses
+from shardformer.session import Session, Trained, make_sampling_model
+from shardformer.training.evaluation import EvaluationStopped, Evaluator, format_losses
+from shardformer.training.host_feature import HostFeature
 from shardformer.training.run_folder import Run
 from shardformer.training.stop_signal import StopSignal, print_line
+
+LAST_STEPS = 50  # during which the programs of the sample are compiled; a stop before them waits for no compilation
 
 
 class SampleStopped(Exception):
@@ -29,13 +34,15 @@ def train(arguments: list[str]) -> None:
     with streams.lasting_output(), goodput.CLOCK.noting_compilation():
         session = open_session(arguments)
         check_zero(session.run.config)
-        with StopSignal() as stop:
+        ending = choose_ending(session.run.config)
+        session = dataclasses.replace(session, features=(*session.features, ending))
+        with StopSignal() as stop, contextlib.closing(ending):
             trained = session.train(stop)
             if trained.stopped:
                 say_how_to_resume(trained.run)
             else:
                 with goodput.CLOCK.spending("evaluation"):
-                    finish(trained, stop)
+                    finish(trained, ending, stop)
             say(goodput.CLOCK.finish())
 
 
@@ -99,14 +106,13 @@ def say_how_to_resume(run: Run) -> None:
     say(f"resume with: python -m shardformer train --resume {run.resume_arguments}")
 
 
-def finish(trained: Trained, stop: StopSignal) -> None:
+def finish(trained: Trained, ending: "Ending", stop: StopSignal) -> None:
     """Evaluates the best checkpoint on all held-out data, and prints a sample of it.
 
     A stop ends it; `train --resume` repeats it.
     """
     run, plan = trained.run, "ending the final evaluation; the run is saved"
-    ending = choose_ending(trained)
-    with stop.printed_by(print_line, plan=plan), ending:
+    with stop.printed_by(print_line, plan=plan):
         try:
             if splits := [*trained.evaluator.corpus.held_out]:
                 say(f"evaluating the best checkpoint on all of {' and '.join(splits)}")
@@ -120,16 +126,18 @@ def finish(trained: Trained, stop: StopSignal) -> None:
             say_how_to_resume(run)
 
 
-class Ending(contextlib.nullcontext):
+class Ending(HostFeature):
     """The end of a run that prints no more than its losses."""
 
-    def __init__(self, trained: Trained):
-        super().__init__()
-        self.model = trained.evaluator.trainer.model
+    def prepare(self, run: Run, evaluator: Evaluator, *_: Any) -> None:
+        self.model = evaluator.trainer.model
 
     def write(self, params, stop: StopSignal) -> str:
         """Returns the text that follows the losses."""
         return ""
+
+    def close(self) -> None:
+        """Waits for the end of a thread."""
 
 
 class TaskReport(Ending):
@@ -140,32 +148,33 @@ class TaskReport(Ending):
         return "\n".join(self.model.task.report(processes.gather_arrays(params)))
 
 
-def choose_ending(trained: Trained) -> "Ending | FinalSample":
+def choose_ending(config: Config) -> Ending:
     """Returns what a run prints of its best parameters."""
-    if trained.run.config.start.task:
-        return TaskReport(trained)
-    return FinalSample(trained) if trained.run.config.objective.has_vocabulary else Ending(trained)
+    if config.start.task:
+        return TaskReport(config)
+    return FinalSample(config) if config.objective.has_vocabulary else Ending(config)
 
 
-class FinalSample:
-    """A text of the run without a prompt, whose programs a thread compiles during the evaluation."""
+class FinalSample(Ending):
+    """A text of the run without a prompt, whose programs a thread compiles during the last steps."""
 
-    def __init__(self, trained: Trained):
-        c = trained.run.config
-        self._run, self.model = trained.run, trained.make_sampling_model()
+    _early: EarlyWork | None = None
+
+    def prepare(self, run: Run, evaluator: Evaluator, *_: Any) -> None:
+        c = run.config
+        self._run, self.model = run, make_sampling_model(run, evaluator)
         self.generator = Generator(self.model)
         self._sampling = Sampling(tokens=400, seed=c.training.seed, stride=max(c.model.seq // 4, 1))
-        self._early = EarlyCompilation(self.compile) if programs.saves_time() else None
 
-    def __enter__(self) -> "FinalSample":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._end_compilation()
+    def after_step(self, row: dict, *_: Any) -> dict:
+        remaining = self._run.config.training.steps - row["step"]
+        if remaining < LAST_STEPS and not self._early and programs.saves_time():
+            self._early = EarlyWork(self.compile)
+        return row
 
     def write(self, params, stop: StopSignal) -> str:
         """Returns the text. Raises SampleStopped at the first tokens after a stop."""
-        self._end_compilation()
+        self.close()
 
         def look_for_stop(*_) -> None:
             if stop.is_requested():
@@ -180,7 +189,7 @@ class FinalSample:
         prompt = run.vocabulary.first_ids().tolist()
         self.generator.compile(run.abstract_params(self.generator.model), prompt, self._sampling, len(run.vocabulary))
 
-    def _end_compilation(self) -> None:
+    def close(self) -> None:
         if self._early:
             with goodput.CLOCK.spending("compile"):
                 self._early.wait()

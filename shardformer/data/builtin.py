@@ -61,6 +61,7 @@ GRAMMAR = {
 }
 ALTERNATIVES = {name: text.split("|") for name, text in GRAMMAR.items()}
 SPEAKERS = ALTERNATIVES["speaker"]
+PIECES = {text: re.split(r"{(\w+)}", text) for texts in ALTERNATIVES.values() for text in texts}  # every 2nd is a name
 
 
 @functools.cache
@@ -84,7 +85,10 @@ class _Chooser:
         return options[int(self.random() * len(options))]
 
     def expand(self, name: str) -> str:
-        return re.sub(r"{(\w+)}", lambda match: self.expand(match[1]), self.pick(ALTERNATIVES[name]))
+        text, *rest = PIECES[self.pick(ALTERNATIVES[name])]
+        for i in range(0, len(rest), 2):
+            text += self.expand(rest[i]) + rest[i + 1]
+        return text
 
 
 def _write_play(choose: _Chooser) -> str:

@@ -64,7 +64,7 @@ def keep_compiled_programs(config: Config, gather: Callable[[str], list[str]]) -
     program_folder.replace_damaged_entries(folder)
     settings.update("jax_compilation_cache_dir", str(folder))
     quickest = settings.jax_persistent_cache_min_compile_time_secs  # JAX's default, 1, is more than most programs take
-    settings.update("jax_persistent_cache_min_compile_time_secs", min(quickest, 0.1))
+    settings.update("jax_persistent_cache_min_compile_time_secs", min(quickest, 0.01))
 
 
 def reject_unsafe_cache(config: Config, platform: str) -> None:
@@ -183,20 +183,20 @@ def _describe_type(type_: Any) -> tuple:
     return type_.shape, type_.dtype, type_.weak_type
 
 
-class EarlyCompilation:
-    """A thread that lowers and compiles programs before their first call; `wait` before that.
+class EarlyWork:
+    """A thread that compiles programs before their first call, or imports a module; `wait` before that.
 
-    XLA compiles without the interpreter's lock, mostly on one core. JAX's `jit` calls a program that was lowered for
-    the types and shardings of its arguments, and compiles none again. For others it compiles as if there were no
-    thread.
+    XLA compiles without the interpreter's lock, mostly on one core; lowering needs the lock. JAX's `jit` calls a
+    program that was lowered for the types and shardings of its arguments, and compiles none again. For others it
+    compiles as if there were no thread.
     """
 
-    def __init__(self, compile_programs: Callable[[], object]):
+    def __init__(self, work: Callable[[], object]):
         def run() -> None:
-            with contextlib.suppress(Exception):  # the first call repeats it, and raises there
-                compile_programs()
+            with contextlib.suppress(Exception):  # the first use repeats it, and raises there
+                work()
 
-        self._thread = threading.Thread(target=run, name="compile early")
+        self._thread = threading.Thread(target=run, name="early work")
         self._thread.start()
 
     def wait(self) -> None:

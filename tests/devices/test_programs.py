@@ -16,7 +16,7 @@ from shardformer import storage
 from shardformer.analysis.program_collectives import parse_collectives
 from shardformer.data import load_corpus
 from shardformer.devices import programs
-from shardformer.devices.programs import EarlyCompilation, saves_time
+from shardformer.devices.programs import EarlyWork, saves_time
 from shardformer.errors import RunError, UsageError
 from shardformer.layout import mesh
 from shardformer.training.trainer import Trainer
@@ -62,14 +62,14 @@ def test_one_process_keeps_programs_in_the_cache_of_its_cpu(no_cache_yet):
     folder = Path(kept_in())
     assert folder.parent == no_cache_yet
     assert folder == programs.find_folder()
-    assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.1
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.01
 
 
 @pytest.mark.usefixtures("no_cache_yet")
 def test_a_lower_limit_of_compile_time_stays():
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.005)
     kept_in()
-    assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.05
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.005
 
 
 def test_program_cache_names_the_folder(no_cache_yet):
@@ -351,7 +351,7 @@ def test_token_ids_without_a_cache_name_the_folder(monkeypatch, tmp_path):
 
 
 def compile_in_thread(program, *arguments):
-    EarlyCompilation(lambda: program.lower(*arguments).compile()).wait()
+    EarlyWork(lambda: program.lower(*arguments).compile()).wait()
 
 
 def make_arguments(sharding):

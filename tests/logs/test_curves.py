@@ -1,5 +1,6 @@
 """The picture of a run, from any metrics.csv that a run can leave."""
 
+import itertools
 import math
 import os
 import subprocess
@@ -129,6 +130,30 @@ def test_load_of_experts_has_a_panel(tmp_path, figure):
     curves.draw_curves(out)
     panel = next(panel for panel in figure().axes if panel.get_title() == "Busiest expert")
     assert [list(values) for values in panel.lines[0].get_data()] == [[1, 2], [0.5, 0.75]]
+
+
+def find_collisions(figure) -> list[str]:
+    """Returns the panels whose labels at the left cover another panel or cross the edge of the figure."""
+    labels = {panel.get_title(): panel.yaxis.get_tightbbox() for panel in figure.axes}
+    areas = {panel.get_title(): panel.get_window_extent() for panel in figure.axes}
+    covering = [a for a, b in itertools.permutations(labels, 2) if labels[a].overlaps(areas[b])]
+    return covering + [name for name, box in labels.items() if box.x0 < 0]
+
+
+def draw_long_labels(out, figure):
+    curves.draw_curves(run_with(out, [row(1), row(999_999, grad_norm=345_678.0, tokens_per_s=1.2e8)]))
+    return find_collisions(figure())
+
+
+def test_labels_of_large_numbers_do_not_collide(tmp_path, figure):
+    """With experts, the row has a fourth panel."""
+    (tmp_path / "experts.csv").write_text("step,largest_share_layer_0\n1,0.25\n2,0.75\n")
+    assert not draw_long_labels(tmp_path, figure)
+
+
+def test_colliding_labels_are_noticed(tmp_path, figure, monkeypatch):
+    monkeypatch.setitem(curves._MARGINS, "wspace", 0.05)
+    assert "Speed" in draw_long_labels(tmp_path, figure)
 
 
 def test_running_mean_keeps_a_line_and_averages_noise():

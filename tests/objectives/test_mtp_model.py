@@ -18,8 +18,7 @@ from shardformer.model import Model, flops
 from shardformer.model.task_on_mesh import choose_task
 from shardformer.objectives import mtp_model
 from shardformer.objectives.mtp_model import MtpModel, find_next_shapes
-from shardformer.session import Trained
-from shardformer.training.checkpoint_progress import Best
+from shardformer.session import make_sampling_model
 from tests import meshes, shared
 from tests.integration import objective_reference
 
@@ -199,7 +198,7 @@ def test_eval_and_the_final_sample_read_the_language_model(objective):
     assert choose_task(eval_command.for_evaluation(config, "1x2")) is Model
     trainer = shared._trainer(config)
     run, evaluator = mock.Mock(config=config), mock.Mock(trainer=trainer)
-    model = Trained(run, evaluator, Best(), stopped=False).make_sampling_model()
+    model = make_sampling_model(run, evaluator)
     assert type(model) is Model
     assert (model is trainer.model) == (objective == "lm")
 

@@ -169,7 +169,7 @@ def test_run_stores_no_code(finished, monkeypatch, capsys):
     assert "function of a user's file, which no run stores; name it again" in capsys.readouterr().err
     assert runs.train("--resume", finished, "optimizer=adamw") == runs.USAGE
     assert "optimizer cannot change on resume: the run has own, got adamw" in capsys.readouterr().err
-    monkeypatch.setattr(Trainer, "compile_step", lambda self: None)  # it starts before the state is read
+    monkeypatch.setattr(Trainer, "lower", lambda *_: [])  # it starts before the state is read
     assert runs.train("--resume", finished, "steps=8", f"optimizer={FILE}:lion") == runs.FAILED
     assert "and with the optimizer=FILE.py:NAME of its run if it has one" in capsys.readouterr().err
 
