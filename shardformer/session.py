@@ -195,8 +195,7 @@ class Session:
             early = None
             is_one_program = run.config.training.accum_mode == "scan"
             if programs.saves_time() and is_one_program and self.corpus.has_known_arrays(run.config):
-                lowered = trainer.lower(trainer.abstract, trainer.abstract_batch)  # first: it is the longest to compile
-                early = EarlyWork(lambda: [program.compile() for program in lowered])
+                early = _compile_early(trainer)  # first: it is the longest to compile
                 stack.callback(early.wait)
             state, best = run.restore(trainer)
             log_lines(start_messages.describe_position(run, self.previous, self.is_new, int(state.step), trainer.model))
@@ -267,6 +266,12 @@ def make_sampling_model(run: Run, evaluator: Evaluator) -> Model:
     """Returns a model that samples: the one that is trained, or one without stages or layers of training."""
     settings = run.config.objective.without_training_layers().without_stages()
     return evaluator.trainer.model if settings is run.config else Model.on(settings, mesh.make(settings))
+
+
+def _compile_early(trainer: Trainer) -> EarlyWork:
+    """Lowers the step here, which needs the interpreter's lock, and compiles it in a thread."""
+    lowered = trainer.lower(trainer.abstract, trainer.abstract_batch)
+    return EarlyWork(lambda: [program.compile() for program in lowered])
 
 
 def warn_of_compiler() -> None:

@@ -14,6 +14,7 @@ from shardformer.config.names import AXES, CP, DP
 from shardformer.devices.chips import Chip, Slice
 from shardformer.layout import Layout
 from shardformer.model import flops
+from shardformer.parallel.pipeline import count_ticks
 from shardformer.parallel.replicas import Replicated, Zero
 
 # The forecast is fitted on the published and compiled steps of tests/analysis/test_forecast.py: products at a share of
@@ -82,7 +83,7 @@ def _attention_seconds(config: Config, chips: Slice) -> tuple[float, float]:
     if not config.objective.reads_tokens:
         return 0.0, 0.0
     tokens = config.training.batch * config.model.seq / config.parallel.devices
-    one_pass = flops.attention_flops(config) * tokens / chips.chip.flops
+    one_pass = _waiting_share(config) * flops.attention_flops(config) * tokens / chips.chip.flops
     recomputed = config.parallel.remat == "full"
     filled = min(config.model.head_size / (chips.chip.matrix_side or 1), 1)
     return (3 + recomputed) * one_pass, (KERNEL_PASSES + recomputed) * one_pass / (KERNEL_SHARE * filled)
@@ -115,9 +116,13 @@ def _timed_flops_per_token(layout: Layout) -> float:
     rest = flops.flops_per_token(config) - layers
     if config.parallel.remat == "full":
         layers += forward - flops.unread_flops_per_token(config)
-    if layout.pipeline:
-        layers *= layout.pipeline.ticks / (config.parallel.pipeline_rounds * config.training.accum)
-    return rest + layers
+    return rest + _waiting_share(config) * layers
+
+
+def _waiting_share(config: Config) -> float:
+    """Returns how many times as long as its work a stage takes: 1 without stages."""
+    accum, rounds = config.training.accum, config.parallel.pipeline_rounds
+    return count_ticks(accum, config.parallel.pp, rounds) / (rounds * accum)
 
 
 def axis_bandwidth(axes: str, config: Config, chips: Slice) -> float:

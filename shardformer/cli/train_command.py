@@ -21,7 +21,9 @@ from shardformer.training.host_feature import HostFeature
 from shardformer.training.run_folder import Run
 from shardformer.training.stop_signal import StopSignal, print_line
 
-LAST_STEPS = 50  # during which the programs of the sample are compiled; a stop before them waits for no compilation
+# During which the programs of the sample are compiled, on the cores of a CPU's steps. A stop before them waits for no
+# compilation.
+LAST_STEPS = 50
 
 
 class SampleStopped(Exception):
@@ -36,13 +38,14 @@ def train(arguments: list[str]) -> None:
         check_zero(session.run.config)
         ending = choose_ending(session.run.config)
         session = dataclasses.replace(session, features=(*session.features, ending))
-        with StopSignal() as stop, contextlib.closing(ending):
-            trained = session.train(stop)
+        with StopSignal() as stop:
+            with contextlib.closing(ending):
+                trained = session.train(stop)
+                if not trained.stopped:
+                    with goodput.CLOCK.spending("evaluation"):
+                        finish(trained, ending, stop)
             if trained.stopped:
                 say_how_to_resume(trained.run)
-            else:
-                with goodput.CLOCK.spending("evaluation"):
-                    finish(trained, ending, stop)
             say(goodput.CLOCK.finish())
 
 
@@ -112,6 +115,7 @@ def finish(trained: Trained, ending: "Ending", stop: StopSignal) -> None:
     A stop ends it; `train --resume` repeats it.
     """
     run, plan = trained.run, "ending the final evaluation; the run is saved"
+    ending.start()
     with stop.printed_by(print_line, plan=plan):
         try:
             if splits := [*trained.evaluator.corpus.held_out]:
@@ -132,12 +136,15 @@ class Ending(HostFeature):
     def prepare(self, run: Run, evaluator: Evaluator, *_: Any) -> None:
         self.model = evaluator.trainer.model
 
+    def start(self) -> None:
+        """Starts what a thread does before `write`; called once or twice."""
+
     def write(self, params, stop: StopSignal) -> str:
         """Returns the text that follows the losses."""
         return ""
 
     def close(self) -> None:
-        """Waits for the end of a thread."""
+        """Waits for what `start` has started."""
 
 
 class TaskReport(Ending):
@@ -167,10 +174,13 @@ class FinalSample(Ending):
         self._sampling = Sampling(tokens=400, seed=c.training.seed, stride=max(c.model.seq // 4, 1))
 
     def after_step(self, row: dict, *_: Any) -> dict:
-        remaining = self._run.config.training.steps - row["step"]
-        if remaining < LAST_STEPS and not self._early and programs.saves_time():
-            self._early = EarlyWork(self.compile)
+        if self._run.config.training.steps - row["step"] < LAST_STEPS:
+            self.start()
         return row
+
+    def start(self) -> None:
+        if not self._early and programs.saves_time():
+            self._early = EarlyWork(self.compile)
 
     def write(self, params, stop: StopSignal) -> str:
         """Returns the text. Raises SampleStopped at the first tokens after a stop."""

@@ -25,20 +25,20 @@ _SMALL_PANELS = (
 _PAIR_PANELS = (
     ("reward_margin", "Reward margin", "chosen minus rejected"),
     ("accuracy", "Right order", "share of pairs"),
-    ("chosen_reward", "Reward of chosen", "nats times beta, or a model's number"),
+    ("chosen_reward", "Reward of chosen", "beta nats, or a score"),
 )
 _REWARD_PANELS = (
-    ("reward", "Reward", "mean of the sampled answers"),
-    ("kl", "KL divergence", "nats per token, from the start"),
+    ("reward", "Reward", "mean of the answers"),
+    ("kl", "KL divergence", "nats per token"),
     ("clip_share", "Clipped tokens", "share"),
 )
-_TEACHER_PANELS = (("kl", "KL divergence", "nats per token, of student and teacher"), *_SMALL_PANELS[:2])
+_TEACHER_PANELS = (("kl", "KL divergence", "nats per token"), *_SMALL_PANELS[:2])
 _EXPERT_PANEL = (metrics_file.LARGEST_SHARE, "Busiest expert", "share of routed tokens")
 _THOUSANDS = FuncFormatter(lambda value, _: f"{value:,.0f}")
 _SMOOTHED_SHARE = 0.03  # of the run: the width of the running mean's window
 _SPEEDS_AVERAGED = 9  # rows, at least: those before an evaluation are read at once, so each seems to take no time
 # Shares of the figure. A layout engine would measure them by drawing twice.
-_MARGINS = {"left": 0.07, "right": 0.98, "bottom": 0.075, "top": 0.9, "wspace": 0.36, "hspace": 0.32}
+_MARGINS = {"left": 0.07, "right": 0.97, "bottom": 0.075, "top": 0.9, "wspace": 0.36, "hspace": 0.32}
 _LARGEST_DRAWN = 1e30  # matplotlib overflows on larger values
 
 

@@ -120,7 +120,7 @@ def _multiply_on_cpu(x_NI, codes, transposed, preferred, most_rows):
     if rows == 1 and not transposed:
         y_NO = code_products.multiply_row(x_NI, codes)
     elif rows <= code_products.MOST_ROWS_OF_DIGITS and code_products.has_int8_products():
-        y_NO = code_products.multiply_digits(x_NI, codes, transposed)
+        y_NO = code_products.multiply_digits(x_NI, codes, transposed, preferred)
     elif rows == 1 and code_products.choose_lanes(codes.shape[1]):
         y_NO = code_products.multiply_row_by_table(x_NI, codes)
     else:

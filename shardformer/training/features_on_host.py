@@ -1,4 +1,6 @@
-"""The choice of the features that a run has on the host. A feature that is off is not imported."""
+"""The choice of the features that a run has on the host. A feature that is off is not imported.
+
+The end of the command `train` is one more: `cli/train_command.py`."""
 
 from shardformer import optim
 from shardformer.config import Config

@@ -112,6 +112,15 @@ def test_narrow_heads_leave_a_part_of_a_matrix_unit_idle():
     assert seconds["v6e"] - seconds["v5e"] == pytest.approx(3.5 * one_pass / 0.5, rel=1e-3)
 
 
+def test_attention_waits_for_stages_as_products_do():
+    """Two stages and two microbatches take three turns: half as long again. A fixed time of all arithmetic cancels."""
+    seconds = {}
+    for mesh in ("1x1x2", "2x1"):
+        config = shared.tiny(mesh=mesh, accum=2)
+        seconds[mesh] = roofline.forecast_seconds(roofline.Roofline(1.0, 0, 0, 0), config, V5E) - 1 / 0.93
+    assert seconds["1x1x2"] == pytest.approx(1.5 * seconds["2x1"])
+
+
 def test_exposed_wire_traffic_adds_to_the_longest_time():
     times = roofline.Roofline(compute=3.0, memory=2.0, overlapped_wire=5.0, exposed_wire=1.0)
     assert times.seconds == 6.0

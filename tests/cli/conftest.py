@@ -31,7 +31,7 @@ def refused(tmp_path, monkeypatch, capsys):
     Training compiles its step while it reads files. No failing command takes a step, so no step is compiled.
     """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Trainer, "compile_step", lambda trainer: None)
+    monkeypatch.setattr(Trainer, "lower", lambda *_: [])
 
     def refuse(status: int, message: str, *words):
         before = snapshot(tmp_path)

@@ -4,6 +4,7 @@ import types
 
 import pytest
 
+from shardformer.cli import train_command
 from shardformer.cli.train_command import FinalSample
 from shardformer.devices import programs
 from tests import shared
@@ -11,17 +12,30 @@ from tests import shared
 
 @pytest.fixture
 def compiled(monkeypatch) -> list[int]:
-    """The step after which each compilation of the sample started."""
+    """The step after which each compilation of the sample was started."""
     steps: list[int] = []
-    monkeypatch.setattr(FinalSample, "compile", lambda sample: steps.append(sample.step))
+
+    class Recorder:
+        def __init__(self, work):
+            steps.append(work.__self__.step)
+
+        def wait(self):
+            pass
+
+    monkeypatch.setattr(train_command, "EarlyWork", Recorder)
     monkeypatch.setattr(programs, "saves_time", lambda: True)
     return steps
 
 
-def run_steps(count: int) -> None:
-    config = shared.tiny(steps=count)
+def make_sample(steps: int) -> FinalSample:
+    config = shared.tiny(steps=steps)
     sample = FinalSample(config)
     sample._run = types.SimpleNamespace(config=config)
+    return sample
+
+
+def run_steps(count: int) -> None:
+    sample = make_sample(count)
     for sample.step in range(1, count + 1):
         sample.after_step({"step": sample.step})
     sample.close()
@@ -30,13 +44,20 @@ def run_steps(count: int) -> None:
 def test_sample_is_compiled_once_in_the_last_steps(compiled):
     """A stop before these waits for no compilation."""
     run_steps(200)
-    assert len(compiled) == 1
-    assert 150 < compiled[0] <= 200
+    assert compiled == [151]
 
 
 def test_sample_of_a_short_run_is_compiled_once(compiled):
     run_steps(3)
-    assert len(compiled) == 1
+    assert compiled == [1]
+
+
+def test_sample_of_a_run_that_had_ended_is_compiled_beside_its_evaluation(compiled):
+    sample = make_sample(200)
+    sample.step = 200
+    sample.start()
+    sample.start()
+    assert compiled == [200]
 
 
 def test_sample_is_not_compiled_where_no_thread_saves_time(compiled, monkeypatch):

@@ -110,6 +110,20 @@ def test_tensorflow_probability_for_jax_is_listed(tmp_path, source, is_left):
     assert len(left) == is_left
 
 
+@pytest.mark.parametrize(
+    "uses",
+    [
+        "[[b.device() for b in y] for b in x.device_buffers]",
+        "[(lambda b: b.device())(y) for b in x.device_buffers]",
+        "[b.device() for b in x.device_buffers for b in b.y]",
+    ],
+)
+def test_device_of_a_name_with_another_meaning_is_listed(tmp_path, uses):
+    found = migrated(tmp_path, f"import jax\n{uses}\n")
+    assert "b.device()" in found.migrated
+    assert len(found.undecided) == 1
+
+
 def test_keywords_out_of_order_stay(tmp_path):
     found = migrated(tmp_path, "import jax.numpy as jnp\njnp.where(c, y=2, x=1)")
     assert "jnp.where(c, y=2, x=1)" in found.migrated

@@ -133,22 +133,40 @@ def test_load_of_experts_has_a_panel(tmp_path, figure):
 
 
 def find_collisions(figure) -> list[str]:
-    """Returns the panels whose labels at the left cover another panel or cross the edge of the figure."""
-    labels = {panel.get_title(): panel.yaxis.get_tightbbox() for panel in figure.axes}
-    areas = {panel.get_title(): panel.get_window_extent() for panel in figure.axes}
-    covering = [a for a, b in itertools.permutations(labels, 2) if labels[a].overlaps(areas[b])]
-    return covering + [name for name, box in labels.items() if box.x0 < 0]
+    """Returns the panels whose labels cover another panel and its labels, or cross the edge of the figure."""
+    labels = {
+        (panel.get_title(), name): axis.get_tightbbox()
+        for panel in figure.axes
+        for name, axis in (("x", panel.xaxis), ("y", panel.yaxis))
+    }
+    areas = labels | {(panel.get_title(), "area"): panel.get_window_extent() for panel in figure.axes}
+    pairs = ((a, b) for a, b in itertools.product(labels, areas) if a[0] != b[0])
+    covering = {a[0] for a, b in pairs if labels[a].overlaps(areas[b])}
+    return [*covering, *(a for (a, _), box in labels.items() if box.x0 < 0 or box.x1 > figure.bbox.width)]
 
 
-def draw_long_labels(out, figure):
-    curves.draw_curves(run_with(out, [row(1), row(999_999, grad_norm=345_678.0, tokens_per_s=1.2e8)]))
+def draw_long_labels(out, figure, keys=()):
+    more = dict.fromkeys(keys, -1234.5)
+    rows = [row(step, grad_norm=345_678.0, tokens_per_s=1.2e8, **more) for step in (1, 1_000_000)]
+    curves.draw_curves(run_with(out, rows))
     return find_collisions(figure())
 
 
-def test_labels_of_large_numbers_do_not_collide(tmp_path, figure):
+KEYS_OF_PANELS = {
+    "plain": (),
+    "pairs": ("reward_margin", "accuracy", "chosen_reward"),
+    "rewards": ("reward", "kl", "clip_share"),
+    "teacher": ("kl",),
+}
+
+
+@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize("keys", KEYS_OF_PANELS.values(), ids=KEYS_OF_PANELS)
+def test_labels_of_large_numbers_do_not_collide(tmp_path, figure, keys, experts):
     """With experts, the row has a fourth panel."""
-    (tmp_path / "experts.csv").write_text("step,largest_share_layer_0\n1,0.25\n2,0.75\n")
-    assert not draw_long_labels(tmp_path, figure)
+    if experts:
+        (tmp_path / "experts.csv").write_text("step,largest_share_layer_0\n1,0.25\n2,0.75\n")
+    assert not draw_long_labels(tmp_path, figure, keys)
 
 
 def test_colliding_labels_are_noticed(tmp_path, figure, monkeypatch):

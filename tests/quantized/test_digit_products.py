@@ -70,6 +70,17 @@ def test_compiled_digits_have_the_precision_of_the_dtype(dtype, bound, transpose
     assert largest_difference(draw_rows(dtype), draw_codes(transposed), transposed, compile_product) < bound
 
 
+def test_logits_of_bfloat16_have_the_precision_of_float32(monkeypatch, new_programs):
+    def compute_logits(x, codes, transposed):
+        table = Int8Matrix(jnp.asarray(codes), jnp.ones((len(codes), 1), jnp.float32))
+        return int8_matrix.multiply_table(x[None], table, transposed)[0]
+
+    monkeypatch.setattr(code_products, "has_int8_products", lambda: True)
+    x, codes = draw_rows("bfloat16"), draw_codes(True)
+    assert largest_difference(x, codes, True, compute_logits) < 1e-6
+    assert largest_difference(x, codes, True, compile_product) > 1e-5
+
+
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("multiply", [multiply, compile_product])
 def test_rows_that_are_not_finite_stay_so(value, multiply):

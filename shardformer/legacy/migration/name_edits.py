@@ -95,13 +95,22 @@ class NameEdits(ValueVisitor):
         return None
 
     def _visit_comprehension(self, node: COMPREHENSIONS):
-        targets = [each.target for each in node.generators if _are_buffers(each.iter)]
+        buffers, others = set(), set()
+        for each in node.generators:
+            names = {target.id for target in ast.walk(each.target) if isinstance(target, ast.Name)}
+            (buffers if isinstance(each.target, ast.Name) and _are_buffers(each.iter) else others).update(names)
         outer = self._names_of_buffers
-        self._names_of_buffers = outer | {target.id for target in targets if isinstance(target, ast.Name)}
+        self._names_of_buffers = (outer | buffers) - others
         super()._visit_comprehension(node)
         self._names_of_buffers = outer
 
     visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _visit_comprehension
+
+    def visit_Lambda(self, node: ast.Lambda):
+        outer = self._names_of_buffers
+        self._names_of_buffers = outer - {each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)}
+        super().visit_Lambda(node)
+        self._names_of_buffers = outer
 
     # Statements ------------------------------------------------------------------------------------------------------
 
