@@ -85,7 +85,7 @@ def _attention_seconds(config: Config, chips: Slice) -> tuple[float, float]:
     tokens = config.training.batch * config.model.seq / config.parallel.devices
     one_pass = _waiting_share(config) * flops.attention_flops(config) * tokens / chips.chip.flops
     recomputed = config.parallel.remat == "full"
-    filled = min(config.model.head_size / (chips.chip.matrix_side or 1), 1)
+    filled = min(config.model.head_size / chips.chip.matrix_side, 1) if chips.platform == "tpu" else 1
     return (3 + recomputed) * one_pass, (KERNEL_PASSES + recomputed) * one_pass / (KERNEL_SHARE * filled)
 
 
@@ -115,8 +115,18 @@ def _timed_flops_per_token(layout: Layout) -> float:
     layers, forward = flops.layer_flops_per_token(config)
     rest = flops.flops_per_token(config) - layers
     if config.parallel.remat == "full":
-        layers += forward - flops.unread_flops_per_token(config)
+        layers += forward - unread_flops_per_token(config)
     return rest + _waiting_share(config) * layers
+
+
+def unread_flops_per_token(config: Config) -> int:
+    """Returns the forward FLOPs of the layers' products that only the residual stream reads: no gradient needs them."""
+    model = config.model
+    if model.post_norms or model.sum_norms:
+        return 0
+    of_hidden = model.ff_size * len(config.mixture.layers_of("down")) if config.mixture.has_dense_layers else 0
+    of_heads = model.attention_size * model.layers if model.block.startswith("parallel") else 0
+    return 2 * model.d_model * (of_hidden + of_heads)
 
 
 def _waiting_share(config: Config) -> float:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-from typing import Any
 
 from shardformer import storage
 from shardformer.cli.arguments import describe_depth, names_depth, parse_keys, parse_preset, run_folder, say, say_text
@@ -19,11 +18,10 @@ from shardformer.session import Session, Trained, make_sampling_model
 from shardformer.training.evaluation import EvaluationStopped, Evaluator, format_losses
 from shardformer.training.host_feature import HostFeature
 from shardformer.training.run_folder import Run
+from shardformer.training.step import TrainState
 from shardformer.training.stop_signal import StopSignal, print_line
 
-# During which the programs of the sample are compiled, on the cores of a CPU's steps. A stop before them waits for no
-# compilation.
-LAST_STEPS = 50
+LAST_STEPS = 50  # the programs of the sample are compiled beside these; a stop before them waits for no compilation
 
 
 class SampleStopped(Exception):
@@ -115,7 +113,6 @@ def finish(trained: Trained, ending: "Ending", stop: StopSignal) -> None:
     A stop ends it; `train --resume` repeats it.
     """
     run, plan = trained.run, "ending the final evaluation; the run is saved"
-    ending.start()
     with stop.printed_by(print_line, plan=plan):
         try:
             if splits := [*trained.evaluator.corpus.held_out]:
@@ -133,18 +130,15 @@ def finish(trained: Trained, ending: "Ending", stop: StopSignal) -> None:
 class Ending(HostFeature):
     """The end of a run that prints no more than its losses."""
 
-    def prepare(self, run: Run, evaluator: Evaluator, *_: Any) -> None:
+    def prepare(self, run: Run, evaluator: Evaluator, state: TrainState, *_: object) -> None:
         self.model = evaluator.trainer.model
-
-    def start(self) -> None:
-        """Starts what a thread does before `write`; called once or twice."""
 
     def write(self, params, stop: StopSignal) -> str:
         """Returns the text that follows the losses."""
         return ""
 
     def close(self) -> None:
-        """Waits for what `start` has started."""
+        """Waits for the end of a thread, if there is one."""
 
 
 class TaskReport(Ending):
@@ -167,20 +161,19 @@ class FinalSample(Ending):
 
     _early: EarlyWork | None = None
 
-    def prepare(self, run: Run, evaluator: Evaluator, *_: Any) -> None:
+    def prepare(self, run: Run, evaluator: Evaluator, state: TrainState, *_: object) -> None:
         c = run.config
         self._run, self.model = run, make_sampling_model(run, evaluator)
         self.generator = Generator(self.model)
         self._sampling = Sampling(tokens=400, seed=c.training.seed, stride=max(c.model.seq // 4, 1))
+        if state.step >= c.training.steps:
+            self.after_step({"step": c.training.steps})  # no step follows
 
-    def after_step(self, row: dict, *_: Any) -> dict:
-        if self._run.config.training.steps - row["step"] < LAST_STEPS:
-            self.start()
-        return row
-
-    def start(self) -> None:
-        if not self._early and programs.saves_time():
+    def after_step(self, row: dict, *_: object) -> dict:
+        remaining = self._run.config.training.steps - row["step"]
+        if remaining < LAST_STEPS and not self._early and programs.saves_time():
             self._early = EarlyWork(self.compile)
+        return row
 
     def write(self, params, stop: StopSignal) -> str:
         """Returns the text. Raises SampleStopped at the first tokens after a stop."""

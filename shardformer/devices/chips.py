@@ -46,7 +46,7 @@ class Chip(NamedTuple):
     devices: int = 1  # of one chip
     host_link: float = TPU_HOST_LINK  # between a device and its host's memory, each way, bytes per second
     exchanging: int = 0  # chips of a slice up to which an all-to-all overlaps with arithmetic; 0: any number
-    matrix_side: int = 128  # rows and columns of a TPU's matrix unit; 0 of a GPU, whose units are small
+    matrix_side: int = 128  # rows and columns of a TPU's matrix unit
 
     @property
     def axis_wire(self) -> float:
@@ -74,7 +74,6 @@ def _gpu(
         GPU_NETWORK,
         capability,
         host_link=pcie,
-        matrix_side=0,
     )
 
 

@@ -35,16 +35,6 @@ def layer_flops_per_token(config: Config) -> tuple[int, int]:
     return 2 * forward + 2 * trainable + attention, forward
 
 
-def unread_flops_per_token(config: Config) -> int:
-    """Returns the forward FLOPs of the layers' products that only the residual stream reads: no gradient needs them."""
-    model = config.model
-    if model.post_norms or model.sum_norms:
-        return 0
-    of_hidden = model.ff_size * len(config.mixture.layers_of("down")) if config.mixture.has_dense_layers else 0
-    of_heads = model.attention_size * model.layers if model.block.startswith("parallel") else 0
-    return 2 * model.d_model * (of_hidden + of_heads)
-
-
 def expert_flops_per_token(config: Config) -> tuple[int, int]:
     """Returns the FLOPs of the experts that a token chooses (in a train step, in its forward pass)."""
     leaves = Model.abstract_parameters(config)[LAYERS]

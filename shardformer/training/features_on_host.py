@@ -1,6 +1,4 @@
-"""The choice of the features that a run has on the host. A feature that is off is not imported.
-
-The end of the command `train` is one more: `cli/train_command.py`."""
+"""The choice of a run's features on the host, to which `train` adds its end. A feature that is off is not imported."""
 
 from shardformer import optim
 from shardformer.config import Config

@@ -97,7 +97,7 @@ def test_full_remat_repeats_no_product_that_no_gradient_reads(block, fewer):
     ]
     assert sum(33 in sizes for sizes in products) == 2 * (1 + 1 + 4) - (fewer > 0)
     down, o = 2 * 32 * 33 * config.model.layers, 2 * 32 * 32 * config.model.layers
-    assert flops.unread_flops_per_token(config) == [0, down, down + o][fewer]
+    assert roofline.unread_flops_per_token(config) == [0, down, down + o][fewer]
 
 
 def test_narrow_heads_leave_a_part_of_a_matrix_unit_idle():

@@ -52,12 +52,14 @@ def test_sample_of_a_short_run_is_compiled_once(compiled):
     assert compiled == [1]
 
 
-def test_sample_of_a_run_that_had_ended_is_compiled_beside_its_evaluation(compiled):
+@pytest.mark.parametrize(("step", "expected"), [(199, []), (200, [200])])
+def test_sample_of_a_run_that_has_ended_is_compiled_at_once(compiled, monkeypatch, step, expected):
+    monkeypatch.setattr(train_command, "make_sampling_model", lambda *_: None)
+    monkeypatch.setattr(train_command, "Generator", lambda _: None)
     sample = make_sample(200)
-    sample.step = 200
-    sample.start()
-    sample.start()
-    assert compiled == [200]
+    sample.step = step
+    sample.prepare(sample._run, None, types.SimpleNamespace(step=step))
+    assert compiled == expected
 
 
 def test_sample_is_not_compiled_where_no_thread_saves_time(compiled, monkeypatch):

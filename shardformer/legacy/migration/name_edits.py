@@ -95,7 +95,8 @@ class NameEdits(ValueVisitor):
         return None
 
     def _visit_comprehension(self, node: COMPREHENSIONS):
-        buffers, others = set(), set()
+        buffers: set[str] = set()
+        others: set[str] = set()
         for each in node.generators:
             names = {target.id for target in ast.walk(each.target) if isinstance(target, ast.Name)}
             (buffers if isinstance(each.target, ast.Name) and _are_buffers(each.iter) else others).update(names)
