@@ -83,7 +83,7 @@ def _attention_seconds(config: Config, chips: Slice) -> tuple[float, float]:
     if not config.objective.reads_tokens:
         return 0.0, 0.0
     tokens = config.training.batch * config.model.seq / config.parallel.devices
-    one_pass = _waiting_share(config) * flops.attention_flops(config) * tokens / chips.chip.flops
+    one_pass = _waiting_factor(config) * flops.attention_flops(config) * tokens / chips.chip.flops
     recomputed = config.parallel.remat == "full"
     filled = min(config.model.head_size / chips.chip.matrix_side, 1) if chips.platform == "tpu" else 1
     return (3 + recomputed) * one_pass, (KERNEL_PASSES + recomputed) * one_pass / (KERNEL_SHARE * filled)
@@ -106,8 +106,8 @@ def _overlaps(collective: Collective, axes: str, replicas: Replicated) -> bool:
 def _timed_flops_per_token(layout: Layout) -> float:
     """Returns FLOPs with the layers' recomputation, and with a stage's waiting time as the FLOPs that it could do.
 
-    No gradient needs the products that only the residual stream reads, so remat=full does not compute them again.
     Neither applies to the head: its forward pass is kept, and each stage computes its rows' loss outside the schedule.
+    No gradient needs the products that only the residual stream reads, so remat=full does not compute them again.
     """
     config, layers = layout.config, 0.0
     if not config.objective.reads_tokens:
@@ -116,7 +116,7 @@ def _timed_flops_per_token(layout: Layout) -> float:
     rest = flops.flops_per_token(config) - layers
     if config.parallel.remat == "full":
         layers += forward - unread_flops_per_token(config)
-    return rest + _waiting_share(config) * layers
+    return rest + _waiting_factor(config) * layers
 
 
 def unread_flops_per_token(config: Config) -> int:
@@ -129,8 +129,8 @@ def unread_flops_per_token(config: Config) -> int:
     return 2 * model.d_model * (of_hidden + of_heads)
 
 
-def _waiting_share(config: Config) -> float:
-    """Returns how many times as long as its work a stage takes: 1 without stages."""
+def _waiting_factor(config: Config) -> float:
+    """Returns the time of a stage over that of its work: 1 without stages."""
     accum, rounds = config.training.accum, config.parallel.pipeline_rounds
     return count_ticks(accum, config.parallel.pp, rounds) / (rounds * accum)
 
