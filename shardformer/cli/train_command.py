@@ -166,7 +166,7 @@ class FinalSample(Ending):
         self._run, self.model = run, make_sampling_model(run, evaluator)
         self.generator = Generator(self.model)
         self._sampling = Sampling(tokens=400, seed=c.training.seed, stride=max(c.model.seq // 4, 1))
-        if state.step >= c.training.steps:
+        if int(state.step) >= c.training.steps:
             self.after_step({"step": c.training.steps})  # no step follows
 
     def after_step(self, row: dict, *_: object) -> dict:
