@@ -68,11 +68,18 @@ def outcome_today(name):
     return outcome(PROGRAMS[name])
 
 
+# The custom_vjp that JAX plans traces its rules where the axis is bound, so these have the values of 0.4.13.
+RIGHT_WITH_CUSTOM_VJP3 = {"outside_custom_vjp_with_pmean", "outside_jitted_custom_vjp_with_psum"}
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.filterwarnings("ignore:a result of the xmapped")
 def test_program(name):
     found = outcome_today(name)
     goldens = [GOLDENS[version][name] for version in VERSIONS]
+    if name in RIGHT_WITH_CUSTOM_VJP3 and getattr(jax.config, "jax_custom_vjp3", False):
+        assert same(goldens[0], found)
+        return
     cells = tuple(cell(outcome, found) for outcome in (*goldens, found))
     if all(same(golden, found) for golden in goldens):
         assert not listed(name), f"{TABLE.name} lists {name}, which is as it always was: {cells}"

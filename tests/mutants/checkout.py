@@ -4,7 +4,7 @@ Each run of pytest is a fork of this process, which has imported JAX and its lib
 these imports would double the time. The package and its tests are imported anew by each.
 """
 
-import importlib
+import importlib.util
 import os
 import shutil
 import signal
@@ -140,5 +140,4 @@ def _wait(child: int, limit: float) -> int | None:
 def _write(path: Path, source: str) -> None:
     """Writes a source file, and removes its bytecode: Python would take that of an equally long source of a second."""
     path.write_text(source)
-    for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
-        compiled.unlink()
+    Path(importlib.util.cache_from_source(path)).unlink(missing_ok=True)
