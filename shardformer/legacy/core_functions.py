@@ -48,6 +48,11 @@ class DShapedArray:
     """The type of arrays with dynamic shapes, which jax never offered without a flag: nothing has it."""
 
 
+def is_constant_dim(d: Any) -> bool:
+    """Returns whether a dimension of a shape is a number."""
+    return not jax.export.is_symbolic_dim(d)
+
+
 def lattice_join(x: ShapedArray | None, y: ShapedArray | None) -> ShapedArray:
     """Returns the abstract value that covers both; None covers nothing."""
     if x is None or y is None:

@@ -224,6 +224,8 @@ REWRITTEN = {
         "shardformer.legacy.xla_translation:lower_fun", "jax.interpreters.mlir.lower_fun"),
     "jax.core.DShapedArray": (
         "shardformer.legacy.core_functions:DShapedArray", "nothing: no array has a dynamic shape"),
+    "jax.core.is_constant_dim": (
+        "shardformer.legacy.core_functions:is_constant_dim", "not jax.export.is_symbolic_dim(d)"),
     "jax.core.lattice_join": ("shardformer.legacy.core_functions:lattice_join", "a comparison of shapes and dtypes"),
     "jax.interpreters.ad.reducing_transposes": (
         "shardformer.legacy.core_functions:reducing_transposes", "nothing: no primitive has such a rule"),

@@ -10,7 +10,7 @@ from shardformer.legacy.removed_keywords import LOST_KEYWORDS, REMOVED_KEYWORDS
 from shardformer.legacy.removed_members import CALLED_PROPERTIES, LOST_MEMBERS, REMOVED_MEMBERS
 from shardformer.legacy.removed_names import MODULES, PROVIDERS, today
 from shardformer.legacy.removed_options import REMOVED_OPTIONS
-from shardformer.legacy.source_names import ValueVisitor
+from shardformer.legacy.source_names import ValueVisitor, unevaluated_annotations
 
 COVERED, NOT_PUT_BACK = "covered", "not covered"
 # jax.config is a living object as well as a removed module: only an import of a name from it means the module.
@@ -31,6 +31,7 @@ def find_removed_uses(source: bytes | str) -> list[RemovedUse]:
     finder = _Finder()
     tree = ast.parse(source)
     finder.plain_classes = pmap_uses.plain_classes(tree)
+    finder.unevaluated = unevaluated_annotations(tree)
     finder.visit(tree)
     return sorted({use for use in finder.uses if use.name not in finder.assigned_names})
 
@@ -41,6 +42,7 @@ class _Finder(ValueVisitor):
         self.uses: list[RemovedUse] = []
         self.assigned_names: set[str] = set()  # those that the file itself gives to a library
         self.plain_classes: set[str] = set()
+        self.unevaluated: set[ast.AST] = set()
 
     def visit_Import(self, node: ast.Import):
         for imported in node.names:
@@ -128,6 +130,8 @@ class _Finder(ValueVisitor):
             self._add(node, f'{CONFIG}.update("{option}")', NOT_PUT_BACK, "not an option of this jax")
 
     def _add(self, node: ast.expr | ast.stmt, name: str, status: str, advice: str):
+        if status == NOT_PUT_BACK and node in self.unevaluated:
+            return  # such a name is often one that no version had
         self.uses.append(RemovedUse(node.lineno, name, status, advice))
 
 

@@ -181,6 +181,20 @@ def _annotations(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.expr 
     return [node.returns, *(argument.annotation for argument in every if argument is not None)]
 
 
+def unevaluated_annotations(tree: ast.Module) -> set[ast.AST]:
+    """Returns the nodes in annotations that Python skips: of a function's variables; of all, if __future__ asks."""
+    future = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
+    every = any(imported.name == "annotations" for node in future for imported in node.names)
+    skipped: list[ast.AST | None] = []
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            skipped += [node.annotation for node in scope_nodes(function.body) if isinstance(node, ast.AnnAssign)]
+            skipped += _annotations(function) if every else []
+    if every:
+        skipped += [node.annotation for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)]
+    return {part for node in skipped if node is not None for part in ast.walk(node)}
+
+
 def _values(nodes: list) -> dict[str, list[ast.AST]]:
     """By name, everything that a scope assigns to it, and the functions that it defines; nothing for a name that is
     stored to in another way as well (the target of a loop, a part of a tuple, +=).

@@ -103,6 +103,12 @@ def notebook(*sources):
         ("import optax\noptax.chain(optax.dpsgd())\ndef f(s: optax.OptState): pass", []),
         ("from jax.experimental.pjit import pjit\npjit(f, in_axis_resources=None)",
          [(2, "jax.experimental.pjit.pjit(in_axis_resources=)")]),
+        ("import numpy as np\ndef f(x: np.nothing):\n  y: np.no_type = x\nz: np.nothing = 1",
+         [(2, "numpy.nothing"), (4, "numpy.nothing")]),
+        ("from __future__ import annotations\nimport numpy as np\ndef f(x: np.nothing) -> np.other:\n  np.third\n"
+         "class C:\n  z: np.nothing = np.fourth", [(4, "numpy.third"), (6, "numpy.fourth")]),
+        ("from __future__ import annotations\nimport jax\ndef f(x: jax.xla.DeviceArray): pass",
+         [(3, "jax.interpreters.xla.DeviceArray")]),
         ("import jax\njax.Array.nothing\njax.config.nothing\nimport torch\ntorch.nothing", []),
     ],
 )  # fmt: skip

@@ -28,12 +28,13 @@ def test_api_util_and_core_names_come_back():
     with installed(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of names that are deprecated, and there
         from jax.api import grad
-        from jax.core import concrete_or_error, gensym, get_aval  # noqa: F401
+        from jax.core import concrete_or_error, gensym, get_aval, is_constant_dim  # noqa: F401
         from jax.experimental.x64_context import enable_x64
         from jax.util import safe_map, safe_zip, split_list, unzip2
 
         assert grad is jax.grad
         assert get_aval(np.ones(2, "float32")).shape == (2,)
+        assert [is_constant_dim(d) for d in (3, *jax.export.symbolic_shape("n"))] == [True, False]
         assert safe_map(max, [1, 5], [3, 2]) == [3, 5]
         assert unzip2([(1, 2), (3, 4)]) == ((1, 3), (2, 4))
         assert split_list([1, 2, 3, 4], [1, 2]) == [[1], [2, 3], [4]]
