@@ -6,7 +6,7 @@ from shardformer.analysis.memory import predict_bytes
 from shardformer.config import Config
 from shardformer.devices.chips import describe_hardware, find_chip
 from shardformer.layout import resolve, torus
-from shardformer.layout.mesh import device_memory
+from shardformer.layout.mesh import count_matrix_elements, device_memory
 
 
 def predict_unless_small(config: Config) -> int:
@@ -28,8 +28,7 @@ def _bound_needed(config: Config) -> int:
     """Returns several times the bytes of a dense model's training step on one device with the full batch."""
     model, tokens = config.model, config.training.batch * config.model.seq
     activations = 16 * model.d_model + 8 * model.ff_size + 8 * model.heads * (model.seq + model.head_size)
-    matrices = 4 * model.heads * model.head_size * model.d_model + 3 * model.d_model * model.ff_size
-    elements = model.layers * (tokens * activations + 8 * matrices)
+    elements = model.layers * (tokens * activations + 8 * count_matrix_elements(model))
     elements += 8 * (tokens + 2 * model.d_model) * (model.vocab + model.vocab_multiple)
     elements += 8 * model.seq * model.d_model  # learned positions
     return 16 * elements  # four times float32

@@ -11,6 +11,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardformer.config import Config
+from shardformer.config.model_keys import ModelKeys
 from shardformer.config.names import AXES, DP, MP
 from shardformer.config.parsing import parse_mesh
 from shardformer.devices import gpu, processes, programs
@@ -20,6 +21,9 @@ from shardformer.layout import choices, torus
 from shardformer.layout.choices import Layout
 from shardformer.messages import log
 from shardformer.tables import format_bytes, format_count
+
+# A CPU's step with more parameters per token is faster with mp: with dp, each device updates all. See bench/README.md.
+MOST_PARAMETERS_PER_TOKEN = 20_000
 
 
 def use_cpu_devices(count: int, many_in_flight: bool = False) -> None:
@@ -66,9 +70,8 @@ def start(
     mesh is adapted to the devices. With `may_add_rows`, mesh=auto enlarges the batch so that it uses every device;
     commands that do not train pass it.
     """
-    in_parts = (
-        config.training.accum != 1 and config.training.accum_mode != "scan"
-    )  # a step then dispatches a program per microbatch
+    # A step in parts dispatches a program per microbatch.
+    in_parts = config.training.accum != 1 and config.training.accum_mode != "scan"
     gpu.prepare()
     use_cpu_devices(_cpu_devices(config), many_in_flight=in_parts)
     processes.join_processes(config)
@@ -77,28 +80,12 @@ def start(
     if previous and previous.parallel.mesh != "auto":
         rows = previous.microbatch_rows
         if config.parallel.mesh == previous.parallel.mesh:
+            from shardformer.layout.other_devices import adapt_to_devices  # not imported for a new run
+
             config = adapt_to_devices(config, len(devices), distributed)
     if may_add_rows and config.parallel.mesh == "auto":
         config = config.replace(batch=-(-config.training.batch // len(devices)) * len(devices))
     return choose_mesh(config, len(devices), virtual, needed, device_memory(), rows)
-
-
-def adapt_to_devices(config: Config, devices: int, all_of_them: bool) -> Config:
-    """Adapts the mesh of a resumed run to fewer or more devices: changes dp if that fits, else sets mesh=auto."""
-    before, size = parse_mesh(config.parallel.mesh), config.parallel.devices
-    per_replica = size // before.dp
-    if devices == size or (devices % size == 0 and not all_of_them):
-        return config
-    changed = config.replace(mesh="auto")
-    if devices % per_replica == 0:
-        with contextlib.suppress(UsageError):
-            changed = config.replace(mesh=str(before._replace(dp=devices // per_replica)))
-    hint = "" if config.training.accum == 0 else "; accum=auto would adapt the microbatches"
-    log.info(
-        f"{format_count(size, 'device')} before, {devices} now: mesh={config.parallel.mesh} becomes "
-        f"mesh={changed.parallel.mesh}, batch={config.training.batch} stays{hint}"
-    )
-    return changed
 
 
 def find_devices() -> list[jax.Device]:
@@ -139,11 +126,7 @@ def choose_mesh(
     too_large: dict[str, int] = {}
     for candidate in candidates(config, devices, virtual, rows):
         bytes_needed = needed(candidate) * (candidate.parallel.devices if virtual else 1)
-        name = (
-            candidate.parallel.mesh
-            if config.training.accum
-            else f"{candidate.parallel.mesh} accum={candidate.training.accum}"
-        )
+        name = candidate.parallel.mesh + ("" if config.training.accum else f" accum={candidate.training.accum}")
         if bytes_needed <= available:
             if too_large:
                 log.info(
@@ -182,6 +165,7 @@ def _searched(config: Config, devices: int) -> str:
 def candidates(config: Config, devices: int, virtual: bool = False, rows: int = 0) -> Iterator[Config]:
     """Yields the config on every valid mesh: the least mp first, and for each mesh the fewest microbatches.
 
+    Virtual devices have no mp, or mp alone first where that is faster.
     With ZeRO, meshes of two or more devices have a dp of at least 2.
     """
     shapes = [config.parallel.mesh]
@@ -189,6 +173,8 @@ def candidates(config: Config, devices: int, virtual: bool = False, rows: int = 
         least_dp = 2 if config.parallel.zero and devices > 1 else 1
         splits = [dp for dp in range(devices, least_dp - 1, -1) if devices % dp == 0]
         shapes = [f"{dp}x{1 if virtual else devices // dp}" for dp in splits]
+        if virtual and has_few_tokens(config):
+            shapes.insert(0, f"1x{devices}")
     for shape in shapes:
         local_rows = max(config.training.batch // parse_mesh(shape).dp, 1)
         small = [n for n in range(1, math.isqrt(local_rows) + 1) if local_rows % n == 0]
@@ -278,12 +264,26 @@ def _slice(device) -> int:
 
 
 def _cpu_devices(config: Config) -> int:
-    """Returns this process's share of the mesh; with mesh=auto one per core, the fastest use of a CPU's cores."""
+    """Returns this process's share of the mesh; with mesh=auto one per core, if that divides the batch or the heads."""
     if config.parallel.mesh != "auto":
         membership = processes.find_membership(config)
         return -(-config.parallel.devices // (membership.processes if membership else 1))
     cores = min(os.cpu_count() or 1, 8)
-    return next(count for count in range(cores, 0, -1) if config.training.batch % count == 0)
+    divided = config.model.heads if has_few_tokens(config) else config.training.batch
+    return next(count for count in range(cores, 0, -1) if divided % count == 0)
+
+
+def has_few_tokens(config: Config) -> bool:
+    """Returns whether a step on a CPU mostly reads, sums and updates parameters, on each device all of them."""
+    model = config.model
+    parameters = model.layers * count_matrix_elements(model) + model.d_model * model.vocab
+    few = parameters > MOST_PARAMETERS_PER_TOKEN * config.training.batch * model.seq
+    return few and not (config.parallel.zero or config.lora.lora_rank or config.start.task)
+
+
+def count_matrix_elements(model: ModelKeys) -> int:
+    """Returns the elements of a dense layer's matrices, or a few more."""
+    return 4 * model.heads * model.head_size * model.d_model + 3 * model.d_model * model.ff_size
 
 
 def make_abstract(config: Config) -> AbstractMesh:
