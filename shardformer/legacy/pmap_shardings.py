@@ -10,6 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+AXIS = "split"  # the mesh axis of a PmapSharding
+
 
 @dataclasses.dataclass(frozen=True)
 class NoSharding:
@@ -149,8 +151,8 @@ class PmapSharding:
                 f"PmapSharding.default got the shape {tuple(shape)} and {len(chosen)} devices for its position "
                 f"{sharded_dim}; give one device for each index"
             )
-        mesh = Mesh(np.array(chosen[: shape[sharded_dim]]), ("split",))
-        return NamedSharding(mesh, PartitionSpec(*[None] * sharded_dim, "split"))
+        mesh = Mesh(np.array(chosen[: shape[sharded_dim]]), (AXIS,))
+        return NamedSharding(mesh, PartitionSpec(*[None] * sharded_dim, AXIS))
 
 
 def make_sharded_device_array(aval, sharding_spec: ShardingSpec | None, device_buffers: Sequence, indices=None):
