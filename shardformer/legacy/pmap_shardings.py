@@ -134,7 +134,13 @@ def shard_args(devices: Sequence[jax.Device], indices: Sequence, shardings: Sequ
     ]
 
 
-class PmapSharding:
+class _PmapShardingType(type):
+    def __instancecheck__(cls, value) -> bool:
+        """Returns True for an array that is split over a mesh of one axis, as the results of a pmap are."""
+        return isinstance(value, NamedSharding) and len(value.mesh.axis_names) == 1 and any(value.spec)
+
+
+class PmapSharding(metaclass=_PmapShardingType):
     """Makes the NamedSharding that equals pmap's description, which has no type today."""
 
     def __new__(cls, devices, sharding_spec: ShardingSpec):  # type: ignore[misc]  # a constructor of another type
