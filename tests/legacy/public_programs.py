@@ -7,6 +7,7 @@ and alone runs a tree that `--migrate` has rewritten. OUT is a JSON list with th
 import json
 import sys
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
@@ -163,7 +164,65 @@ def vietTTS():
     return results, jax.tree_util.tree_map(lambda x: x[0], state[:2])
 
 
-PROGRAMS = {program.__name__: program for program in (diffrax, brax, easy_neural_ode, sparse_mixers, progen, vietTTS)}
+def replace_packages(*names, **members):
+    """Gives a tree empty packages instead of some that its computations do not need."""
+    sys.modules.update({name: mock.MagicMock(**members) for name in names})
+
+
+def objax():
+    """google/objax: three steps of a convolutional net with batch norm, by Adam over 8 devices."""
+    import jax.numpy as jnp
+
+    sys.modules["tensorflow"] = None  # it does without
+    writers = ("compat", "compat.proto", "summary", "summary.writer", "summary.writer.event_file_writer", "util")
+    replace_packages("tensorboard", *(f"tensorboard.{name}" for name in (*writers, "util.tensor_util")))
+    import objax
+
+    generator = objax.random.Generator(0)
+    draw = lambda shape: objax.random.normal(shape, stddev=0.3, generator=generator)  # noqa: E731
+    layers = [objax.nn.Conv2D(2, 4, 3, w_init=draw), objax.nn.BatchNorm2D(4), objax.functional.leaky_relu]
+    layers += [objax.functional.average_pool_2d, lambda x: x.mean((2, 3)), objax.nn.Linear(4, 3, w_init=draw)]
+    net = objax.nn.Sequential(layers)
+    variables = net.vars()
+    for variable in variables:
+        variable.assign(variable.value.astype(jnp.float64))
+    optimizer = objax.optimizer.Adam(variables)
+
+    @objax.Function.with_vars(variables)
+    def loss(x, labels):
+        return objax.functional.loss.cross_entropy_logits_sparse(net(x, training=True), labels).mean()
+
+    gradients_and_values = objax.GradValues(loss, variables)
+
+    @objax.Function.with_vars(variables + optimizer.vars() + generator.vars())
+    def step(x, labels):
+        gradients, (value,) = gradients_and_values(x, labels)
+        gradients = objax.functional.parallel.pmean(gradients)
+        optimizer(1e-2, gradients)
+        return objax.functional.parallel.pmean(value), gradients
+
+    images, labels = waves(16, 2, 4, 4), np.arange(16) * 5 % 3
+    train, results = objax.Parallel(step, reduce=lambda x: x[0]), []
+    with (variables + optimizer.vars() + generator.vars()).replicate():
+        results += [train(images, labels) for _ in range(3)]
+    evaluate = objax.Parallel(lambda x: net(x, training=False), vc=variables)
+    with variables.replicate():
+        results.append(evaluate(images))
+    return results, [variable.value for variable in variables]
+
+
+PROGRAMS = {
+    program.__name__: program
+    for program in (
+        diffrax,
+        brax,
+        easy_neural_ode,
+        sparse_mixers,
+        progen,
+        vietTTS,
+        objax,
+    )
+}
 
 
 def put_older_names_back() -> None:

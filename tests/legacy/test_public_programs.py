@@ -5,7 +5,8 @@ diffrax: `pip download diffrax==0.1.1`; brax: `pip download brax==0.9.0`, each u
 jaxopt 0.8.5: jaxopt 0.8 itself imports removed names);
 easy_neural_ode: https://github.com/jacobjinkelly/easy-neural-ode; sparse_mixers/sparse_mixers: that folder of
 https://github.com/google-research/google-research; progen: https://github.com/lucidrains/progen at 3054b29;
-vietTTS: https://github.com/NTT123/vietTTS at f5c5d09 without its notebooks.
+vietTTS: https://github.com/NTT123/vietTTS at f5c5d09 without its notebooks;
+objax/objax: that folder of https://github.com/google/objax at 9dd7dc3.
 Without a program its tests do not run, and say so.
 """
 
