@@ -102,6 +102,11 @@ def waves(*shape):
     return np.sin(1.0 + np.arange(np.prod(shape))).reshape(shape)
 
 
+def as_waves(tree):
+    """Returns a tree of the same shapes in float64: the roundings of drawn parameters would grow."""
+    return jax.tree_util.tree_map(lambda x: waves(*x.shape) / 2, tree)
+
+
 def progen():
     """lucidrains/progen: three steps over 8 devices and a sample."""
     import haiku
@@ -211,6 +216,55 @@ def objax():
     return results, [variable.value for variable in variables]
 
 
+def swarm_jax():
+    """kingoflolz/swarm-jax: three steps of its reversible layers over 8 devices, without ray."""
+    import random
+
+    import optax
+
+    jax.config.update("jax_enable_x64", False)  # its layers are made in float32 alone
+    plain = lambda **_: lambda decorated: decorated  # noqa: E731
+    replace_packages("ray", remote=plain, method=plain)
+    from swarm_jax.embedding_layer import EmbeddingLayer, ProjLayer
+    from swarm_jax.model import DenseBlock, MultiHeadAttentionFixed
+    from swarm_jax.reversible_layer import ReversibleLayer
+    from swarm_jax.swarm_layer import NetworkPrecision, dequantize, quantize
+
+    def blocks(i):
+        return MultiHeadAttentionFixed(2, 4, 1.0, name=f"attn{i}", model_size=8), DenseBlock(1.0, 2, name=f"dense{i}")
+
+    random.seed(0)
+    optimizer = optax.chain(optax.clip_by_global_norm(0.25), optax.adam(1e-2, eps=1e-5))
+    precision = NetworkPrecision("float32", "float32", "float32")
+    tokens = (np.arange(8 * 2 * 5).reshape(8, 2, 5) * 7 % 11).astype(np.uint32)
+    observed, target = tokens[..., :-1], tokens[..., 1:]
+    embedding = EmbeddingLayer(observed, 11, 16, optimizer, precision)
+    hidden = quantize(embedding.embed_fwd(observed, embedding.state["params"]), "float32")
+    middle = [ReversibleLayer(blocks, i, hidden, optimizer, precision) for i in range(2)]
+    last = ProjLayer(hidden, 11, 16, optimizer, 1.0, precision)
+    layers = [embedding, *middle, last]
+    results = [layer.get_params() for layer in layers]
+    jax.config.update("jax_enable_x64", True)
+    for layer in layers:
+        params = as_waves(jax.tree_util.tree_map(lambda x: x[0], layer.get_params()))
+        params = jax.pmap(lambda x: x)(jax.tree_util.tree_map(lambda x: np.stack([x] * 8), params))
+        layer.state = in_float64(layer.state) | {"params": params}
+    for _ in range(3):
+        x = embedding.embed_fwd(observed, embedding.state["params"])
+        for layer in middle:
+            x = layer.forward(x, layer.state["params"])
+        x, dy, loss, last.state["grad_acc"] = last.debed_grad(x, target, last.state["grad_acc"], last.state["params"])
+        for layer in reversed(middle):
+            (x, dy), layer.state["grad_acc"] = layer.reverse((x, dy), layer.state["grad_acc"], layer.state["params"])
+        state = embedding.state
+        _, _, state["grad_acc"] = embedding.embed_grad(observed, (x, dy), state["grad_acc"], state["params"])
+        results += [loss, [layer.get_accum() for layer in layers]]
+        for layer in layers:
+            layer.opt()
+    rounded = [dequantize(quantize(dy, name), "float32") for name in ("uint8", "uint16", "float16")]
+    return results, rounded, [layer.get_params() for layer in layers]
+
+
 PROGRAMS = {
     program.__name__: program
     for program in (
@@ -221,6 +275,7 @@ PROGRAMS = {
         progen,
         vietTTS,
         objax,
+        swarm_jax,
     )
 }
 

@@ -6,7 +6,8 @@ jaxopt 0.8.5: jaxopt 0.8 itself imports removed names);
 easy_neural_ode: https://github.com/jacobjinkelly/easy-neural-ode; sparse_mixers/sparse_mixers: that folder of
 https://github.com/google-research/google-research; progen: https://github.com/lucidrains/progen at 3054b29;
 vietTTS: https://github.com/NTT123/vietTTS at f5c5d09 without its notebooks;
-objax/objax: that folder of https://github.com/google/objax at 9dd7dc3.
+objax/objax: that folder of https://github.com/google/objax at 9dd7dc3;
+swarm_jax: https://github.com/kingoflolz/swarm-jax at 62cd943.
 Without a program its tests do not run, and say so.
 """
 
