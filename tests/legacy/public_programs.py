@@ -265,6 +265,41 @@ def swarm_jax():
     return results, rounded, [layer.get_params() for layer in layers]
 
 
+def nucleotide():
+    """instadeepai/nucleotide-transformer of July 2023: steps of a masked loss over 8 devices, and what it returns."""
+    import haiku
+    import optax
+    from nucleotide_transformer.model import NucleotideTransformerConfig, build_nucleotide_transformer_fn
+
+    sizes = {"attention_heads": 2, "embed_dim": 8, "ffn_embed_dim": 8, "num_layers": 2, "max_positions": 6}
+    saved = {"embeddings_layers_to_save": (1, 2), "attention_maps_to_save": ((1, 0), (2, 0))}
+    chosen = {"token_dropout": True, "use_gradient_checkpointing": True, "emb_layer_norm_before": True}
+    config = NucleotideTransformerConfig(11, 1, 2, **sizes, **saved, **chosen)
+    model = haiku.transform(build_nucleotide_transformer_fn(config))
+    tokens = (np.arange(8 * 2 * 6) * 7 % 11).reshape(8, 2, 6)
+    drawn = model.init(jax.random.PRNGKey(0), tokens[0])
+    params, optimizer = as_waves(drawn), optax.adamw(1e-2)
+
+    def loss(params, key, tokens):
+        logits = model.apply(params, key, tokens)["logits"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+    def step(params, state, key, tokens):
+        value, gradients = jax.value_and_grad(loss)(params, key, tokens)
+        gradients = jax.lax.pmean(gradients, "batch")
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value, gradients
+
+    params, state = jax.tree_util.tree_map(lambda x: np.stack([x] * 8), (params, optimizer.init(params)))
+    results = [drawn]
+    for i in range(3):
+        keys = jax.random.split(jax.random.PRNGKey(i), 8)
+        params, state, values, gradients = jax.pmap(step, axis_name="batch")(params, state, keys, tokens)
+        results += [values, jax.tree_util.tree_map(lambda x: x[0], gradients)]
+    outputs = jax.pmap(lambda *inputs: model.apply(*inputs))(params, keys, tokens)
+    return results, jax.tree_util.tree_map(lambda x: x[0], params), outputs
+
+
 PROGRAMS = {
     program.__name__: program
     for program in (
@@ -276,6 +311,7 @@ PROGRAMS = {
         vietTTS,
         objax,
         swarm_jax,
+        nucleotide,
     )
 }
 

@@ -7,7 +7,8 @@ easy_neural_ode: https://github.com/jacobjinkelly/easy-neural-ode; sparse_mixers
 https://github.com/google-research/google-research; progen: https://github.com/lucidrains/progen at 3054b29;
 vietTTS: https://github.com/NTT123/vietTTS at f5c5d09 without its notebooks;
 objax/objax: that folder of https://github.com/google/objax at 9dd7dc3;
-swarm_jax: https://github.com/kingoflolz/swarm-jax at 62cd943.
+swarm_jax: https://github.com/kingoflolz/swarm-jax at 62cd943;
+nucleotide: https://github.com/instadeepai/nucleotide-transformer at 9fcf2c7 (with boto3, jmp, joblib, regex and tqdm).
 Without a program its tests do not run, and say so.
 """
 
