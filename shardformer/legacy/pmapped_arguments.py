@@ -19,7 +19,7 @@ def moving_pmapped(jitted: Callable) -> Callable:
         try:
             return jitted(*args, **kwargs)
         except ValueError as error:
-            if "incompatible devices" not in str(error) or not any(map(_is_pmapped, jax.tree.leaves((args, kwargs)))):
+            if "incompatible devices" not in str(error) or not any(map(is_pmapped, jax.tree.leaves((args, kwargs)))):
                 raise
         args, kwargs = _gathered((args, kwargs))
         return jitted(*args, **kwargs)
@@ -32,12 +32,12 @@ def moving_pmapped(jitted: Callable) -> Callable:
 def _gathered(arguments: tuple) -> tuple:
     """Returns the arguments with results of pmaps where the others are; without others, on the default device."""
     leaves = [leaf for leaf in jax.tree.leaves(arguments) if getattr(leaf, "committed", False)]
-    others = [leaf for leaf in leaves if not _is_pmapped(leaf)] or [jnp.zeros(())]
+    others = [leaf for leaf in leaves if not is_pmapped(leaf)] or [jnp.zeros(())]
     target = replicated(others[0].sharding)
-    return jax.tree.map(lambda leaf: relocate(leaf, target) if _is_pmapped(leaf) else leaf, arguments)
+    return jax.tree.map(lambda leaf: relocate(leaf, target) if is_pmapped(leaf) else leaf, arguments)
 
 
-def _is_pmapped(leaf) -> bool:
+def is_pmapped(leaf) -> bool:
     """Returns True for the result of a pmap, and for what was computed of one: it is spread over the pmap's devices."""
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
         return False
