@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from shardformer.legacy.migration.shard_map_helpers import in_joined_layouts
 from shardformer.legacy.pjit import AUTO
+from shardformer.legacy.pmapped_arguments import moving_pmapped
 
 
 def _renaming(function: Callable, **renamed: str | None) -> Callable:
@@ -40,14 +41,14 @@ _jit, _where = jax.jit, jnp.where
 
 @functools.wraps(_jit)
 def jit(*args, **kwargs):
+    if not args:  # a decorator
+        return functools.partial(jit, **kwargs)
     for side in ("in_shardings", "out_shardings"):
         if side in kwargs:
             kwargs[side] = jax.tree.map(lambda sharding: None if sharding is AUTO else sharding, kwargs[side])
     if "out_shardings" in kwargs:
-        if not args:  # a decorator
-            return functools.partial(jit, **kwargs)
         args = in_joined_layouts(args[0], kwargs["out_shardings"]), *args[1:]
-    return _jit(*args, **kwargs)
+    return moving_pmapped(_jit(*args, **kwargs))
 
 
 @functools.wraps(_clip)

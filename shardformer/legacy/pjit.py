@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardformer.legacy.mesh_in_scope import current_mesh
 from shardformer.legacy.migration import shard_map_helpers
+from shardformer.legacy.pmapped_arguments import is_pmapped
 from shardformer.legacy.relocation import relocate
 
 NOT_GIVEN = object()
@@ -290,10 +291,16 @@ def _move_arguments(args: tuple, wanted: Any, statics: Sequence[int]) -> tuple:
 def _put_on_mesh(args: tuple, mesh: Mesh, statics: Iterable[int]) -> tuple:
     """Puts the arguments on the devices of the mesh, as pjit did where nothing asks for a layout.
 
-    If an array is committed to devices, the others follow it there.
+    If an array is committed to devices, the others follow it there. The result of a pmap over other devices is not.
     """
+
+    def is_committed(leaf) -> bool:
+        if isinstance(leaf, jax.core.Tracer):
+            return True
+        return getattr(leaf, "committed", False) and not (is_pmapped(leaf) and leaf.devices() != set(mesh.devices.flat))
+
     arrays = [arg for position, arg in enumerate(args) if position not in statics]
-    if any(isinstance(leaf, jax.core.Tracer) or getattr(leaf, "committed", False) for leaf in jax.tree.leaves(arrays)):
+    if any(map(is_committed, jax.tree.leaves(arrays))):
         return args
     everywhere = NamedSharding(mesh, PartitionSpec())
 

@@ -11,9 +11,13 @@ import numpy as np
 from jax.interpreters import batching
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
 
+from shardformer.legacy import pmap_shardings
 from shardformer.legacy.relocation import relocate
 
 _pmap = jax.pmap
+_UNNAMED = "pmapped"
+# The mesh axes of all pmaps so far, and that of `device_put_replicated`.
+AXES_OF_PMAPS = {_UNNAMED, pmap_shardings.AXIS}
 # jax's words about an array in another layout; the second ones are for a traced array.
 _OF_ANOTHER_LAYOUT = ("does not match the sharding", "Received incompatible devices")
 
@@ -56,7 +60,9 @@ def pmap(
     axes = {"in_axes": in_axes, "out_axes": out_axes, "axis_size": axis_size}
     statics = static_broadcasted_argnums
     statics = (statics,) if isinstance(statics, int) else tuple(statics)
-    outer = _pmap(fun, axis_name, static_broadcasted_argnums=statics, devices=devices, **axes, **options)
+    axis_of_devices = _UNNAMED if axis_name is None else axis_name
+    AXES_OF_PMAPS.add(axis_of_devices)
+    outer = _pmap(fun, axis_of_devices, static_broadcasted_argnums=statics, devices=devices, **axes, **options)
 
     def with_axes(args, kwargs):
         return (args, kwargs), (_axes_of_arguments(in_axes, statics, len(args)), 0)
@@ -68,7 +74,7 @@ def pmap(
 
     def one_per_device(size: int) -> Mesh:
         chosen = jax.local_devices(backend=options.get("backend")) if devices is None else devices
-        return Mesh(np.array(chosen[:size]), ("pmapped",))
+        return Mesh(np.array(chosen[:size]), (_UNNAMED,))
 
     def eagerly(body, args, kwargs):
         (size,) = sizes = _sizes(*with_axes(args, kwargs))

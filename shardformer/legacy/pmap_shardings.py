@@ -10,6 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+AXIS = "split"  # the mesh axis of a PmapSharding
+
 
 @dataclasses.dataclass(frozen=True)
 class NoSharding:
@@ -132,7 +134,13 @@ def shard_args(devices: Sequence[jax.Device], indices: Sequence, shardings: Sequ
     ]
 
 
-class PmapSharding:
+class _PmapShardingType(type):
+    def __instancecheck__(cls, value) -> bool:
+        """Returns True for an array that is split over a mesh of one axis, as the results of a pmap are."""
+        return isinstance(value, NamedSharding) and len(value.mesh.axis_names) == 1 and any(value.spec)
+
+
+class PmapSharding(metaclass=_PmapShardingType):
     """Makes the NamedSharding that equals pmap's description, which has no type today."""
 
     def __new__(cls, devices, sharding_spec: ShardingSpec):  # type: ignore[misc]  # a constructor of another type
@@ -149,8 +157,8 @@ class PmapSharding:
                 f"PmapSharding.default got the shape {tuple(shape)} and {len(chosen)} devices for its position "
                 f"{sharded_dim}; give one device for each index"
             )
-        mesh = Mesh(np.array(chosen[: shape[sharded_dim]]), ("split",))
-        return NamedSharding(mesh, PartitionSpec(*[None] * sharded_dim, "split"))
+        mesh = Mesh(np.array(chosen[: shape[sharded_dim]]), (AXIS,))
+        return NamedSharding(mesh, PartitionSpec(*[None] * sharded_dim, AXIS))
 
 
 def make_sharded_device_array(aval, sharding_spec: ShardingSpec | None, device_buffers: Sequence, indices=None):

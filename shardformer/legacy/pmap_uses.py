@@ -6,7 +6,7 @@ from shardformer.legacy.source_names import ValueVisitor, dotted
 
 AXIS_TODAY = "a str, in the collectives too: `legacy` runs it as it is"
 MIXED = "jax.jit(f)(pmapped, on_one_device)"
-MIXED_TODAY = "jax.device_put(pmapped, device) first: jax.jit takes arrays of the same devices"
+MIXED_TODAY = "jax.device_put(pmapped, device) first: `legacy` moves them itself"
 
 
 def plain_classes(tree: ast.Module) -> set[str]:
@@ -26,12 +26,38 @@ def names_axis_by_enum(call: ast.Call, plain: set[str]) -> bool:
     return any(owner[:1].isupper() and owner not in plain for owner in owners)
 
 
-def mixes_devices(call: ast.Call, file: ValueVisitor) -> bool:
-    """Returns True if a jitted function gets a pmap's result and an array that was put on a device."""
-    if len(call.args) < 2 or not file.is_transformed_by("jax.jit", call.func):
-        return False
-    mapped = any(file.is_result_of("jax.pmap", argument) for argument in call.args)
+def mentions_pmap(tree: ast.Module) -> bool:
+    return any(getattr(node, "id", getattr(node, "attr", None)) == "pmap" for node in ast.walk(tree))
+
+
+def jit_of_mixed_devices(node: ast.AST, file: ValueVisitor, has_pmap: bool) -> ast.expr | None:
+    """Returns the `jax.jit` of a function that gets results of a pmap together with an array on one device.
+
+    A file shows it by a call, or by a jitted function that puts values on a device itself, in a file with a pmap.
+    """
+    function: ast.AST | None = node
+    if not isinstance(node, ast.Call):
+        jit = file.transformation("jax.jit", node)
+    elif _is_called_with_mixed_devices(node, file):
+        return file.transformation("jax.jit", node.func)
+    else:
+        jit = file.transformation("jax.jit", node)
+        first = node.args[0] if node.args else None
+        function = file.assigned(first.id) if isinstance(first, ast.Name) else first
+    return jit if has_pmap and _puts_on_a_device(function, file) else None
+
+
+def _is_called_with_mixed_devices(call: ast.Call, file: ValueVisitor) -> bool:
+    mapped = len(call.args) > 1 and any(file.is_result_of("jax.pmap", argument) for argument in call.args)
     return mapped and any(_is_placed(argument, file) for argument in call.args)
+
+
+def _puts_on_a_device(function: ast.AST | None, file: ValueVisitor) -> bool:
+    if not isinstance(function, ast.FunctionDef | ast.Lambda):
+        return False
+    calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+    chooses = any(file.resolve(call.func) in ("jax.devices", "jax.local_devices") for call in calls)
+    return chooses and any(_is_placed(call, file) for call in calls)
 
 
 def _is_placed(node: ast.expr, file: ValueVisitor) -> bool:

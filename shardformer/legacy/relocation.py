@@ -49,7 +49,7 @@ def _move(x, like, *, sharding: Sharding | None, back: bool):
     if back:
         if not getattr(like, "committed", False):
             return x  # an uncommitted argument goes with any layout
-        sharding = like.sharding if jnp.ndim(x) == jnp.ndim(like) else _replicated(like.sharding)
+        sharding = like.sharding if jnp.ndim(x) == jnp.ndim(like) else replicated(like.sharding)
     return x if sharding is None else relocate(x, sharding)
 
 
@@ -89,5 +89,6 @@ def _with_dimension(sharding: Sharding | None, dimension: int) -> Sharding | Non
     return NamedSharding(sharding.mesh, PartitionSpec(*spec[:dimension], None, *spec[dimension:]))
 
 
-def _replicated(sharding: Sharding) -> Sharding:
+def replicated(sharding: Sharding) -> Sharding:
+    """Returns the layout on the same devices that repeats an array on each."""
     return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding

@@ -42,6 +42,8 @@ RENAMED = {
     "jax.xla": "jax.interpreters.xla",
     "jax.pxla": "jax.interpreters.pxla",
     "jax._src.util.prod": "math:prod",
+    "jax.interpreters.ad.config": "jax:config",
+    "jax.interpreters.ad.source_info_util": "jax.extend.source_info_util",
     "jax.interpreters.xla.Device": "jax:Device",
     "jax.interpreters.xla.DeviceArray": "jax:Array",
     "jax.interpreters.xla.ShapedArray": "jax.core:ShapedArray",
@@ -229,12 +231,13 @@ REWRITTEN = {
     "jax.core.lattice_join": ("shardformer.legacy.core_functions:lattice_join", "a comparison of shapes and dtypes"),
     "jax.interpreters.ad.reducing_transposes": (
         "shardformer.legacy.core_functions:reducing_transposes", "nothing: no primitive has such a rule"),
-    "jax.interpreters.ad.zeros_like_p": (
-        "shardformer.legacy.core_functions:zeros_like_p", "nothing: no function of jax binds it"),
     **{
-        f"jax.{home}.linearize": (
-            "shardformer.legacy.core_functions:linearize", "jax.linearize, whose function jax.make_jaxpr can trace")
+        f"jax.{home}.{name}": (f"shardformer.legacy.core_functions:{name}", advice)
         for home in ("ad", "interpreters.ad")
+        for name, advice in {
+            "linearize": "jax.linearize, whose function jax.make_jaxpr can trace",
+            "zeros_like_p": "nothing: no function of jax binds it",
+        }.items()
     },
     "jax.lax._reduce_window_sum": (
         "shardformer.legacy.core_functions:_reduce_window_sum", "jax.lax.reduce_window(x, 0.0, jax.lax.add, ...)"),

@@ -30,7 +30,7 @@ def find_removed_uses(source: bytes | str) -> list[RemovedUse]:
     """In the order of their lines, through whatever alias a name was imported by."""
     finder = _Finder()
     tree = ast.parse(source)
-    finder.plain_classes = pmap_uses.plain_classes(tree)
+    finder.plain_classes, finder.has_pmap = pmap_uses.plain_classes(tree), pmap_uses.mentions_pmap(tree)
     finder.unevaluated = unevaluated_annotations(tree)
     finder.visit(tree)
     return sorted({use for use in finder.uses if use.name not in finder.assigned_names})
@@ -42,6 +42,7 @@ class _Finder(ValueVisitor):
         self.uses: list[RemovedUse] = []
         self.assigned_names: set[str] = set()  # those that the file itself gives to a library
         self.plain_classes: set[str] = set()
+        self.has_pmap = False
         self.unevaluated: set[ast.AST] = set()
 
     def visit_Import(self, node: ast.Import):
@@ -94,15 +95,22 @@ class _Finder(ValueVisitor):
             self._note_keyword(node, called, keyword.arg or "")
         if called == "jax.pmap" and pmap_uses.names_axis_by_enum(node, self.plain_classes):
             self._add(node, "jax.pmap(axis_name=Enum.member)", COVERED, pmap_uses.AXIS_TODAY)
-        if pmap_uses.mixes_devices(node, self):
-            self._add(node, pmap_uses.MIXED, NOT_PUT_BACK, pmap_uses.MIXED_TODAY)
+        self._note_mixed_devices(node)
         self.generic_visit(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef):
+        self._note_mixed_devices(node)
+        super().visit_FunctionDef(node)
 
     def visit_ClassDef(self, node: ast.ClassDef):
         for base in node.bases:
             if (name := self._resolve(base)) in LESS_CAPABLE:
                 self._add(base, name, *_verdict(name))
         super().visit_ClassDef(node)
+
+    def _note_mixed_devices(self, node: ast.Call | ast.FunctionDef | ast.AsyncFunctionDef):
+        if pmap_uses.jit_of_mixed_devices(node, self, self.has_pmap) is not None:
+            self._add(node, pmap_uses.MIXED, COVERED, pmap_uses.MIXED_TODAY)
 
     def _note_keyword(self, node: ast.Call, function: str, keyword: str):
         for table, status in ((REMOVED_KEYWORDS, COVERED), (LOST_KEYWORDS, NOT_PUT_BACK)):

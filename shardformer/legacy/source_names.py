@@ -97,11 +97,16 @@ class ValueVisitor(ScopedVisitor):
         return isinstance(value, ast.Call) and self.is_transformed_by(transform, value.func)
 
     def is_transformed_by(self, transform: str, node: ast.expr) -> bool:
+        return self.transformation(transform, node) is not None
+
+    def transformation(self, transform: str, node: ast.AST) -> ast.expr | None:
+        """Returns the expression that names `transform` where a function was transformed; None if it was not."""
         function = self.assigned(node.id) if isinstance(node, ast.Name) else node
         if isinstance(function, ast.Call):
-            return self.resolve(function.func) == transform
+            return function.func if self.resolve(function.func) == transform else None
         decorators = function.decorator_list if isinstance(function, ast.FunctionDef) else []
-        return any(transform in map(self.resolve, function_and_arguments(each)) for each in decorators)
+        parts = [part for each in decorators for part in function_and_arguments(each)]
+        return next((part for part in parts if self.resolve(part) == transform), None)
 
     def _assigned_once(self, name: str) -> ast.AST | None:
         result = next((scope[name] for scope in reversed(self._values) if name in scope), [])

@@ -7,6 +7,7 @@ and alone runs a tree that `--migrate` has rewritten. OUT is a JSON list with th
 import json
 import sys
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
@@ -101,6 +102,11 @@ def waves(*shape):
     return np.sin(1.0 + np.arange(np.prod(shape))).reshape(shape)
 
 
+def as_waves(tree):
+    """Returns a tree of the same shapes in float64: the roundings of drawn parameters would grow."""
+    return jax.tree_util.tree_map(lambda x: waves(*x.shape) / 2, tree)
+
+
 def progen():
     """lucidrains/progen: three steps over 8 devices and a sample."""
     import haiku
@@ -163,7 +169,151 @@ def vietTTS():
     return results, jax.tree_util.tree_map(lambda x: x[0], state[:2])
 
 
-PROGRAMS = {program.__name__: program for program in (diffrax, brax, easy_neural_ode, sparse_mixers, progen, vietTTS)}
+def replace_packages(*names, **members):
+    """Gives a tree empty packages instead of some that its computations do not need."""
+    sys.modules.update({name: mock.MagicMock(**members) for name in names})
+
+
+def objax():
+    """google/objax: three steps of a convolutional net with batch norm, by Adam over 8 devices."""
+    import jax.numpy as jnp
+
+    sys.modules["tensorflow"] = None  # it does without
+    writers = ("compat", "compat.proto", "summary", "summary.writer", "summary.writer.event_file_writer", "util")
+    replace_packages("tensorboard", *(f"tensorboard.{name}" for name in (*writers, "util.tensor_util")))
+    import objax
+
+    generator = objax.random.Generator(0)
+    draw = lambda shape: objax.random.normal(shape, stddev=0.3, generator=generator)  # noqa: E731
+    layers = [objax.nn.Conv2D(2, 4, 3, w_init=draw), objax.nn.BatchNorm2D(4), objax.functional.leaky_relu]
+    layers += [objax.functional.average_pool_2d, lambda x: x.mean((2, 3)), objax.nn.Linear(4, 3, w_init=draw)]
+    net = objax.nn.Sequential(layers)
+    variables = net.vars()
+    for variable in variables:
+        variable.assign(variable.value.astype(jnp.float64))
+    optimizer = objax.optimizer.Adam(variables)
+
+    @objax.Function.with_vars(variables)
+    def loss(x, labels):
+        return objax.functional.loss.cross_entropy_logits_sparse(net(x, training=True), labels).mean()
+
+    gradients_and_values = objax.GradValues(loss, variables)
+
+    @objax.Function.with_vars(variables + optimizer.vars() + generator.vars())
+    def step(x, labels):
+        gradients, (value,) = gradients_and_values(x, labels)
+        gradients = objax.functional.parallel.pmean(gradients)
+        optimizer(1e-2, gradients)
+        return objax.functional.parallel.pmean(value), gradients
+
+    images, labels = waves(16, 2, 4, 4), np.arange(16) * 5 % 3
+    train, results = objax.Parallel(step, reduce=lambda x: x[0]), []
+    with (variables + optimizer.vars() + generator.vars()).replicate():
+        results += [train(images, labels) for _ in range(3)]
+    evaluate = objax.Parallel(lambda x: net(x, training=False), vc=variables)
+    with variables.replicate():
+        results.append(evaluate(images))
+    return results, [variable.value for variable in variables]
+
+
+def swarm_jax():
+    """kingoflolz/swarm-jax: three steps of its reversible layers over 8 devices, without ray."""
+    import random
+
+    import optax
+
+    jax.config.update("jax_enable_x64", False)  # its layers are made in float32 alone
+    plain = lambda **_: lambda decorated: decorated  # noqa: E731
+    replace_packages("ray", remote=plain, method=plain)
+    from swarm_jax.embedding_layer import EmbeddingLayer, ProjLayer
+    from swarm_jax.model import DenseBlock, MultiHeadAttentionFixed
+    from swarm_jax.reversible_layer import ReversibleLayer
+    from swarm_jax.swarm_layer import NetworkPrecision, dequantize, quantize
+
+    def blocks(i):
+        return MultiHeadAttentionFixed(2, 4, 1.0, name=f"attn{i}", model_size=8), DenseBlock(1.0, 2, name=f"dense{i}")
+
+    random.seed(0)
+    optimizer = optax.chain(optax.clip_by_global_norm(0.25), optax.adam(1e-2, eps=1e-5))
+    precision = NetworkPrecision("float32", "float32", "float32")
+    tokens = (np.arange(8 * 2 * 5).reshape(8, 2, 5) * 7 % 11).astype(np.uint32)
+    observed, target = tokens[..., :-1], tokens[..., 1:]
+    embedding = EmbeddingLayer(observed, 11, 16, optimizer, precision)
+    hidden = quantize(embedding.embed_fwd(observed, embedding.state["params"]), "float32")
+    middle = [ReversibleLayer(blocks, i, hidden, optimizer, precision) for i in range(2)]
+    last = ProjLayer(hidden, 11, 16, optimizer, 1.0, precision)
+    layers = [embedding, *middle, last]
+    results = [layer.get_params() for layer in layers]
+    jax.config.update("jax_enable_x64", True)
+    for layer in layers:
+        params = as_waves(jax.tree_util.tree_map(lambda x: x[0], layer.get_params()))
+        params = jax.pmap(lambda x: x)(jax.tree_util.tree_map(lambda x: np.stack([x] * 8), params))
+        layer.state = in_float64(layer.state) | {"params": params}
+    for _ in range(3):
+        x = embedding.embed_fwd(observed, embedding.state["params"])
+        for layer in middle:
+            x = layer.forward(x, layer.state["params"])
+        x, dy, loss, last.state["grad_acc"] = last.debed_grad(x, target, last.state["grad_acc"], last.state["params"])
+        for layer in reversed(middle):
+            (x, dy), layer.state["grad_acc"] = layer.reverse((x, dy), layer.state["grad_acc"], layer.state["params"])
+        state = embedding.state
+        _, _, state["grad_acc"] = embedding.embed_grad(observed, (x, dy), state["grad_acc"], state["params"])
+        results += [loss, [layer.get_accum() for layer in layers]]
+        for layer in layers:
+            layer.opt()
+    rounded = [dequantize(quantize(dy, name), "float32") for name in ("uint8", "uint16", "float16")]
+    return results, rounded, [layer.get_params() for layer in layers]
+
+
+def nucleotide():
+    """instadeepai/nucleotide-transformer of July 2023: steps of a masked loss over 8 devices, and what it returns."""
+    import haiku
+    import optax
+    from nucleotide_transformer.model import NucleotideTransformerConfig, build_nucleotide_transformer_fn
+
+    sizes = {"attention_heads": 2, "embed_dim": 8, "ffn_embed_dim": 8, "num_layers": 2, "max_positions": 6}
+    saved = {"embeddings_layers_to_save": (1, 2), "attention_maps_to_save": ((1, 0), (2, 0))}
+    chosen = {"token_dropout": True, "use_gradient_checkpointing": True, "emb_layer_norm_before": True}
+    config = NucleotideTransformerConfig(11, 1, 2, **sizes, **saved, **chosen)
+    model = haiku.transform(build_nucleotide_transformer_fn(config))
+    tokens = (np.arange(8 * 2 * 6) * 7 % 11).reshape(8, 2, 6)
+    drawn = model.init(jax.random.PRNGKey(0), tokens[0])
+    params, optimizer = as_waves(drawn), optax.adamw(1e-2)
+
+    def loss(params, key, tokens):
+        logits = model.apply(params, key, tokens)["logits"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+    def step(params, state, key, tokens):
+        value, gradients = jax.value_and_grad(loss)(params, key, tokens)
+        gradients = jax.lax.pmean(gradients, "batch")
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value, gradients
+
+    params, state = jax.tree_util.tree_map(lambda x: np.stack([x] * 8), (params, optimizer.init(params)))
+    results = [drawn]
+    for i in range(3):
+        keys = jax.random.split(jax.random.PRNGKey(i), 8)
+        params, state, values, gradients = jax.pmap(step, axis_name="batch")(params, state, keys, tokens)
+        results += [values, jax.tree_util.tree_map(lambda x: x[0], gradients)]
+    outputs = jax.pmap(lambda *inputs: model.apply(*inputs))(params, keys, tokens)
+    return results, jax.tree_util.tree_map(lambda x: x[0], params), outputs
+
+
+PROGRAMS = {
+    program.__name__: program
+    for program in (
+        diffrax,
+        brax,
+        easy_neural_ode,
+        sparse_mixers,
+        progen,
+        vietTTS,
+        objax,
+        swarm_jax,
+        nucleotide,
+    )
+}
 
 
 def put_older_names_back() -> None:

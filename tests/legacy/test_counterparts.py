@@ -90,6 +90,15 @@ def test_zeros_like_is_a_primitive():
         assert gradient.tolist() == [2, 2, 2]
         assert zeros_like_jaxval(jnp.ones(2)).tolist() == [0, 0]
         assert zeros_like_p not in reducing_transposes
+        assert jax.ad.zeros_like_p is zeros_like_p
+
+
+def test_ad_has_the_modules_that_it_imported():
+    with installed():
+        from jax.interpreters.ad import config, source_info_util
+
+        assert config.jax_enable_checks == jax.config.jax_enable_checks
+        assert source_info_util.current_name_stack() is not None
 
 
 def test_abstract_values_are_joined():

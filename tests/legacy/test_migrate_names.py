@@ -64,6 +64,9 @@ from tests.legacy.migrated_code import SCALE, load, migrated, run
         ("from jax.interpreters import ad\ndef linearize(f): return ad.linearize(f, 1) if p.map_primitive else f",
          "from jax.interpreters import ad\nfrom legacy_core_functions import linearize as legacy_linearize\n"
          "def linearize(f): return legacy_linearize(f, 1) if False else f"),
+        ("from jax.interpreters import ad\nad.config.jax_enable_checks\nad.source_info_util.current()",
+         "from jax.interpreters import ad\nimport jax\nimport jax.extend\n"
+         "jax.config.jax_enable_checks\njax.extend.source_info_util.current()"),
         ("import optax\nclass S(optax.OptState): x: 1",
          "import optax\nimport typing\nclass S(typing.NamedTuple): x: 1"),
     ],

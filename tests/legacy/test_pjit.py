@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from shardformer.legacy import installed
 from shardformer.legacy.mesh_in_scope import ResourceEnv, mesh, thread_resources
 from shardformer.legacy.pjit import AUTO, lax_with_sharding_constraint, pjit, with_sharding_constraint
+from shardformer.legacy.pmap import pmap
 
 X = np.arange(64, dtype=np.float32).reshape(8, 8)
 
@@ -158,6 +159,15 @@ def test_arguments_without_a_layout_go_to_the_mesh(mesh_4x2):
     assert double(committed, 1)[0].devices() == {jax.devices()[3]}
     thread_resources.env = ResourceEnv()
     assert len(double(jnp.asarray(X), 1)[0].devices()) == 1
+
+
+def test_results_of_a_pmap_go_to_the_mesh():
+    pmapped, on_three = pmap(lambda x: x)(jnp.arange(8)), jax.device_put(jnp.arange(4), jax.devices()[3])
+    with Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y")) as mesh:
+        results = pjit(lambda x, y: (2 * x, y))(pmapped, jnp.arange(4))
+        assert [result.devices() for result in results] == [set(mesh.devices.flat)] * 2
+        assert results[0].tolist() == [0, 2, 4, 6, 8, 10, 12, 14]
+        assert pjit(lambda x: x)(on_three).devices() == {jax.devices()[3]}
 
 
 def test_an_axis_twice_is_a_value_error(mesh_4x2):

@@ -1,6 +1,7 @@
 """`pxla.ShardingSpec`: the part of each device, by hand, and XLA's description, which arrays follow."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxlib.xla_client import HloSharding
@@ -86,3 +87,11 @@ def test_layout_of_a_spec_has_its_parts():
     indices = dict(zip(jax.devices(), spec_to_indices(X.shape, spec), strict=True))
     for shard in x.addressable_shards:
         np.testing.assert_array_equal(shard.data[0], X[indices[shard.device]])
+
+
+def test_layout_of_a_pmap_is_an_instance():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
+    on_mesh = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    pmapped = jax.pmap(lambda x: x)(np.ones((2, 3)))
+    shardings = (pmapped.sharding, PmapSharding.default((2, 3)), pmapped.sum(0).sharding, on_mesh, jnp.ones(2).sharding)
+    assert [isinstance(sharding, PmapSharding) for sharding in shardings] == [True, True, False, False, False]

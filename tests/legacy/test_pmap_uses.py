@@ -4,11 +4,13 @@ import enum
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from shardformer.legacy import array_members, pmap_uses
 from shardformer.legacy.install import installed
 from shardformer.legacy.removed_uses import find_removed_uses
+from tests.legacy.migrated_code import load, migrated
 
 AXIS = "jax.pmap(axis_name=Enum.member)"
 MIXED = "import jax\nstep = jax.pmap(f)\nadd = jax.jit(g)\ngradient = step(x)\nplaced = jax.device_put(w, cpu)\n"
@@ -61,6 +63,10 @@ def test_check_finds_axes_named_by_an_enum(source, found):
     [
         ("add(gradient, placed)", True),
         ("jax.jit(g)(step(x), jax.device_put(w, device=cpu))", True),
+        ("@jax.jit\ndef h(x): return jax.device_put(x, jax.devices()[0])", True),
+        ("def h(x): return jax.device_put(x, jax.devices()[0])\nh = jax.jit(lambda x: h(x))", False),
+        ("def h(x): return jax.device_put(x, jax.devices()[0])\njax.jit(h, static_argnums=1)", True),
+        ("@jax.jit\ndef h(x): return jax.device_put(x, sharding)", False),
         ("add(gradient, w)", False),
         ("add(x, placed)", False),
         ("g(gradient, placed)", False),
@@ -69,7 +75,80 @@ def test_check_finds_axes_named_by_an_enum(source, found):
 )
 def test_check_finds_a_result_of_pmap_that_meets_one_device(call, found):
     uses = [use for use in find_removed_uses(MIXED + call) if use.name == pmap_uses.MIXED]
-    assert [use.status for use in uses] == (["not covered"] if found else [])
+    assert [use.status for use in uses] == (["covered"] if found else [])
+
+
+def test_a_move_inside_of_a_jit_counts_only_with_a_pmap():
+    source = "import jax\n@jax.jit\ndef h(x): return jax.device_put(x, jax.devices()[0])\n"
+    assert not find_removed_uses(source)
+    assert [use.line for use in find_removed_uses(f"{source}jax.pmap(h)")] == [3]
+
+
+UPDATE = """
+import jax, jax.numpy as jnp
+from functools import partial
+
+@partial(jax.jit, static_argnums=2)
+def update(gradients, weights, rate):
+    mean = jax.device_put(jax.tree_util.tree_map(lambda x: x.mean(0), gradients), jax.devices()[1])
+    return {"w": weights["w"] - rate * mean["w"]}, jax.tree_util.tree_map(jnp.zeros_like, gradients)
+
+def train(add=jax.pmap(lambda total, x: {"w": total["w"] + x}), x=jnp.arange(8.0)):
+    weights, total = {"w": jax.device_put(jnp.float32(1), jax.devices()[1])}, {"w": jnp.zeros(8)}
+    for _ in range(2):
+        weights, total = update(add(total, x), weights, 0.5)
+    return weights["w"], add(total, x)["w"]
+"""
+
+
+def assert_trained(results):
+    weight, total = results
+    assert float(weight) == -2.5
+    assert weight.devices() == {jax.devices()[1]}
+    assert total.tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+
+
+def test_results_of_pmap_go_to_the_device_of_the_others():
+    with installed():
+        assert_trained(load(UPDATE)["train"]())
+    with pytest.raises(ValueError, match="incompatible devices"):
+        load(UPDATE)["train"]()
+
+
+@pytest.mark.usefixtures("helpers")
+def test_migrated_jit_takes_results_of_pmap_to_one_device(tmp_path):
+    found = migrated(tmp_path, UPDATE)
+    assert "@partial(jit_on_one_device, static_argnums=2)" in found.migrated
+    assert (found.undecided, find_removed_uses(found.migrated)) == ([], [])
+    assert_trained(load(found.migrated)["train"]())
+
+
+@pytest.mark.usefixtures("helpers")
+def test_migrated_jit_of_two_calls_is_rewritten_once(tmp_path):
+    found = migrated(tmp_path, f"{MIXED}add(gradient, placed)\nadd(step(x), placed)\n")
+    assert found.migrated.count("jit_on_one_device(g)") == 1
+    assert migrated(tmp_path, found.migrated).migrated == found.migrated
+
+
+def test_arrays_of_a_mesh_of_the_program_stay_an_error():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("of the program",))
+    on_two = jax.device_put(jnp.ones(2), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    with installed():
+        on_one = jax.device_put(jnp.ones(2), jax.devices()[0])
+        with pytest.raises(ValueError, match="incompatible devices"):
+            jax.jit(jnp.add)(on_two, on_one)
+        repeated = jax.device_put_replicated(jnp.ones(2), jax.devices()[:3])
+        pmapped = jax.pmap(jnp.sin, "named")(jnp.zeros(8))
+        assert jax.jit(lambda a, b: a.sum() + b[0])(repeated, on_two).devices() == set(mesh.devices.flat)
+        assert jax.jit(lambda a, b: a.sum() + b[0])(repeated, pmapped).devices() == {jax.devices()[0]}
+
+
+def test_a_jitted_function_keeps_its_members():
+    with installed():
+        jitted = jax.jit(sum_and_number)
+        assert jitted.__wrapped__ is sum_and_number
+        assert jitted._cache_size() == 0
+        assert jax.jit(jnp.sin).lower(1.0).compile()(1.0) == jnp.sin(1.0)
 
 
 def test_error_about_devices_says_what_to_write():

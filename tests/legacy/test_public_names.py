@@ -29,6 +29,7 @@ NOT_RECORDED = {
     "jax.experimental.maps._positional_semantics": "never public; dm-haiku 0.0.6 to 0.0.9 set it",
     **dict.fromkeys((f"jax.ad.{name}" for name in removed_names.AD_NAMES), "jax.ad was jax.interpreters.ad"),
     "jax.ad.linearize": "jax.ad was jax.interpreters.ad",
+    "jax.ad.zeros_like_p": "jax.ad was jax.interpreters.ad",
     "jax._src.util.prod": "never public; all who used it imported it from jax's private module",
     "jax.test_util._default_tolerance": "never public; the tests of jax_md change it",
     "jax.lax._reduce_window_sum": "never public; the tests of neural-tangents call it",

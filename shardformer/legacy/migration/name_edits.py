@@ -3,7 +3,7 @@
 import ast
 from typing import NamedTuple
 
-from shardformer.legacy import installed_libraries
+from shardformer.legacy import installed_libraries, pmap_uses
 from shardformer.legacy.lost_names import NOT_COVERED
 from shardformer.legacy.migration import call_rewrites, name_targets
 from shardformer.legacy.migration.edits import Edit, Span, span_of, split_lines, text_of
@@ -36,6 +36,7 @@ class NameEdits(ValueVisitor):
         super().__init__()
         self.tree, self.kept, self.copies = tree, kept, copies
         self._lines = split_lines(source)
+        self._has_pmap = pmap_uses.mentions_pmap(tree)
         self.dots = dots
         self._names_of_buffers: set[str] = set()
         self.edits: list[Edit] = []
@@ -200,6 +201,7 @@ class NameEdits(ValueVisitor):
             if self.resolve(decorator) == PJIT:  # without arguments: jax.jit
                 spelled = self.spell("jax.jit")
                 self.edits.append(Edit(span_of(decorator), spelled.text, spelled.imports))
+        self._edit_jit_of_mixed_devices(node)
         super().visit_FunctionDef(node)
 
     visit_AsyncFunctionDef = visit_FunctionDef
@@ -222,7 +224,14 @@ class NameEdits(ValueVisitor):
         called = (self.resolve(node.args[0]) or "") if is_partial else function
         for keyword in node.keywords:
             self._edit_keyword(node, called, keyword)
+        self._edit_jit_of_mixed_devices(node)
         return self.generic_visit(node)
+
+    def _edit_jit_of_mixed_devices(self, node: ast.Call | ast.FunctionDef | ast.AsyncFunctionDef):
+        jit = pmap_uses.jit_of_mixed_devices(node, self, self._has_pmap)
+        edit = jit and Edit(span_of(jit), "jit_on_one_device", (f"from {self.helpers} import jit_on_one_device",))
+        if edit and edit not in self.edits:  # for another call
+            self.edits.append(edit)
 
     def _replace_call(self, node: ast.Call, rewritten: "call_rewrites.Rewritten"):
         self.edits.append(Edit(span_of(node), rewritten.text, rewritten.imports))

@@ -158,6 +158,30 @@ def jit_on_backend(fun, backend, **options):
     return call
 
 
+def jit_on_one_device(fun, **options):
+    """Returns `jax.jit` of fun, which moves arrays over several devices to the device of those that are on one.
+
+    Up to jax 0.4, the results of a pmap went there; jax.jit rejects them. As fun's results are not committed to the
+    device, a pmap accepts them.
+    """
+    jitted = jax.jit(fun, **options)
+
+    @functools.wraps(fun)
+    def call(*args, **kwargs):
+        arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if isinstance(leaf, jax.Array)]
+        if any(isinstance(array, jax.core.Tracer) for array in arrays):
+            return jitted(*args, **kwargs)
+        on_one = [array for array in arrays if len(array.devices()) == 1]
+        if len(on_one) in (0, len(arrays)):
+            return jitted(*args, **kwargs)
+        (device,) = max(on_one, key=lambda array: array.committed).devices()
+        args, kwargs = jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, (args, kwargs))
+        with jax.default_device(device):
+            return jitted(*args, **kwargs)
+
+    return call
+
+
 def in_joined_layouts(fun, shardings):
     """Returns a function that does as `fun`, whose results go to their layouts as in `with_sharding_constraint`."""
 
