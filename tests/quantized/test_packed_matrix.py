@@ -138,3 +138,25 @@ def test_products_of_accelerators_equal_the_dequantised_matrix(form, levels):
         got = exact.run(multiply, factor, w).outputs
         assert asserts.relative(got, expected) < 1e-14
         assert np.abs(got[:, ::-1] - expected).max() > 0.1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("inputs", [512, 640])  # full groups of lanes, and half of one more
+def test_inputs_are_split_and_joined_by_products(inputs, dtype):
+    x = jnp.asarray(activations(inputs)[0], dtype)
+    even, odd = jax.jit(packed_matrix.split_by_products)(x)
+    np.testing.assert_array_equal(even, x[:, ::2])
+    np.testing.assert_array_equal(odd, x[:, 1::2])
+    join = jax.jit(packed_matrix.join_by_products)
+    np.testing.assert_array_equal(join(even, odd), x)
+    assert (np.asarray(join(odd, even)) != x).any()
+
+
+@pytest.mark.parametrize(("platform", "products"), [("tpu", 4), ("cuda", 0)])
+def test_only_a_tpu_splits_and_joins_by_products(platform, products):
+    codes, scales = jax.eval_shape(packed_matrix.quantize_int4, jax.ShapeDtypeStruct((256, 8), jnp.float32))
+    w = PackedMatrix(codes, jax.ShapeDtypeStruct(scales.shape, jnp.float32), packed_matrix.INT4_LEVELS)
+    x, d = (jax.ShapeDtypeStruct((1, ROWS, size), jnp.float32) for size in (256, 8))
+    program = jax.jit(lambda *args: differentiate(*args)).trace(x, d, w).lower(lowering_platforms=(platform,))
+    with_codes = 2 * 2  # forward and backward, with the high and the low codes
+    assert program.as_text().count("stablehlo.dot_general") == with_codes + products
