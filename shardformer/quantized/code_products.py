@@ -131,7 +131,7 @@ def multiply_row(x_1I: Array, codes_IO: Array) -> Array:
         terms = range(size)
         return sum(take(x_Rr1, i * size + j) * take(codes_RrO, i * size + j).astype(jnp.float32) for j in terms)
 
-    return add_steps(step, count // size, (run, outputs), x_1I, codes_IO).sum(0, keepdims=True)
+    return fold_rows(add_steps(step, count // size, (run, outputs), x_1I, codes_IO))
 
 
 def multiply_row_by_table(x_1D: Array, codes_VD: Array) -> Array:
@@ -162,6 +162,18 @@ def add_steps(step: Callable, count: int, shape: tuple[int, ...], *arrays: Array
     """
     zeros = vary_like(jnp.zeros(shape, jnp.float32), *arrays)
     return lax.fori_loop(0, count, lambda i, total: total + step(i), zeros)
+
+
+def fold_rows(x_rO: Array) -> Array:
+    """Returns the sum of rows, whose number is a power of 2, as [1, O].
+
+    Adds halves. XLA would sum over an axis by its library YNN, whose threads start for each product: 8 layers of
+    SmolLM-135M took 4.4 ms of CPU time then, and take 3.3.
+    """
+    while x_rO.shape[0] > 1:
+        half = x_rO.shape[0] // 2
+        x_rO = x_rO[:half] + x_rO[half:]
+    return x_rO
 
 
 def take(x: Array, number: Array | int) -> Array:

@@ -48,6 +48,13 @@ def multiply(x, w):
     return w.multiply(x)
 
 
+def multiply_on_cpu(x, w):
+    """Returns the product of a CPU, where the exact interpreter computes that of other devices."""
+    if isinstance(w, PackedMatrix):
+        return packed_matrix._multiply_on_cpu(x[0], w, size=0)[None]
+    return (int8_matrix._multiply_on_cpu(x[0], w.codes, False, jnp.float32, most_rows=0) * w.scales)[None]
+
+
 CASES = {
     "int8": (make_int8, multiply),
     "table": (make_table, multiply_table),
@@ -73,6 +80,7 @@ def row(case, w):
 @pytest.mark.parametrize("case", CASES)
 def test_product_equals_the_dequantised_matrix(case):
     make, function = CASES[case]
+    function = multiply_on_cpu if function is multiply else function
     w = make()
     x = row(case, w)
     dense = to_float64(w)
@@ -112,6 +120,28 @@ def test_no_part_of_the_float_matrix_is_stored(case):
         return x @ dense, dense
 
     assert largest_float(convert_first, x, w) == w.codes.size
+
+
+@pytest.mark.parametrize("case", ["int8", "int4"])
+def test_no_library_adds_the_adjacent_rows(case, monkeypatch):
+    w = CASES[case][0]()
+
+    def describe():
+        if case == "int8":
+            return str(jax.make_jaxpr(lambda x: code_products.multiply_row(x, w.codes))(row(case, w)[0]))
+        return str(jax.make_jaxpr(lambda x: packed_matrix._multiply_row(x, w))(row(case, w)[0]))
+
+    assert "reduce_sum" not in describe()
+    monkeypatch.setattr(code_products, "fold_rows", lambda x_rO: x_rO.sum(0, keepdims=True))
+    assert "reduce_sum" in describe()
+
+
+@pytest.mark.parametrize(("levels", "factor"), [(packed_matrix.INT4_LEVELS, 16), (packed_matrix.NF4_LEVELS, 1)])
+def test_levels_of_a_byte_are_those_of_its_codes(levels, factor):
+    both = np.stack(packed_matrix._look_up_both(jnp.arange(256, dtype=jnp.uint8), levels))
+    expected = np.float32(levels)[[np.arange(256) // 16, np.arange(256) % 16]] * factor
+    np.testing.assert_array_equal(both, expected)
+    assert (both[::-1] != expected).any()
 
 
 def test_one_row_on_a_mesh():
