@@ -24,6 +24,7 @@ ROWS = {
     "7B": ("v5e:4x4", f"{DENSE} {LLAMA} {SPLIT} seq=2048 batch=16"),
     "1.3B": ("v5e:4x4", f"{DENSE} {LEARNED} {SPLIT} layers=24 d_model=2048 heads=32 seq=2048 batch=32"),
     "125M": ("v5e:2x2", f"{DENSE} {LEARNED} mesh=4x1 layers=12 d_model=768 heads=12 seq=1024 batch=32"),
+    "8B": ("v5p:4x4x4", "llama3_8b mesh=64x1 batch=192 remat=dots grad_dtype=bfloat16"),
     "QLoRA": ("v5e:1x1", "gptj_6b mesh=1x1 batch=2 zero=0 weights=nf4 lora_rank=8"),
 }  # fmt: skip
 HEADER = "| row | GB | M cycles | ms of cycles, kernels, exposed wire | MFU |\n|---|---|---|---|---|"
