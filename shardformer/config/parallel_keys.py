@@ -30,7 +30,7 @@ class ParallelKeys(KeyGroup):
         "auto",
         "devices as DPxMP (data parallel x model parallel), or DPxMPxPP with pipeline stages, through which the accum "
         "microbatches flow; by name, such as dp2.cp2.mp2, also with cp, over which the tokens of each row are split; "
-        "auto: least mp that fits in memory; on a CPU mp alone if a step has few tokens",
+        "auto: least mp that fits in memory; on a CPU mp alone where it divides the model and a step has few tokens",
     )
     zero: Literal[0, 1, 3] = key(
         0,

@@ -129,10 +129,8 @@ def choose_mesh(
         name = candidate.parallel.mesh + ("" if config.training.accum else f" accum={candidate.training.accum}")
         if bytes_needed <= available:
             if too_large:
-                log.info(
-                    f"{'mesh=auto' if config.training.accum else 'auto'} took {name}: "
-                    f"{_format_needs(too_large, available)}"
-                )
+                asked = "mesh=auto" if config.training.accum else "auto"
+                log.info(f"{asked} took {name}: {_format_needs(too_large, available)}")
             elif not config.training.accum:
                 rows_at_once = format_count(candidate.microbatch_rows, "row")
                 log.info(f"auto took accum={candidate.training.accum}: {rows_at_once} at a time on each device")
@@ -165,16 +163,15 @@ def _searched(config: Config, devices: int) -> str:
 def candidates(config: Config, devices: int, virtual: bool = False, rows: int = 0) -> Iterator[Config]:
     """Yields the config on every valid mesh: the least mp first, and for each mesh the fewest microbatches.
 
-    Virtual devices have no mp, or mp alone first where that is faster.
-    With ZeRO, meshes of two or more devices have a dp of at least 2.
+    Virtual devices have no mp, or mp alone first where that is faster. With ZeRO, several devices have a dp above 1.
     """
     shapes = [config.parallel.mesh]
     if config.parallel.mesh == "auto":
         least_dp = 2 if config.parallel.zero and devices > 1 else 1
         splits = [dp for dp in range(devices, least_dp - 1, -1) if devices % dp == 0]
         shapes = [f"{dp}x{1 if virtual else devices // dp}" for dp in splits]
-        if virtual and has_few_tokens(config):
-            shapes.insert(0, f"1x{devices}")
+        if virtual:
+            shapes[:0] = [f"1x{mp}" for mp in _cpu_mp(config, devices) if devices % mp == 0]
     for shape in shapes:
         local_rows = max(config.training.batch // parse_mesh(shape).dp, 1)
         small = [n for n in range(1, math.isqrt(local_rows) + 1) if local_rows % n == 0]
@@ -210,8 +207,7 @@ def make(config: Config) -> Mesh:
     if needed < len(devices) and jax.process_count() > 1:
         raise UsageError(
             f"mesh={config.parallel.mesh} takes {needed} devices, and {jax.process_count()} processes must use all "
-            "of their "
-            f"{kind}; try mesh=auto"
+            f"of their {kind}; try mesh=auto"
         )
     return arrange(config, devices[:needed], follow_wires=needed == len(devices))
 
@@ -238,8 +234,7 @@ def arrange(config: Config, devices: list, follow_wires: bool = True) -> Mesh:
         fitting = f"{slices}x{len(devices) // slices}"
         raise UsageError(
             f"mesh={config.parallel.mesh} has dp={dp}, which does not divide over the {slices} slices of these "
-            "devices; mp "
-            f"cannot leave a slice: try mesh={fitting}, or another with dp a multiple of {slices}"
+            f"devices; mp cannot leave a slice: try mesh={fitting}, or another with dp a multiple of {slices}"
         )
     try:
         if slices > 1 and dp % slices == 0:
@@ -264,21 +259,27 @@ def _slice(device) -> int:
 
 
 def _cpu_devices(config: Config) -> int:
-    """Returns this process's share of the mesh; with mesh=auto one per core, if that divides the batch or the heads."""
+    """Returns this process's share of the mesh; with mesh=auto one per core, or fewer that fit the model or batch."""
+    membership = processes.find_membership(config)
+    together = membership.processes if membership else 1
     if config.parallel.mesh != "auto":
-        membership = processes.find_membership(config)
-        return -(-config.parallel.devices // (membership.processes if membership else 1))
+        return -(-config.parallel.devices // together)
     cores = min(os.cpu_count() or 1, 8)
-    divided = config.model.heads if has_few_tokens(config) else config.training.batch
-    return next(count for count in range(cores, 0, -1) if divided % count == 0)
+    fitting = _cpu_mp(config, cores) if together == 1 else []
+    return (fitting or [count for count in range(cores, 0, -1) if config.training.batch % count == 0])[0]
 
 
-def has_few_tokens(config: Config) -> bool:
-    """Returns whether a step on a CPU mostly reads, sums and updates parameters, on each device all of them."""
-    model = config.model
+def _cpu_mp(config: Config, most: int) -> list[int]:
+    """Returns each valid mp, the largest first, if a step has so few tokens that it is faster with mp than with dp."""
+    model, fitting = config.model, []
     parameters = model.layers * count_matrix_elements(model) + model.d_model * model.vocab
-    few = parameters > MOST_PARAMETERS_PER_TOKEN * config.training.batch * model.seq
-    return few and not (config.parallel.zero or config.lora.lora_rank or config.start.task)
+    few_tokens = parameters > MOST_PARAMETERS_PER_TOKEN * config.training.batch * model.seq
+    if few_tokens and not (config.parallel.zero or config.lora.lora_rank):
+        for mp in range(most, 1, -1):
+            with contextlib.suppress(UsageError):
+                config.replace(mesh=f"1x{mp}")
+                fitting.append(mp)
+    return fitting
 
 
 def count_matrix_elements(model: ModelKeys) -> int:

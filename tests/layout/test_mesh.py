@@ -20,6 +20,7 @@ from tests import shared
 from tests.surroundings import answer_for_processes, before_call, let_fail, simulate_processes
 
 EIGHT_HEADS = Config.of(batch=12, heads=8)
+FEW_TOKENS = Config.of(layers=1, d_model=480, heads=8, seq=8, batch=8, vocab=1000)
 
 
 @pytest.mark.parametrize(
@@ -45,14 +46,15 @@ def test_auto(devices, batch, virtual, shape):
     [
         ({}, "1x4"),
         ({"batch": 400}, "4x1"),
-        ({"heads": 6}, "4x1"),
+        ({"heads": 6}, "1x2"),
+        ({"heads": 5}, "4x1"),
         ({"zero": 1}, "4x1"),
         ({"lora_rank": 2}, "4x1"),
     ],
 )
 def test_auto_splits_matrices_on_a_cpu_where_a_step_has_few_tokens(changes, shape):
     """It has 65,000 parameters per token of a step, and 1,300 with 400 rows."""
-    config = Config.of(layers=1, d_model=480, heads=8, seq=8, batch=8, vocab=1000).replace(**changes)
+    config = FEW_TOKENS.replace(**changes)
     assert mesh.choose_mesh(config, 4, virtual=True).parallel.mesh == shape
     if not changes:
         assert mesh.choose_mesh(config, 4, virtual=False).parallel.mesh == "4x1"
@@ -127,6 +129,20 @@ def test_cpu_devices_of_one_process(monkeypatch, shape, batch, count, expected):
     monkeypatch.setenv("JAX_NUM_PROCESSES", count)
     monkeypatch.setenv("JAX_PROCESS_ID", "0")
     mesh.start(EIGHT_HEADS.replace(mesh=shape, batch=batch))
+    assert counts == [expected]
+
+
+@pytest.mark.parametrize(
+    ("heads", "together", "expected"),
+    [(8, 1, 8), (12, 1, 6), (12, 2, 7), (5, 1, 5), (1, 1, 7)],  # with two processes, or without mp, as the batch has it
+)
+def test_cpu_devices_follow_the_model_where_mp_is_faster(monkeypatch, heads, together, expected):
+    counts = []
+    before_call(monkeypatch, mesh, "use_cpu_devices", lambda count, many_in_flight: counts.append(count))
+    monkeypatch.setattr(processes, "join_processes", lambda config: None)
+    monkeypatch.setattr(processes, "find_membership", lambda config: SimpleNamespace(processes=together))
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    mesh.start(FEW_TOKENS.replace(heads=heads, batch=7, vocab=960))
     assert counts == [expected]
 
 
