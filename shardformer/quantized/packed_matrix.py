@@ -172,14 +172,19 @@ def join_by_products(even_NP: Array, odd_NP: Array) -> Array:
     return (even_NBK + odd_NBK).reshape(rows, -1)
 
 
-def _selections() -> tuple[np.ndarray, np.ndarray]:
-    """Returns the matrices that select the even and the odd of adjacent inputs."""
-    even = np.arange(LANES_OF_PAIRS)[:, None] == 2 * np.arange(LANES_OF_PAIRS // 2)
-    return even, np.roll(even, 1, axis=0)
+def _selections() -> tuple[Array, Array]:
+    """Returns the matrices that select the even and the odd of adjacent inputs.
+
+    NumPy's would be constants in the programs of all platforms.
+    """
+    shape = (LANES_OF_PAIRS, LANES_OF_PAIRS // 2)
+    inputs, pairs = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+    return inputs == 2 * pairs, inputs == 2 * pairs + 1
 
 
-def _select(x: Array, selection: np.ndarray) -> Array:
-    return jnp.matmul(x, selection.astype(x.dtype), precision="highest")  # exact: one term of a sum is not 0
+def _select(x: Array, selection: Array) -> Array:
+    # Exact for finite numbers: one term of a sum is not 0.
+    return jnp.matmul(x, selection.astype(x.dtype), precision="highest")
 
 
 def _multiply_at_once(x_NI: Array, w_IO: PackedMatrix, split: Callable = split_by_slices) -> Array:
