@@ -20,7 +20,7 @@ LLAMA = "layers=32 d_model=4096 heads=32 d_ff=11008 vocab=32000 norm=rmsnorm bia
 ROWS = {
     "v5e": ("v5e:4x4", "gptj_6b mesh=16x1 grad_dtype=bfloat16"),
     "v4": ("v4:2x2x4", "gptj_6b mesh=16x1 batch=64 grad_dtype=bfloat16"),
-    "v5p": ("v5p:4x4x4", "gptj_6b mesh=64x1 batch=512 grad_dtype=bfloat16"),
+    "v5p": ("v5p:4x4x4", "gptj_6b mesh=64x1 batch=1024 grad_dtype=bfloat16"),
     "7B": ("v5e:4x4", f"{DENSE} {LLAMA} {SPLIT} seq=2048 batch=16"),
     "1.3B": ("v5e:4x4", f"{DENSE} {LEARNED} {SPLIT} layers=24 d_model=2048 heads=32 seq=2048 batch=32"),
     "125M": ("v5e:2x2", f"{DENSE} {LEARNED} mesh=4x1 layers=12 d_model=768 heads=12 seq=1024 batch=32"),
