@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jaxlib
-from jax.experimental import serialize_executable
 from jax.extend import backend
 
 from shardformer.devices.host import describe_processor
@@ -27,6 +26,11 @@ from shardformer.devices.program_folder import find_danger, make_private_folder,
 from shardformer.files import replacing
 from shardformer.messages import log
 from shardformer.storage import BucketPath, bucket
+
+try:
+    from jax.experimental import serialize_executable
+except ImportError:  # a later JAX: every program is compiled again
+    serialize_executable = None  # type: ignore[assignment]  # of a module
 
 Gather = Callable[[str], list[str]]  # returns the strings of all processes in order
 _TOKEN_BYTES, _DIGEST_BYTES = 16, 32
@@ -59,6 +63,8 @@ class ProgramStore:
                 danger = find_danger(folder)
         except OSError as error:
             danger = f"{folder}: {_first_line(error)}"
+        if serialize_executable is None:
+            danger = "this JAX has no jax.experimental.serialize_executable"
         if danger:
             say_not_stored(danger)
         # Without a folder the processes still agree: each must ask equally often.

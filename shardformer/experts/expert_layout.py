@@ -11,6 +11,7 @@ from shardformer.config import Config
 from shardformer.config.names import DP, MP, is_of_experts
 from shardformer.devices.chips import Hardware
 from shardformer.experts.grouped_product import Blocks, Copies, GroupedProduct, Kernel
+from shardformer.kernels.typed_pallas import MEGABLOX, has_kernel
 from shardformer.tables import format_count
 
 if TYPE_CHECKING:
@@ -63,12 +64,15 @@ def layouts_of_generation(layout: "Layout", product: GroupedProduct) -> tuple["L
 
 def choose_grouped_product(config: Config, hardware: Hardware) -> tuple[GroupedProduct, str]:
     """Returns the grouped product of these devices, and why."""
-    if hardware.platform == "tpu":
+    if hardware.platform == "tpu" and has_kernel(MEGABLOX):
         return Kernel(_choose_rows(config, *TILES)), "the kernel of MegaBlox reads groups of any size on tpu"
     if hardware.platform == "gpu":  # where ragged_dot materialises an operand of all experts (openxla/xla#40189)
         reason = "ragged_dot is a dense product on gpu, and a loop waits for the host"
         return Copies(_choose_copied_rows(config)), reason
-    return Blocks(_choose_rows(config, *BLOCKS)), f"ragged_dot is a dense product on {hardware.platform}"
+    reason = f"ragged_dot is a dense product on {hardware.platform}"
+    if hardware.platform == "tpu":
+        reason = "this JAX has no kernel of MegaBlox"
+    return Blocks(_choose_rows(config, *BLOCKS)), reason
 
 
 def _choose_rows(config: Config, fewest: int, most: int) -> int:

@@ -24,9 +24,8 @@ import jax.numpy as jnp
 from jax import Array, custom_batching, lax
 
 from shardformer.collectives import vary_like
-from shardformer.kernels.typed_pallas import typed_kernel
+from shardformer.kernels.typed_pallas import MEGABLOX, typed_kernel
 
-MODULE = "jax.experimental.pallas.ops.tpu.megablox.gmm"
 TILE_BYTES = 2048  # of a row of a tile: 1024 bfloat16 numbers; tiles of float32 would not fit into a TPU's scratchpad
 
 
@@ -315,7 +314,7 @@ def _backward(tile, interpret, saved, d_MO):
     d_x_MI = _multiply(d_MO, w_EIO, size_E, tile, interpret, transpose_rhs=True)
     tiles = _choose_tiles(x_MI, d_MO.shape[1], tile)
     experts = w_EIO.shape[0]
-    with typed_kernel(x_MI, MODULE) as kernel, jax.numpy_dtype_promotion("standard"):
+    with typed_kernel(x_MI, MEGABLOX) as kernel, jax.numpy_dtype_promotion("standard"):
         d_w_EIO = kernel.tgmm(x_MI.T, d_MO, size_E, w_EIO.dtype, tiles, num_actual_groups=experts, interpret=interpret)
     return d_x_MI, d_w_EIO, None
 
@@ -325,7 +324,7 @@ multiply_by_kernel.defvjp(_forward, _backward)
 
 def _multiply(x_MI, w_EIO, size_E, tile, interpret, transpose_rhs=False):
     tiles = _choose_tiles(x_MI, w_EIO.shape[1 if transpose_rhs else 2], tile)
-    with typed_kernel(x_MI, MODULE) as kernel, jax.numpy_dtype_promotion("standard"):
+    with typed_kernel(x_MI, MEGABLOX) as kernel, jax.numpy_dtype_promotion("standard"):
         return kernel.gmm(x_MI, w_EIO, size_E, x_MI.dtype, tiles, transpose_rhs=transpose_rhs, interpret=interpret)
 
 

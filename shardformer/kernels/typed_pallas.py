@@ -11,12 +11,19 @@ import importlib
 import threading
 import types
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 from jax import Array
 
 SPLASH = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel"
+MEGABLOX = "jax.experimental.pallas.ops.tpu.megablox.gmm"
 _one_at_a_time = threading.RLock()  # a module is shared by all threads
+
+
+def has_kernel(module: str) -> bool:
+    """Returns whether this JAX has the module of a kernel: JAX moves them to the package tokamax."""
+    return Path(jax.__file__).parents[1].joinpath(*module.split(".")).with_suffix(".py").is_file()
 
 
 @contextlib.contextmanager

@@ -23,9 +23,8 @@ class Rows(NamedTuple):
 
     @classmethod
     def of_training(cls, config: Config) -> "Rows":
-        return cls(
-            config.model.seq // config.parallel.cp, bool(config.training.dropout), config.data.documents == "masked"
-        )
+        dropout, documents = bool(config.training.dropout), config.data.documents == "masked"
+        return cls(config.model.seq // config.parallel.cp, dropout, documents)
 
 
 class Choice(NamedTuple):
@@ -60,6 +59,10 @@ def reason_against(hardware: Hardware, demands: Demands) -> str:
     platform, capability, *_ = hardware
     tokens, head_size, dtype, documents, cap = demands
     if platform == "tpu":
+        from shardformer.kernels.typed_pallas import SPLASH, has_kernel  # not imported for other devices
+
+        if not has_kernel(SPLASH):
+            return "this JAX has no splash attention"
         if tokens % TPU_BLOCK:
             return f"a TPU's kernel takes a multiple of {TPU_BLOCK} tokens, got {tokens}"
         if head_size > 128 and head_size % 128:
@@ -81,23 +84,20 @@ def reason_against(hardware: Hardware, demands: Demands) -> str:
 
 def reason_against_kernel(config: Config, hardware: Hardware, rows: Rows) -> str:
     """Returns why these devices have no kernel for the attention of this model, or ''."""
-    demands = Demands(
-        rows.tokens, config.model.head_size, config.parallel.dtype, rows.documents, config.model.attention_cap
-    )
+    model, dtype = config.model, config.parallel.dtype
+    demands = Demands(rows.tokens, model.head_size, dtype, rows.documents, model.attention_cap)
     if reason := reason_against(hardware, demands):
         return reason
     if rows.dropout:
         return "no kernel takes dropout"
-    if config.model.biased_by_distance:
-        return f"no kernel takes the bias of positions={config.model.positions}"
-    if config.model.sinks:
-        return "no kernel takes sinks"
-    if config.model.window_chunks:
-        return "no kernel takes window_chunks"
-    if config.model.kv_latent:
+    if model.biased_by_distance:
+        return f"no kernel takes the bias of positions={model.positions}"
+    for name in ("sinks", "window_chunks"):
+        if getattr(model, name):
+            return f"no kernel takes {name}"
+    if model.kv_latent:
         return "no kernel takes values of another size than keys, as kv_latent has"
-    if config.parallel.pp > 1 and config.stage_layers % config.model.window_period:
-        pattern, size = config.model.window_pattern, format_count(config.stage_layers, "layer")
-        stages = f"window_pattern={pattern} in stages of {size}"
-        return f"no kernel takes {stages}, which must be a multiple of the pattern's {config.model.window_period}"
+    if config.parallel.pp > 1 and config.stage_layers % model.window_period:
+        stages = f"window_pattern={model.window_pattern} in stages of {format_count(config.stage_layers, 'layer')}"
+        return f"no kernel takes {stages}, which must be a multiple of the pattern's {model.window_period}"
     return ""

@@ -171,6 +171,14 @@ def test_program_of_another_backend_is_compiled_again(kept, monkeypatch, capsys)
     assert capsys.readouterr().err.endswith("(unknown executable)\n")
 
 
+def test_jax_that_cannot_write_programs_is_reported_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(program_store, "serialize_executable", None)
+    store, program = start(tmp_path / "kept")
+    np.testing.assert_array_equal(run(program, times=2), 2 * run(program))
+    assert store.compiled == 2
+    assert capsys.readouterr().err.count("compiled programs are not kept: this JAX has no") == 1
+
+
 def test_folder_that_cannot_be_written_is_reported_once(capsys):
     store, program = start(program_store.Path("/dev/null/kept"))
     first = run(program)

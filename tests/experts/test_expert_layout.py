@@ -83,6 +83,14 @@ def test_product_is_chosen_by_the_device(platform, training, prefill, token):
     assert [it.experts for it in found] == [it._replace(joins_rows=True) for it in (prefill, token)]
 
 
+def test_jax_without_megablox_computes_blocks_on_a_tpu(monkeypatch):
+    config = shared.tiny(mesh="1x1", bias="none", experts=16, experts_per_token=2, seq=512, batch=16, accum=1)
+    monkeypatch.setattr(expert_layout, "MEGABLOX", "jax.experimental.pallas.ops.tpu.moved")
+    assert expert_layout.choose_grouped_product(config, Hardware("tpu")) == (
+        Blocks(256), "this JAX has no kernel of MegaBlox",
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(("seq", "block"), [(32, 128), (2048, 1024), (1, 32)])
 def test_blocks_of_copies_grow_with_the_rows_of_an_expert(seq, block):
     config = shared.tiny(mesh="1x1", bias="none", experts=16, experts_per_token=2, seq=seq, batch=16, accum=1)

@@ -5,6 +5,7 @@ import pytest
 from shardformer.cli.show_command import format_choices
 from shardformer.devices.chips import CPU, Hardware
 from shardformer.errors import UsageError
+from shardformer.kernels import typed_pallas
 from shardformer.kernels.attention import AttentionOptions, Plain
 from shardformer.kernels.blockwise_attention import Blocks
 from shardformer.kernels.fused_attention import Kernel
@@ -92,6 +93,14 @@ def test_limits_of_a_kernel_lead_to_blocks_or_an_error(hardware, changes, rows, 
     config = shared.tiny(**KERNEL | changes)
     assert isinstance(chosen(config, hardware, **rows), Blocks if rows["tokens"] >= 1024 else Plain)
     assert_fused_is_rejected(config, hardware, reason=reason, **rows)
+
+
+def test_jax_without_the_kernel_of_a_tpu_leads_to_blocks(monkeypatch):
+    config = shared.tiny(**KERNEL)
+    assert chosen(config, TPU, tokens=2048).uses_kernel
+    monkeypatch.setattr(typed_pallas, "SPLASH", "jax.experimental.pallas.ops.tpu.moved")
+    assert isinstance(chosen(config, TPU, tokens=2048), Blocks)
+    assert_fused_is_rejected(config, TPU, reason="this JAX has no splash attention", tokens=2048)
 
 
 def test_head_of_gptj_has_a_kernel_on_hopper():
