@@ -49,7 +49,7 @@ class DShapedArray:
 
 
 def is_constant_dim(d: Any) -> bool:
-    """Returns whether a dimension of a shape is a number."""
+    """Returns whether a dimension of a shape is known, not symbolic."""
     return not jax.export.is_symbolic_dim(d)
 
 

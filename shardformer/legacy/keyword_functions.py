@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from shardformer.legacy.migration.shard_map_helpers import in_joined_layouts
 from shardformer.legacy.pjit import AUTO
-from shardformer.legacy.pmapped_arguments import moving_pmapped
+from shardformer.legacy.pmapped_arguments import PjitFunction
 
 
 def _renaming(function: Callable, **renamed: str | None) -> Callable:
@@ -41,14 +41,17 @@ _jit, _where = jax.jit, jnp.where
 
 @functools.wraps(_jit)
 def jit(*args, **kwargs):
-    if not args:  # a decorator
-        return functools.partial(jit, **kwargs)
+    if "fun" in kwargs:
+        args = (kwargs.pop("fun"), *args)
     for side in ("in_shardings", "out_shardings"):
         if side in kwargs:
             kwargs[side] = jax.tree.map(lambda sharding: None if sharding is AUTO else sharding, kwargs[side])
+    if not args:  # a decorator
+        _jit(**kwargs)  # rejects wrong keywords
+        return functools.partial(jit, **kwargs)
     if "out_shardings" in kwargs:
         args = in_joined_layouts(args[0], kwargs["out_shardings"]), *args[1:]
-    return moving_pmapped(_jit(*args, **kwargs))
+    return PjitFunction(_jit(*args, **kwargs))
 
 
 @functools.wraps(_clip)

@@ -291,16 +291,17 @@ def _move_arguments(args: tuple, wanted: Any, statics: Sequence[int]) -> tuple:
 def _put_on_mesh(args: tuple, mesh: Mesh, statics: Iterable[int]) -> tuple:
     """Puts the arguments on the devices of the mesh, as pjit did where nothing asks for a layout.
 
-    If an array is committed to devices, the others follow it there. The result of a pmap over other devices is not.
+    If an array is committed to devices, the others follow it there. The result of a pmap over other devices does not
+    count as committed.
     """
 
-    def is_committed(leaf) -> bool:
+    def has_a_place(leaf) -> bool:
         if isinstance(leaf, jax.core.Tracer):
             return True
         return getattr(leaf, "committed", False) and not (is_pmapped(leaf) and leaf.devices() != set(mesh.devices.flat))
 
     arrays = [arg for position, arg in enumerate(args) if position not in statics]
-    if any(map(is_committed, jax.tree.leaves(arrays))):
+    if any(map(has_a_place, jax.tree.leaves(arrays))):
         return args
     everywhere = NamedSharding(mesh, PartitionSpec())
 

@@ -16,8 +16,6 @@ from shardformer.legacy.relocation import relocate
 
 _pmap = jax.pmap
 _UNNAMED = "pmapped"
-# The mesh axes of all pmaps so far, and that of `device_put_replicated`.
-AXES_OF_PMAPS = {_UNNAMED, pmap_shardings.AXIS}
 # jax's words about an array in another layout; the second ones are for a traced array.
 _OF_ANOTHER_LAYOUT = ("does not match the sharding", "Received incompatible devices")
 
@@ -61,7 +59,7 @@ def pmap(
     statics = static_broadcasted_argnums
     statics = (statics,) if isinstance(statics, int) else tuple(statics)
     axis_of_devices = _UNNAMED if axis_name is None else axis_name
-    AXES_OF_PMAPS.add(axis_of_devices)
+    pmap_shardings.note_pmap(axis_of_devices, devices, options.get("backend"))
     outer = _pmap(fun, axis_of_devices, static_broadcasted_argnums=statics, devices=devices, **axes, **options)
 
     def with_axes(args, kwargs):
@@ -74,7 +72,7 @@ def pmap(
 
     def one_per_device(size: int) -> Mesh:
         chosen = jax.local_devices(backend=options.get("backend")) if devices is None else devices
-        return Mesh(np.array(chosen[:size]), (_UNNAMED,))
+        return Mesh(np.array(chosen[:size]), (axis_of_devices,))
 
     def eagerly(body, args, kwargs):
         (size,) = sizes = _sizes(*with_axes(args, kwargs))

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-AXIS = "split"  # the mesh axis of a PmapSharding
+AXIS = "split 0"  # the mesh axis of a PmapSharding
+_pmaps: set[tuple[str, tuple[jax.Device, ...] | None, str | None]] = set()  # axis, devices and backend of all so far
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,10 +135,28 @@ def shard_args(devices: Sequence[jax.Device], indices: Sequence, shardings: Sequ
     ]
 
 
+def note_pmap(axis: str, devices: Sequence[jax.Device] | None, backend: str | None) -> None:
+    """Notes that layouts over `axis` may be those of a pmap from now on; it takes the first of the devices."""
+    _pmaps.add((axis, None if devices is None else tuple(devices), backend))
+
+
+def is_of_a_pmap(sharding: Any) -> bool:
+    """Returns True for a layout on the mesh of a pmap or a PmapSharding: it has their one axis and their devices."""
+    mesh = getattr(sharding, "mesh", None)
+    if not isinstance(mesh, Mesh) or len(mesh.axis_names) != 1:
+        return False
+    (axis,), devices = mesh.axis_names, set(mesh.devices.flat)
+    return axis == AXIS or any(
+        devices == set((jax.devices(backend) if chosen is None else chosen)[: len(devices)])
+        for name, chosen, backend in _pmaps
+        if name == axis
+    )
+
+
 class _PmapShardingType(type):
     def __instancecheck__(cls, value) -> bool:
-        """Returns True for an array that is split over a mesh of one axis, as the results of a pmap are."""
-        return isinstance(value, NamedSharding) and len(value.mesh.axis_names) == 1 and any(value.spec)
+        """Returns True for the layout that a pmap gives its results, one index for each device."""
+        return is_of_a_pmap(value) and any(value.spec)
 
 
 class PmapSharding(metaclass=_PmapShardingType):

@@ -6,29 +6,19 @@ import jax
 from jax.tree_util import PyTreeDef  # noqa: F401  # the names of the old module
 from jaxlib import xla_client
 
+from shardformer.legacy.pmapped_arguments import PjitFunction
+
 Array = ArrayImpl = Buffer = DeviceArray = jax.Array
 Device = jax.Device
 NamedSharding, Sharding = jax.sharding.NamedSharding, jax.sharding.Sharding
 HloSharding, OpSharding = xla_client.HloSharding, xla_client.OpSharding
 XlaRuntimeError = jax.errors.JaxRuntimeError
-
-
-class _PjitFunctionType(type):
-    def __instancecheck__(cls, value) -> bool:
-        return hasattr(value, "lower") and hasattr(value, "clear_cache")
-
-
-class PjitFunction(metaclass=_PjitFunctionType):
-    """The type of a jitted function, which is a Python function after `install()`."""
-
-
 CompiledFunction = PjitFunction
 
 
 class _PmapFunctionType(type):
     def __instancecheck__(cls, value) -> bool:
-        is_function = isinstance(value, types.FunctionType) and not isinstance(value, PjitFunction)
-        return is_function and hasattr(value, "lower") and hasattr(value, "__wrapped__")
+        return isinstance(value, types.FunctionType) and hasattr(value, "lower") and hasattr(value, "__wrapped__")
 
 
 class PmapFunction(metaclass=_PmapFunctionType):

@@ -7,6 +7,7 @@ import pytest
 from jaxlib.xla_client import HloSharding
 
 from shardformer.legacy import installed
+from shardformer.legacy.pmap import pmap
 from shardformer.legacy.pmap_shardings import (
     Chunked,
     NoSharding,
@@ -92,6 +93,6 @@ def test_layout_of_a_spec_has_its_parts():
 def test_layout_of_a_pmap_is_an_instance():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
     on_mesh = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-    pmapped = jax.pmap(lambda x: x)(np.ones((2, 3)))
+    pmapped = pmap(lambda x: x)(np.ones((2, 3)))
     shardings = (pmapped.sharding, PmapSharding.default((2, 3)), pmapped.sum(0).sharding, on_mesh, jnp.ones(2).sharding)
     assert [isinstance(sharding, PmapSharding) for sharding in shardings] == [True, True, False, False, False]
