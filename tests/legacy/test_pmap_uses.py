@@ -75,7 +75,7 @@ def test_check_finds_axes_named_by_an_enum(source, found):
         ("cpu = jax.devices('cpu')[0]\n@jax.jit\ndef h(x, cpu): return jax.device_put(x, cpu)", False),
         ("@jax.jit\ndef h(x): return jax.device_put(x, sharding) / len(jax.devices())", False),
         ("@jax.jit\ndef h(x): return jax.device_put(x, NamedSharding(Mesh(jax.devices(), 'x'), P()))", False),
-        ("@jax.jit\ndef h(x): return jax.device_put(x, meshes[0]), jax.devices()[0]", False),
+        ("@jax.jit\ndef h(x): return jax.device_put(x, meshes()[0]), jax.devices()[0]", False),
         ("@jax.jit\ndef h(x): return jax.device_put(x, jax.devices()[:2])", False),
         ("@jax.jit\nasync def h(x): return jax.device_put(x, jax.devices()[0])", False),
         ("add(gradient, w)", False),
