@@ -2,7 +2,7 @@
 
 import ast
 
-from shardformer.legacy.source_names import ValueVisitor, dotted
+from shardformer.legacy.source_names import ScopedVisitor, ValueVisitor, dotted
 
 AXIS_TODAY = "a str, in the collectives too: `legacy` runs it as it is"
 MIXED = "jax.jit(f)(pmapped, on_one_device)"
@@ -27,7 +27,22 @@ def names_axis_by_enum(call: ast.Call, plain: set[str]) -> bool:
 
 
 def mentions_pmap(tree: ast.Module) -> bool:
-    return any(getattr(node, "id", getattr(node, "attr", None)) == "pmap" for node in ast.walk(tree))
+    """Returns True if a file uses `jax.pmap`, under whatever name it imported it; a pmap of another module is none."""
+    finder = _PmapFinder()
+    finder.visit(tree)
+    return finder.found
+
+
+class _PmapFinder(ScopedVisitor):
+    def __init__(self):
+        super().__init__()
+        self.found = False
+
+    def visit_Name(self, node: ast.Name | ast.Attribute):
+        self.found = self.found or self.resolve(node) == "jax.pmap"
+        self.generic_visit(node)
+
+    visit_Attribute = visit_Name
 
 
 def jit_of_mixed_devices(node: ast.AST, file: ValueVisitor, has_pmap: bool) -> ast.expr | None:
@@ -55,13 +70,40 @@ def _is_called_with_mixed_devices(call: ast.Call, file: ValueVisitor) -> bool:
 def _puts_on_a_device(function: ast.AST | None, file: ValueVisitor) -> bool:
     if not isinstance(function, ast.FunctionDef | ast.Lambda):
         return False
-    calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
-    chooses = any(file.resolve(call.func) in ("jax.devices", "jax.local_devices") for call in calls)
-    return chooses and any(_is_placed(call, file) for call in calls)
+    finder = _MoveFinder(file)
+    finder.visit(function)
+    return finder.found
+
+
+class _MoveFinder(ValueVisitor):
+    """Finds a `jax.device_put` to one of `jax.devices()` in a part of a file, which sees the names around it."""
+
+    def __init__(self, file: ValueVisitor):
+        super().__init__()
+        self._scopes, self._values = [*file._scopes], [*file._values]
+        self.found = False
+
+    def visit_Call(self, node: ast.Call):
+        is_move = self.resolve(node.func) == "jax.device_put" and any(map(self._is_a_device, _places(node)))
+        self.found = self.found or is_move
+        self.generic_visit(node)
+
+    def _is_a_device(self, node: ast.expr) -> bool:
+        place = self._value(node)
+        if not isinstance(place, ast.Subscript) or isinstance(place.slice, ast.Slice):
+            return False
+        devices = self._value(place.value)
+        return isinstance(devices, ast.Call) and self.resolve(devices.func) in ("jax.devices", "jax.local_devices")
+
+    def _value(self, node: ast.expr) -> ast.AST | None:
+        return self.assigned(node.id) if isinstance(node, ast.Name) else node
 
 
 def _is_placed(node: ast.expr, file: ValueVisitor) -> bool:
     value = file.assigned(node.id) if isinstance(node, ast.Name) else node
-    if not isinstance(value, ast.Call) or file.resolve(value.func) != "jax.device_put":
-        return False
-    return len(value.args) > 1 or any(keyword.arg == "device" for keyword in value.keywords)
+    return isinstance(value, ast.Call) and file.resolve(value.func) == "jax.device_put" and bool(_places(value))
+
+
+def _places(move: ast.Call) -> list[ast.expr]:
+    """Returns where a `jax.device_put` puts its first argument, if it says so."""
+    return [*move.args[1:2], *(keyword.value for keyword in move.keywords if keyword.arg == "device")]

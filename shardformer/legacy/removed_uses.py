@@ -102,6 +102,8 @@ class _Finder(ValueVisitor):
         self._note_mixed_devices(node)
         super().visit_FunctionDef(node)
 
+    visit_AsyncFunctionDef = visit_FunctionDef
+
     def visit_ClassDef(self, node: ast.ClassDef):
         for base in node.bases:
             if (name := self._resolve(base)) in LESS_CAPABLE:

@@ -1,6 +1,8 @@
 """Uses of pmap that today's jax rejects: `legacy` runs them or names them, and `--check` finds them."""
 
+import copy
 import enum
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import pytest
 
 from shardformer.legacy import array_members, pmap_uses
 from shardformer.legacy.install import installed
+from shardformer.legacy.migration.shard_map_helpers import jit_on_one_device
 from shardformer.legacy.removed_uses import find_removed_uses
 from tests.legacy.migrated_code import load, migrated
 
@@ -67,6 +70,14 @@ def test_check_finds_axes_named_by_an_enum(source, found):
         ("def h(x): return jax.device_put(x, jax.devices()[0])\nh = jax.jit(lambda x: h(x))", False),
         ("def h(x): return jax.device_put(x, jax.devices()[0])\njax.jit(h, static_argnums=1)", True),
         ("@jax.jit\ndef h(x): return jax.device_put(x, sharding)", False),
+        ("@jax.jit\ndef h(x):\n  d = jax.local_devices()\n  e = d[1]\n  return jax.device_put(x, device=e)", True),
+        ("cpu = jax.devices('cpu')[0]\n@jax.jit\ndef h(x): return jax.device_put(x, cpu)", True),
+        ("cpu = jax.devices('cpu')[0]\n@jax.jit\ndef h(x, cpu): return jax.device_put(x, cpu)", False),
+        ("@jax.jit\ndef h(x): return jax.device_put(x, sharding) / len(jax.devices())", False),
+        ("@jax.jit\ndef h(x): return jax.device_put(x, NamedSharding(Mesh(jax.devices(), 'x'), P()))", False),
+        ("@jax.jit\ndef h(x): return jax.device_put(x, meshes()[0]), jax.devices()[0]", False),
+        ("@jax.jit\ndef h(x): return jax.device_put(x, jax.devices()[:2])", False),
+        ("@jax.jit\nasync def h(x): return jax.device_put(x, jax.devices()[0])", False),
         ("add(gradient, w)", False),
         ("add(x, placed)", False),
         ("g(gradient, placed)", False),
@@ -78,10 +89,21 @@ def test_check_finds_a_result_of_pmap_that_meets_one_device(call, found):
     assert [use.status for use in uses] == (["covered"] if found else [])
 
 
-def test_a_move_inside_of_a_jit_counts_only_with_a_pmap():
-    source = "import jax\n@jax.jit\ndef h(x): return jax.device_put(x, jax.devices()[0])\n"
-    assert not find_removed_uses(source)
-    assert [use.line for use in find_removed_uses(f"{source}jax.pmap(h)")] == [3]
+@pytest.mark.parametrize(
+    ("mapped", "found"),
+    [
+        ("", False),
+        ("jax.pmap(h)", True),
+        ("from jax import pmap as parallel\nparallel(h)", True),
+        ("import jax as j\nfrom functools import partial\n@partial(j.pmap, axis_name='i')\ndef g(x): pass", True),
+        ("import other\nother.pmap(h)", False),
+        ("from other import pmap\npmap(h)", False),
+        ("def g(pmap): pmap(h), h.pmap", False),
+    ],
+)
+def test_a_move_inside_of_a_jit_counts_only_with_a_pmap(mapped, found):
+    source = f"import jax\n@jax.jit\ndef h(x): return jax.device_put(x, jax.devices()[0])\n{mapped}"
+    assert [use.line for use in find_removed_uses(source)] == [3] * found
 
 
 UPDATE = """
@@ -128,6 +150,90 @@ def test_migrated_jit_of_two_calls_is_rewritten_once(tmp_path):
     found = migrated(tmp_path, f"{MIXED}add(gradient, placed)\nadd(step(x), placed)\n")
     assert found.migrated.count("jit_on_one_device(g)") == 1
     assert migrated(tmp_path, found.migrated).migrated == found.migrated
+
+
+def pmapped(dtype=jnp.float32):
+    return jax.pmap(lambda x: x * 2)(jnp.arange(4, dtype=dtype))
+
+
+def on_device(number, value=1.0):
+    return jax.device_put(value, jax.devices()[number])
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_arrays_that_move_to_one_device_keep_their_types():
+    multiply, half = jit_on_one_device(jnp.multiply), pmapped(jnp.bfloat16)
+    weak = on_device(1, jax.jit(lambda: jnp.full(4, 2.0))())
+    assert (weak.weak_type, weak.dtype) == (True, jnp.float32)
+    product = multiply(half, weak)
+    assert (product.dtype, product.tolist(), product.devices()) == (jnp.bfloat16, [0, 4, 8, 12], {jax.devices()[1]})
+    assert multiply(half, on_device(1, np.full(4, 2, np.float32))).dtype == jnp.float32
+    halves = on_device(1, np.ones(4, jnp.bfloat16))
+    weak_on_four = jax.device_put(weak, half.sharding)
+    assert multiply(weak_on_four, halves).dtype == jnp.bfloat16
+    assert not multiply(half, halves).committed
+
+
+def test_typed_keys_move_to_one_device():
+    data = jit_on_one_device(lambda keys, x: jax.random.key_data(keys) + x[0].astype(jnp.uint32))
+    keys = jax.random.split(jax.random.key(0, impl="rbg"), 4)
+    for number, x in ((0, on_device(1, np.zeros(4))), (1, pmapped())):
+        result = data(jax.device_put(keys, jax.devices()[1] if number else pmapped().sharding), x)
+        assert np.array_equal(result, jax.random.key_data(keys))
+        assert (result.devices(), result.committed) == ({jax.devices()[1]}, False)
+
+
+def test_only_a_committed_array_moves_others_to_its_device():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("of the program",))
+    on_mesh = jax.device_put(jnp.ones(4), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    add = jit_on_one_device(lambda *arrays: sum(arrays))
+    assert add(on_mesh, jnp.ones(())).devices() == set(jax.devices()[:4])
+    with pytest.raises(ValueError, match="incompatible devices"):
+        add(pmapped(), on_device(1), on_device(2))
+    assert add(on_mesh, on_device(1), jnp.ones(())).devices() == {jax.devices()[1]}
+    assert add(on_mesh, jnp.ones(())).devices() == set(jax.devices()[:4])
+
+
+def test_results_that_return_are_donated_and_stay_on_their_device():
+    step = jit_on_one_device(jnp.add, donate_argnums=1)
+    total = step(pmapped(), on_device(1, jnp.ones(4)))
+    again = step(pmapped(), total)
+    assert total.is_deleted()
+    assert (again.tolist(), again.devices()) == ([1, 5, 9, 13], {jax.devices()[1]})
+    assert jax.pmap(lambda x: x)(again).tolist() == [1, 5, 9, 13]
+
+
+def test_jit_on_one_device_has_the_members_of_jit():
+    add = jit_on_one_device(sum_of_two)
+    arguments = pmapped(), on_device(1)
+    assert add.lower(*arguments).compile()(*map(np.asarray, arguments)).tolist() == [1, 3, 5, 7]
+    assert add(*arguments).tolist() == [1, 3, 5, 7]
+    assert (add._cache_size(), add.clear_cache(), add._cache_size()) == (1, None, 0)
+    assert add.eval_shape(*arguments).shape == (4,)
+    assert (add.__name__, add.__wrapped__) == ("sum_of_two", sum_of_two)
+    assert copy.copy(add)(*arguments).tolist() == [1, 3, 5, 7]
+    with pytest.raises(AttributeError, match="no_member"):
+        add.no_member  # noqa: B018
+
+
+def test_jit_of_a_migrated_jit_lowers_itself():
+    doubled = jax.jit(jax.grad(jit_on_one_device(lambda x: x**2)))
+    assert doubled.lower(1.0).compile()(jnp.float32(3)) == 6
+    outer = jit_on_one_device(jax.grad(jit_on_one_device(lambda x: x**2)))
+    assert outer.lower(1.0).compile()(jnp.float32(3)) == 6
+
+
+def test_a_method_is_jitted_on_one_device():
+    class Scale:
+        @functools.partial(jit_on_one_device, static_argnums=0)
+        def add(self, x, y):
+            return x + y
+
+    assert Scale().add(pmapped(), on_device(1)).tolist() == [1, 3, 5, 7]
+
+
+def sum_of_two(x, y):
+    return x + y
 
 
 def test_arrays_of_a_mesh_of_the_program_stay_an_error():

@@ -4,6 +4,7 @@ import contextlib
 import contextvars
 import functools
 import math
+import pickle
 import types
 import typing
 import warnings
@@ -159,27 +160,55 @@ def jit_on_backend(fun, backend, **options):
 
 
 def jit_on_one_device(fun, **options):
-    """Returns `jax.jit` of fun, which moves arrays over several devices to the device of those that are on one.
+    """Returns `jax.jit` of fun, which moves arrays over several devices to the device that others are committed to.
 
     Up to jax 0.4, the results of a pmap went there; jax.jit rejects them. As fun's results are not committed to the
-    device, a pmap accepts them.
+    device, a pmap accepts them; when they return as arguments, the call moves arrays to that device again.
     """
-    jitted = jax.jit(fun, **options)
+    return _JittedOnOneDevice(fun, options)
 
-    @functools.wraps(fun)
-    def call(*args, **kwargs):
+
+class _JittedOnOneDevice:
+    def __init__(self, fun, options):
+        functools.update_wrapper(self, fun, updated=())  # without the members of another jitted function
+        self._jitted = jax.jit(fun, **options)
+        self._device = None  # that of the last call that moved arrays
+
+    def __call__(self, *args, **kwargs):
+        return self._on_one_device(self._jitted, args, kwargs)
+
+    def lower(self, *args, **kwargs):
+        return self._on_one_device(self._jitted.lower, args, kwargs)
+
+    def __get__(self, instance, owner=None):
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __getattr__(self, name):
+        return getattr(object.__getattribute__(self, "_jitted"), name)  # a copy has no _jitted yet
+
+    def _on_one_device(self, run, args, kwargs):
         arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if isinstance(leaf, jax.Array)]
         if any(isinstance(array, jax.core.Tracer) for array in arrays):
-            return jitted(*args, **kwargs)
+            return run(*args, **kwargs)
         on_one = [array for array in arrays if len(array.devices()) == 1]
-        if len(on_one) in (0, len(arrays)):
-            return jitted(*args, **kwargs)
-        (device,) = max(on_one, key=lambda array: array.committed).devices()
-        args, kwargs = jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, (args, kwargs))
-        with jax.default_device(device):
-            return jitted(*args, **kwargs)
+        wanted = {device for array in on_one if array.committed for device in array.devices()}
+        if not wanted:
+            wanted = {device for array in on_one for device in array.devices() if device == self._device}
+        if len(wanted) != 1 or len(on_one) == len(arrays):
+            return run(*args, **kwargs)
+        (self._device,) = wanted
+        with jax.default_device(self._device):
+            args, kwargs = jax.tree.map(_uncommitted, (args, kwargs))
+            return run(*args, **kwargs)
 
-    return call
+
+def _uncommitted(x):
+    """Returns an array that is committed to devices as one that is not, in its type."""
+    if not isinstance(x, jax.Array) or not x.committed:
+        return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(np.asarray(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+    return pickle.loads(pickle.dumps(x)) if x.weak_type else np.asarray(x)  # numpy has no weak types
 
 
 def in_joined_layouts(fun, shardings):
