@@ -11,7 +11,7 @@ import importlib
 import threading
 import types
 from collections.abc import Iterator
-from pathlib import Path
+from importlib.resources import files
 
 import jax
 from jax import Array
@@ -23,7 +23,8 @@ _one_at_a_time = threading.RLock()  # a module is shared by all threads
 
 def has_kernel(module: str) -> bool:
     """Returns whether this JAX has the module of a kernel: JAX moves them to the package tokamax."""
-    return Path(jax.__file__).parents[1].joinpath(*module.split(".")).with_suffix(".py").is_file()
+    _, *folders, name = module.split(".")
+    return files(jax).joinpath(*folders, f"{name}.py").is_file()
 
 
 @contextlib.contextmanager
