@@ -46,13 +46,15 @@ def test_auto(devices, batch, virtual, shape):
     [
         ({}, "1x4"),
         ({"batch": 400}, "4x1"),
+        ({"batch": 24}, "1x4"),  # 21,700 parameters per token, and 18,600 with 28 rows
+        ({"batch": 28}, "4x1"),
         ({"heads": 6}, "1x2"),
         ({"heads": 5}, "4x1"),
         ({"zero": 1}, "4x1"),
         ({"lora_rank": 2}, "4x1"),
     ],
 )
-def test_auto_splits_matrices_on_a_cpu_where_a_step_has_few_tokens(changes, shape):
+def test_auto_takes_mp_on_a_cpu_for_few_tokens(changes, shape):
     """It has 65,000 parameters per token of a step, and 1,300 with 400 rows."""
     config = FEW_TOKENS.replace(**changes)
     assert mesh.choose_mesh(config, 4, virtual=True).parallel.mesh == shape

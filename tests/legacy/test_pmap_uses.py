@@ -194,7 +194,7 @@ def test_only_a_committed_array_moves_others_to_its_device():
     assert add(on_mesh, jnp.ones(())).devices() == set(jax.devices()[:4])
 
 
-def test_results_that_return_are_donated_and_stay_on_their_device():
+def test_returned_results_are_donated_and_stay_on_a_device():
     step = jit_on_one_device(jnp.add, donate_argnums=1)
     total = step(pmapped(), on_device(1, jnp.ones(4)))
     again = step(pmapped(), total)
