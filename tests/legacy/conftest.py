@@ -1,5 +1,6 @@
 """The legacy suite runs with deprecation warnings as errors: a warning is a name that jax is about to remove."""
 
+import gc
 import sys
 from pathlib import Path
 
@@ -27,3 +28,11 @@ def pytest_collection_modifyitems(items):
 def helpers(monkeypatch):
     """The helpers as the patch of `--migrate` puts them beside a file."""
     monkeypatch.setitem(sys.modules, "shard_map_helpers", shard_map_helpers)
+
+
+@pytest.fixture
+def collect_young():
+    """Yields a function that frees what only cycles of this test hold: a look at all objects takes seconds."""
+    gc.disable()  # so that all objects of the test stay in the youngest generation
+    yield lambda: gc.collect(0)
+    gc.enable()

@@ -1,7 +1,6 @@
 """pjit and with_sharding_constraint under their old names: values, layouts, donation, and the mesh around the call."""
 
 import functools
-import gc
 import weakref
 
 import jax
@@ -106,7 +105,7 @@ def assign():
     thread_resources.env = before
 
 
-def test_a_function_is_traced_once_for_all_its_pjits(mesh_4x2):
+def test_a_function_is_traced_once_for_all_its_pjits(mesh_4x2, collect_young):
     traced = []
 
     def body(x, *, scale=2):
@@ -119,11 +118,11 @@ def test_a_function_is_traced_once_for_all_its_pjits(mesh_4x2):
     np.testing.assert_array_equal(out, 2 * X)
     gone = weakref.ref(body)
     del body
-    gc.collect()
+    collect_young()
     assert gone() is None
 
 
-def test_a_recursive_function_is_freed(mesh_4x2):
+def test_a_recursive_function_is_freed(mesh_4x2, collect_young):
     def run():
         def power(x, n=3):
             return x if n == 1 else x * power(x, n - 1)
@@ -132,7 +131,7 @@ def test_a_recursive_function_is_freed(mesh_4x2):
         return weakref.ref(power)
 
     gone = run()
-    gc.collect()
+    collect_young()
     assert gone() is None
 
 

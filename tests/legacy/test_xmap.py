@@ -1,6 +1,5 @@
 """The behaviour of xmap beside its values: messages, warnings, what is compiled and what is moved."""
 
-import gc
 import warnings
 import weakref
 
@@ -42,7 +41,7 @@ def test_the_same_function_and_specs_compile_once():
 
 
 @pytest.mark.slow
-def test_methods_are_cached_and_die_with_their_function():
+def test_methods_are_cached_and_die_with_their_function(collect_young):
     class Model:
         def __init__(self):
             self.traced = 0
@@ -58,7 +57,7 @@ def test_methods_are_cached_and_die_with_their_function():
     gone = weakref.ref(model)
     del model, held
     jax.clear_caches()
-    gc.collect()
+    collect_young()
     assert gone() is None
 
 
