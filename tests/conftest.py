@@ -219,5 +219,8 @@ def pytest_make_parametrize_id(val):
 
 
 def pytest_unconfigure():
+    # Leaves pytest no garbage to collect: execnet sends SIGINT to a worker that still runs 5 s after its session, and a
+    # KeyboardInterrupt in a weak reference's callback is printed as an unraisable exception.
+    gc.freeze()
     if OWN_CACHE:  # not in a worker, which has it from the process that started it
         shutil.rmtree(os.environ["SHARDFORMER_CACHE"], ignore_errors=True)

@@ -24,7 +24,7 @@ import pytest
 QUICK_COMPILATION = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 if jax.__version_info__ < (0, 11):
     QUICK_COMPILATION += " --xla_cpu_use_fusion_emitters=false"
-SECONDS = 240  # more than any of them takes on a busy machine
+SECONDS = 600  # more than any of them takes on a busy machine
 ROOT = Path(__file__).parents[1]
 # The command without events and without the sample at the end, which take time in every start.
 WITHOUT_LUXURY = """
@@ -34,11 +34,12 @@ from unittest import mock
 from shardformer.__main__ import main
 from shardformer.cli import train_command
 from shardformer.data import batches
-from shardformer.training import outputs
+from shardformer.training import outputs, stop_signal
 train_command.FinalSample.write = lambda *_: "(no sample)"
 train_command.FinalSample.compile = lambda _: None
 outputs.TensorBoardEvents = mock.MagicMock()
 batches._TfDataBatches = batches._ThreadedBatches
+stop_signal.ANNOUNCE_SECONDS = 60  # the line about a signal is printed even if its thread is stopped for a while
 gc.freeze()  # see conftest.py
 gc.set_threshold(50_000, 20, 50)
 """

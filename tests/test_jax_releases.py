@@ -37,7 +37,7 @@ def run(*words: str, **flags: str) -> subprocess.CompletedProcess:
     """Runs Python as a user would, without the flags of tests/conftest.py, which change what XLA fuses."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | flags
     environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, timeout=240)
+    return subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.multiprocess

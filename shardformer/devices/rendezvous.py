@@ -34,6 +34,7 @@ HELLO = "shardformer"
 ALIVE, GOODBYE, LOST, GO, REFUSED = (word.encode() for word in ("alive", "goodbye", "lost", "go", "refused"))
 RETRY = 0.5  # seconds between attempts to connect
 REMIND = 10  # seconds between two lines that name the missing processes
+OWNER_SECONDS = 2  # in which the program on a port that is in use can answer that it is process 0
 
 
 class Link:
@@ -149,9 +150,9 @@ def _listen(port: int, count: int) -> socket.socket:
 def _describe_owner(port: int, count: int) -> str:
     """Asks the program on a port that is in use whether it is also process 0 of a run; returns the error's text."""
     with contextlib.suppress(OSError):
-        link = Link(socket.create_connection(("localhost", port), timeout=2))
+        link = Link(socket.create_connection(("localhost", port), timeout=OWNER_SECONDS))
         link.send(f"{HELLO} 0 {count}".encode())
-        word, _, reason = link.receive_one(2).partition(b" ")
+        word, _, reason = link.receive_one(OWNER_SECONDS).partition(b" ")
         link.connection.close()
         if word == REFUSED:
             return reason.decode(errors="replace")

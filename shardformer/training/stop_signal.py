@@ -26,8 +26,7 @@ class StopSignal:
     seconds.
     """
 
-    def __init__(self, announce_seconds: float = ANNOUNCE_SECONDS):
-        self._announce_seconds = announce_seconds
+    def __init__(self) -> None:
         self.name = ""  # of the first signal, or of the request
         self._is_signalled = False
         self.is_obeyed = False  # whether is_requested has answered True
@@ -82,7 +81,7 @@ class StopSignal:
         if not self.is_obeyed:
             self.is_obeyed = self._agree_to_stop() if jax.distributed.is_initialized() else bool(self.name)
             if self.is_obeyed and self.name:
-                self._is_announced.wait(self._announce_seconds)
+                self._is_announced.wait(ANNOUNCE_SECONDS)
         return self.is_obeyed
 
     def _agree_to_stop(self) -> bool:

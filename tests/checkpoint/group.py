@@ -75,7 +75,7 @@ def save_on_every_mesh(out: Path) -> None:
 def restore_all(out: Path) -> None:
     """Restores the checkpoints of every group as they appear, and compares them bitwise."""
     wanted = [(count, name) for count in COUNTS for name in shared.MESHES]
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not all(saved(out, *each).exists() for each in wanted) and time.monotonic() < deadline:
         time.sleep(0.1)
     for count, name in wanted:

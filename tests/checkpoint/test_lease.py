@@ -18,8 +18,10 @@ from shardformer.errors import RunError, UsageError
 from shardformer.storage import bucket
 from tests.checkpoint import places
 from tests.surroundings import before_call
+from tests.waiting import PATIENCE, wait_for
 
-FAST = LockTimes(renew=0.1, expire=1.0, watch=0.05)
+# A lease that nobody takes over while its renewing thread is stopped for a while; those that are taken expire sooner.
+FAST = LockTimes(renew=0.1, expire=PATIENCE, watch=0.05)
 
 
 @pytest.fixture(scope="module", params=places.KINDS[1:])
@@ -64,7 +66,7 @@ def test_second_run_is_rejected_while_the_first_lives(out):
     start = time.monotonic()
     with lock_folder(out) as held:  # released: free at once
         held.check_still_locked()
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < PATIENCE
 
 
 def test_dead_process_of_this_machine_is_replaced_at_once(out):
@@ -72,14 +74,14 @@ def test_dead_process_of_this_machine_is_replaced_at_once(out):
     start = time.monotonic()
     with lock_folder(out) as held:
         held.renew()
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < PATIENCE
 
 
 def test_dead_run_of_another_machine_is_taken_over_in_time(out, capsys):
     hold_elsewhere(out)
     start = time.monotonic()
-    with lock_folder(out):
-        assert 1 <= time.monotonic() - start < 2
+    with lock_folder(out, expire=1.0):
+        assert 1 <= time.monotonic() - start < PATIENCE
     assert "last used by process 12 on elsewhere: waiting up to 1.0 s" in capsys.readouterr().out
 
 
@@ -88,7 +90,7 @@ def test_frozen_run_neither_publishes_nor_releases(out, monkeypatch):
     with lock_folder(out) as frozen:
         frozen._released.set()  # as if its process were stopped: no more renewals
         frozen._renewing.join()
-        with lock_folder(out) as second:
+        with lock_folder(out, expire=1.0) as second:
             with pytest.raises(RunError, match=f"has taken {out} over"):
                 save(out, 40, frozen)
             assert checkpoint.list_steps(out) == []
@@ -146,10 +148,7 @@ def test_run_lost_while_uploading_puts_no_manifest(out, monkeypatch, is_lost):
 def test_the_lease_is_renewed(out):
     with lock_folder(out):
         version = bucket.read(out / NAME)[1]
-        deadline = time.monotonic() + 20
-        while bucket.read(out / NAME)[1] == version:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_for(lambda: bucket.read(out / NAME)[1] != version)
 
 
 @pytest.mark.parametrize("prepare", [None, hold_dead])
@@ -161,7 +160,7 @@ def test_one_of_sixteen_racers_wins(out, prepare):
 
     def race():
         go.wait()
-        held = lock_folder(out, expire=0.5)
+        held = lock_folder(out)
         try:
             held.__enter__()
             outcomes.append("won")
@@ -259,6 +258,6 @@ def test_waiting_run_gets_a_released_folder(out):
     release = threading.Timer(0.3, bucket.swap, (out / NAME, lease.make_record("other", free=True), version))
     release.start()
     start = time.monotonic()
-    with lock_folder(out, expire=30):
-        assert time.monotonic() - start < 20
+    with lock_folder(out):
+        assert time.monotonic() - start < PATIENCE
     release.join()

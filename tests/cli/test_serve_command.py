@@ -28,11 +28,21 @@ from shardformer.inference.serve.jobs import Job
 from shardformer.training.run_folder import Run
 from tests import runs
 from tests.convert.hf_models import FOLDER as HF_FOLDERS
-from tests.inference.serve.http_server import send, wait_for
+from tests.inference.serve.http_server import send
+from tests.launch import SECONDS
 from tests.surroundings import before_call, note_exits
+from tests.waiting import PATIENCE, wait_for
 
 USAGE = 2
 WORDS = ("tiny", "mesh=4x2", "save_every=2", "keep=9")
+
+
+@pytest.fixture(autouse=True)
+def handler_of_sigterm():
+    """Restores the handler that the command replaces: a SIGTERM of a later test would raise KeyboardInterrupt."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +161,7 @@ def test_command_answers_with_the_text_of_generate(run, tmp_path, capsys, monkey
             self.client = threading.Thread(target=self.call)
             self.client.start()
             super().run(sockets)
-            self.client.join(20)
+            self.client.join(PATIENCE)
 
         def call(self):
             wait_for(lambda: self.started)
@@ -275,7 +285,7 @@ def test_signal_ends_the_server_as_a_success(number):
     child = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
     assert child.stdout.readline() == "ready\n"
     child.send_signal(number)
-    assert child.communicate(timeout=60)[0] == "ended\n"
+    assert child.communicate(timeout=SECONDS)[0] == "ended\n"
     assert child.returncode == 0
 
 

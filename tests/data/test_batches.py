@@ -16,6 +16,7 @@ from shardformer.data.order import epoch_shift
 from shardformer.data.tokens import Tokens
 from shardformer.data.windows import RowLayout, Split
 from shardformer.errors import RunError, UsageError
+from tests.launch import SECONDS
 
 POSITIONS = np.arange(1001)  # each token is its position
 SEQ, BATCH = 16, 6
@@ -120,9 +121,9 @@ def test_processes_share_one_global_batch(processes):
 
 def test_step_a_million_costs_no_more():
     batches = train(np.arange(100_000))
-    began = time.perf_counter()
+    began = time.thread_time()
     batches(10**6)
-    assert time.perf_counter() - began < 0.5
+    assert time.thread_time() - began < 0.5
 
 
 def test_random_rows_begin_anywhere_and_file_rows_in_order():
@@ -251,6 +252,6 @@ def test_a_program_ends_while_batches_are_made():
     for name in ("TF_CPP_MIN_LOG_LEVEL", "PYTHONWARNINGS"):  # TensorFlow uses deprecated parts of Python
         environment.pop(name, None)
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=SECONDS, check=True
     )
     assert (done.stdout, done.stderr) == ("[(2, 4), (2, 4)]\n10 []\n", "heard\n")

@@ -18,6 +18,7 @@ from shardformer.data.token_folder import TokenFolder
 from shardformer.data.vocabulary import Bytes, Characters
 from shardformer.errors import RunError, UsageError
 from tests.surroundings import before_call, change_text_limits
+from tests.waiting import PATIENCE
 
 DOCUMENTS = [f"document {n}: {'word ' * (n % 7)}é\n" for n in range(300)]
 PROMPTS = [{"prompt": f"Q{n}? ", "completion": f"A{n}!"} for n in range(40)]
@@ -179,12 +180,12 @@ def test_two_processes_at_one_folder_do_not_share_data(tmp_path, monkeypatch):
 
     def wait_in_the_lock(*_):
         started.set()
-        released.wait(30)
+        released.wait(PATIENCE)
 
     before_call(monkeypatch, prepare, "_write_part", wait_in_the_lock)
     first = threading.Thread(target=prepare.prepare, args=(find_recipe(mine), Bytes(), tmp_path / "out"))
     first.start()
-    assert started.wait(30)
+    assert started.wait(PATIENCE)
     results = []
 
     def prepare_second(recipe, vocabulary):
@@ -198,10 +199,10 @@ def test_two_processes_at_one_folder_do_not_share_data(tmp_path, monkeypatch):
     waiting = [threading.Thread(target=prepare_second, args=given) for given in others]
     for thread in waiting:
         thread.start()
-    time.sleep(0.2)
+    time.sleep(0.2)  # most of them wait for the lock by now; a later one finds the same folder
     released.set()
     for thread in [first, *waiting]:
-        thread.join(60)
+        thread.join()
     refused = [found for found in results if isinstance(found, UsageError)]
     assert len(refused) == 2
     assert all("was prepared by another process meanwhile" in str(error) for error in refused)

@@ -32,16 +32,17 @@ def test_batches_of_text_and_events_do_not_import_it(tmp_path):
     assert [*tmp_path.iterdir()]
 
 
-# A stand-in that writes while it loads, as TensorFlow's C++ does, and loads slowly.
+# A stand-in that writes while it loads, as TensorFlow's C++ does, and loads until the program lets it end.
 LOADING = """
-import os, time
+import os, sys
 os.write(2, b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\\n")
 os.write(2, b"I0000 00:00:1795367714.648430    4878 port.cc:153] oneDNN custom operations are on.\\n")
 os.write(2, b"2026-01-01 00:00:00.123: E external/local_xla/xla/stream_executor/cuda/cuda_dnn.cc:9261] Unable to "
          b"register cuDNN factory: Attempting to register factory for plugin cuDNN\\n")
 os.write(2, b"2026-01-01 00:00:00.123: E external/local_xla/xla/stream_executor/cuda/cuda_driver.cc:15] failed call to "
          b"cuInit: INTERNAL: CUDA error: Failed call to cuInit: CUDA_ERROR_NO_DEVICE\\n")
-time.sleep(1)
+sys.loads.set()
+sys.may_end.wait(60)
 class config: set_visible_devices = staticmethod(lambda *_: None)
 """
 
@@ -51,16 +52,20 @@ def _run_beside_import(tmp_path, program: str) -> subprocess.CompletedProcess:
     (tmp_path / "tensorflow.py").write_text(LOADING)
     before = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "import os, threading, time\n"
+        "import os, threading\n"
         "from shardformer.data.tensorflow import import_tensorflow\n"
         "thread = threading.Thread(target=import_tensorflow)\n"
-        "thread.start(); time.sleep(0.5)\n"
+        "sys.loads, sys.may_end = threading.Event(), threading.Event()\n"
+        "def end_import():\n"
+        "    sys.may_end.set()\n"
+        "    thread.join()\n"
+        "thread.start(); sys.loads.wait(60)\n"
     )
     return _run(before + program)
 
 
 def test_an_error_beside_the_import_is_written(tmp_path):
-    ran = _run_beside_import(tmp_path, "os.write(2, b'E0000 00:00:1.2    4878 rpc.cc:7] lost\\n')\nthread.join()")
+    ran = _run_beside_import(tmp_path, "os.write(2, b'E0000 00:00:1.2    4878 rpc.cc:7] lost\\n')\nend_import()")
     assert (ran.returncode, ran.stderr) == (0, "E0000 00:00:1.2    4878 rpc.cc:7] lost\n")
 
 
@@ -71,7 +76,7 @@ def test_errors_of_a_gpu_beside_the_import_are_written(tmp_path):
         "2026-11-22 12:00:00.123: E external/xla/xla/stream_executor/cuda/cuda_dnn.cc:522] Loaded runtime CuDNN library"
         ": 9.1.0\n"
     )
-    ran = _run_beside_import(tmp_path, f"os.write(2, {lines.encode()})\nthread.join()")
+    ran = _run_beside_import(tmp_path, f"os.write(2, {lines.encode()})\nend_import()")
     assert (ran.returncode, ran.stderr) == (0, lines)
 
 
@@ -87,14 +92,12 @@ def test_an_exit_beside_the_import_is_written(tmp_path):
 
 
 def test_stderr_is_its_own_again_after_the_import(tmp_path):
-    ran = _run_beside_import(
-        tmp_path, "before = os.fstat(2)\nthread.join()\nprint(os.fstat(2).st_ino != before.st_ino)"
-    )
+    ran = _run_beside_import(tmp_path, "before = os.fstat(2)\nend_import()\nprint(os.fstat(2).st_ino != before.st_ino)")
     assert (ran.stdout, ran.stderr) == ("True\n", "")
 
 
 def test_a_process_without_stderr_imports_it(tmp_path):
     ran = _run_beside_import(
-        tmp_path, "thread.join()\nimport_tensorflow.cache_clear(); os.close(2); import_tensorflow()"
+        tmp_path, "end_import()\nimport_tensorflow.cache_clear(); os.close(2); import_tensorflow()"
     )
     assert ran.returncode == 0

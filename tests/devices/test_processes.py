@@ -5,7 +5,6 @@ import importlib.util
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 import jax
@@ -19,45 +18,42 @@ from shardformer.errors import RunError
 from tests import runs
 from tests.launch import ROOT, SECONDS, Forked, connect_pair, finished, start
 from tests.surroundings import simulate_processes
+from tests.waiting import PATIENCE, wait_for
 
 DRAWS_BY_XLA = True  # as other processes do, with whose runs those of this one are compared bitwise: conftest.py
-STEPS = 100
-WORDS = ("tiny", "layers=1", "mesh=2x2", f"steps={STEPS}", "dropout=0.1", "log_every=1", "eval_every=45",
+STEPS = 100_000  # more than a run takes before it is signalled, however late that is
+WORDS = ("tiny", "layers=1", "mesh=2x2", "decay_steps=100", "dropout=0.1", "log_every=1", "eval_every=45",
          "eval_batches=1", "save_every=20")  # fmt: skip
 
 
-def signalled(number: signal.Signals, row: int, out: Path, process) -> tuple[int, str, str]:
-    """Signals a run that has written `row` rows."""
-    deadline = time.monotonic() + SECONDS
-    while process.poll() is None and time.monotonic() < deadline:
-        if (out / "metrics.csv").exists() and len((out / "metrics.csv").read_bytes().splitlines()) > row:
-            break
-        time.sleep(0.005)
+def signalled(number: signal.Signals, more: int, out: Path, process) -> tuple[int, str, str]:
+    """Signals a run that has written `more` rows than it had."""
+
+    def count() -> int:
+        return (out / "metrics.csv").read_bytes().count(b"\n") if (out / "metrics.csv").exists() else 0
+
+    wanted = count() + more
+    wait_for(lambda: process.poll() is not None or count() > wanted, SECONDS)
     process.send_signal(number)
     return finished(process)
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory, text):
-    out = tmp_path_factory.mktemp("whole") / "run"
-    assert runs.train(*WORDS, f"data={text}", f"out={out}") == 0
-    return out
-
-
 @pytest.mark.multiprocess
-def test_a_kill_and_two_signals_cost_nothing_but_time(tmp_path, text, whole):
-    """The kill comes between two checkpoints; scripts/kill_test.py kills at any moment."""
-    out = tmp_path / "run"
-    killed = Forked("train", *WORDS, f"data={text}", f"out={out}")
+def test_a_kill_and_two_signals_cost_nothing_but_time(tmp_path, text):
+    """The kill comes at about step 35, between two checkpoints; scripts/kill_test.py kills at any moment."""
+    out, whole = tmp_path / "run", tmp_path / "whole"
+    killed = Forked("train", *WORDS, f"steps={STEPS}", f"data={text}", f"out={out}")
     assert signalled(signal.SIGKILL, 35, out, killed)[0] == -signal.SIGKILL
-    for number, row, begin in ((signal.SIGTERM, 50, Forked), (signal.SIGINT, 70, start)):
-        status, said, error = signalled(number, row, out, begin("train", "--resume", out))
+    for number, begin in ((signal.SIGTERM, Forked), (signal.SIGINT, start)):
+        status, said, error = signalled(number, 15, out, begin("train", "--resume", out))
         assert (status, error) == (0, "")
         assert f"{number.name}: stopped after step {checkpoint.list_steps(out)[-1]} of {STEPS}" in said
         assert "resume with: python -m shardformer train --resume" in said
-    assert runs.train("--resume", out) == 0
-    at = checkpoint.step_folder(out, STEPS) / "arrays.npy"
-    assert at.read_bytes() == (checkpoint.step_folder(whole, STEPS) / "arrays.npy").read_bytes()
+    last = checkpoint.list_steps(out)[-1] + 20
+    assert runs.train("--resume", out, f"steps={last}") == 0
+    assert runs.train(*WORDS, f"steps={last}", f"data={text}", f"out={whole}") == 0
+    states = [(checkpoint.step_folder(folder, last) / "arrays.npy").read_bytes() for folder in (out, whole)]
+    assert states[0] == states[1]
     assert runs.rows(out) == runs.rows(whole)
 
 
@@ -149,7 +145,7 @@ def test_death_is_noticed_while_jax_joins_the_processes(monkeypatch, dies):
     def join(*_, **__):
         if dies:
             first.close()
-        noticed.append(ended.wait(5 if dies else 0.5))
+        noticed.append(ended.wait(PATIENCE if dies else 0.5))
 
     monkeypatch.setattr(rendezvous, "end_process", end)
     monkeypatch.setattr(rendezvous, "connect", lambda *_: {0: rendezvous.Link(own)})
@@ -158,6 +154,6 @@ def test_death_is_noticed_while_jax_joins_the_processes(monkeypatch, dies):
     processes.join_processes(Config.of(coordinator="localhost:1", processes=2, process_id=1))
     with contextlib.suppress(OSError):
         first.sendall(b"goodbye\n")  # else the thread would end pytest
-    processes._watch.join(20)
+    processes._watch.join(PATIENCE)
     assert noticed == [dies]
     assert [reason.partition(";")[0] for reason in reasons[:1]] == ["process 0 of 2 has died"] * dies

@@ -67,7 +67,7 @@ def launch(folder, **environment):
     (folder / "train.py").write_text(f"import os\nprint(os.environ.get('{VARIABLE}'))\n{{}}.unfreeze()\n")
     return subprocess.run(
         [sys.executable, "-m", "shardformer", "legacy", "train.py"], cwd=folder, text=True, capture_output=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment, timeout=120,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment, timeout=600,
     )  # fmt: skip
 
 

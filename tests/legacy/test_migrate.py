@@ -309,7 +309,8 @@ def test_the_command_prints_a_patch_and_says_what_stays(tmp_path, monkeypatch, c
     assert main(["legacy", "--migrate", "old.py"]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("--- a/old.py\n+++ b/old.py\n@@ ")
-    assert err == "3 xmaps rewritten, 1 of 1 file changed, 0 places left\n"
+    lines = [line for line in err.splitlines() if "files read" not in line]  # those come every five seconds
+    assert lines == ["3 xmaps rewritten, 1 of 1 file changed, 0 places left"]
     assert main(["legacy", "--migrate", "stays.py"]) == 1
     out, err = capsys.readouterr()
     assert out == ""

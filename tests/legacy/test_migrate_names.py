@@ -257,7 +257,7 @@ def test_packages_of_a_package_share_its_helpers(tmp_path, monkeypatch, capsys):
     assert "from ...shard_map_helpers import" in (inner / "step.py").read_text()
     for home in ("outer", "outer.middle", "outer.middle.inner"):
         code = f"import {home}.step, {home}.pairs"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
         assert done.stdout == "[3]\n", done.stderr
     assert main(["legacy", "--migrate", "outer/middle"]) == 0  # has nothing left to rewrite
     assert "0 of 6 files changed" in capsys.readouterr().err
@@ -286,7 +286,8 @@ def test_a_tree_is_one_patch_with_its_helpers(tmp_path, monkeypatch, capsys):
     (tmp_path / "run.py").write_text("from package.step import f\n")
     assert main(["legacy", "--migrate", "."]) == 0
     out, err = capsys.readouterr()
-    assert err == "1 xmap rewritten, 2 of 3 files changed, 0 places left\n"
+    lines = [line for line in err.splitlines() if "files read" not in line]  # those come every five seconds
+    assert lines == ["1 xmap rewritten, 2 of 3 files changed, 0 places left"]
     subprocess.run(["git", "apply", "-"], input=out, text=True, check=True)
     assert "from .shard_map_helpers import" in (package / "step.py").read_text()
     assert main(["legacy", "--check", "."]) == 0
@@ -294,7 +295,7 @@ def test_a_tree_is_one_patch_with_its_helpers(tmp_path, monkeypatch, capsys):
     code = "import jax, numpy, run, sys; from package.shard_map_helpers import mesh_scope\n"
     code += "with mesh_scope(jax.sharding.Mesh(numpy.array(jax.devices()[:1]), ('x',))): print(run.f(numpy.ones(1)))\n"
     code += "print('shardformer' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.stdout.split() == ["[1.]", "False"], done.stderr
 
 

@@ -88,7 +88,7 @@ def test_an_old_tree_runs_on_jax_alone_after_its_patch(tmp_path, monkeypatch, ca
     assert "# keep this comment" in (tmp_path / "old.py").read_text()
     code = (tmp_path / "old.py").read_text() + RUN
     devices = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", code], env=devices, capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-c", code], env=devices, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
 
@@ -101,5 +101,5 @@ def test_helpers_are_found_from_a_folder_that_is_no_package(tmp_path, monkeypatc
     assert main(["legacy", "--migrate", "."]) == 0
     subprocess.run(["git", "apply", "-"], input=capsys.readouterr().out, text=True, check=True)
     for script in ("main.py", "lib/pairs.py"):
-        done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=240)
+        done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=600)
         assert done.stdout == "[3, 5]\n", done.stderr

@@ -37,12 +37,12 @@ if __name__ == "__main__":
     if action == "unfrozen": {}.unfreeze()
 """
 OUTLIVED = """\
-import atexit, os, pickle, sys, threading, time
+import atexit, os, pickle, sys, threading
 
 class Kept: pass
 
 def late(who):
-    if who == "thread": time.sleep(0.5)
+    if who == "thread": threading.main_thread().join()
     import helper
     print(who, helper.VALUE, sys.argv, type(pickle.loads(pickle.dumps(Kept()))) is Kept)
 
@@ -62,7 +62,7 @@ class Result:
     def __init__(self, *values): self.values = values
 
 def elsewhere(function, *arguments):
-    with ProcessPoolExecutor(1, get_context(sys.argv[1])) as pool: return pool.submit(function, *arguments).result(60)
+    with ProcessPoolExecutor(1, get_context(sys.argv[1])) as pool: return pool.submit(function, *arguments).result(600)
 
 def child(of):
     return Result(xmap.__name__, helper.VALUE, __name__, sys.argv, os.getpid() != of.values[0])
@@ -103,7 +103,7 @@ def run(*words: str) -> int | str | None:
 def run_in_a_process(script: str, *arguments: str, cwd: Path):
     command = [sys.executable, "-m", "shardformer", "legacy", script, *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def test_as_a_command_of_its_own(script, tmp_path):

@@ -7,6 +7,7 @@ import pytest
 
 from shardformer.errors import RunError
 from shardformer.logs.observers import Observers
+from tests.waiting import PATIENCE
 
 
 class Recorder:
@@ -26,7 +27,7 @@ def raise_(error):
 
 def test_each_observer_receives_every_row_and_is_closed(said):
     recorders = [Recorder(), Recorder()]
-    with Observers() as watching:
+    with Observers(finish_seconds=PATIENCE) as watching:
         for recorder in recorders:
             watching.start("a recorder", lambda recorder=recorder: recorder)
         for step in range(100):
@@ -48,7 +49,7 @@ class Judge(Recorder):
 @pytest.mark.parametrize("error", [RunError("no memory"), KeyboardInterrupt(), None])
 def test_observer_that_asks_for_it_is_closed_as_failed(error, said):
     judge, recorder = Judge(), Recorder()
-    with contextlib.suppress(RunError, KeyboardInterrupt), Observers() as watching:
+    with contextlib.suppress(RunError, KeyboardInterrupt), Observers(finish_seconds=PATIENCE) as watching:
         watching.start("a judge", lambda: judge)
         watching.start("a recorder", lambda: recorder)
         if error:
@@ -68,7 +69,7 @@ def test_failing_observer_is_reported_once(error, said):
             raise error
 
     recorder = Recorder()
-    with Observers() as watching:
+    with Observers(finish_seconds=PATIENCE) as watching:
         watching.start("broken", Broken)
         watching.start("never there", lambda: raise_(error))
         watching.start("a recorder", lambda: recorder)
@@ -85,7 +86,7 @@ def test_hanging_observer_neither_slows_nor_blocks_the_run(said):
 
     class Hanging(Recorder):
         def write(self, row):
-            forever.wait(60)
+            forever.wait(PATIENCE)
 
     try:
         with Observers(queue_rows=3, finish_seconds=0.05) as watching:
@@ -107,12 +108,12 @@ def test_finish_waits_once_for_a_full_queue(monkeypatch):
     class Slow(Recorder):
         def write(self, row):
             writes.set()
-            leave.wait(60)
+            leave.wait(PATIENCE)
 
     with Observers(queue_rows=1, finish_seconds=0.3) as watching:
         watching.start("slow", Slow)
         watching.write({"step": 1})
-        writes.wait(60)
+        writes.wait(PATIENCE)
         watching.write({"step": 2})
         monkeypatch.setattr(watching._workers[0]._thread, "join", joined.append)
     leave.set()
@@ -126,7 +127,7 @@ def test_observer_may_change_its_row():
             self.rows.append(row.pop("step"))
 
     rows, recorders = [{"step": step} for step in range(50)], [Pops(), Pops()]
-    with Observers() as watching:
+    with Observers(finish_seconds=PATIENCE) as watching:
         for recorder in recorders:
             watching.start("a recorder", lambda recorder=recorder: recorder)
         for row in rows:

@@ -38,14 +38,18 @@ with lasting_output(), Progress(steps=1250, first_step=0, tokens_per_step=768) a
 """
 
 
-def on_terminal(width, **environment):
-    """Returns everything that RUN writes to a terminal of that many columns."""
+# Lines in a pipe come every two seconds: a run that is stopped meanwhile would print more of them.
+WITHOUT_PAUSES = f"import time\ntime.monotonic = lambda: 100.0\n{RUN}"
+
+
+def on_terminal(width, program=RUN, **environment):
+    """Returns everything that a program writes to a terminal of that many columns."""
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
     hidden = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES")
     inherited = {key: value for key, value in os.environ.items() if key not in hidden}
     process = subprocess.Popen(
-        [sys.executable, "-c", RUN],
+        [sys.executable, "-c", program],
         stdin=theirs, stdout=theirs, stderr=theirs,
         env=inherited | {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"} | environment,
     )  # fmt: skip
@@ -161,7 +165,7 @@ def test_no_color_and_ascii_terminals():
 
 
 def test_a_dumb_terminal_gets_plain_lines():
-    written = on_terminal(80, TERM="dumb")
+    written = on_terminal(80, WITHOUT_PAUSES, TERM="dumb")
     assert "\x1b" not in written
     first_words = [line.split()[0] for line in drawn_lines(written) if line]
     assert first_words == ["compiling", "step", "[mesh]", "50", "500", "1000", "1250"]
@@ -169,7 +173,8 @@ def test_a_dumb_terminal_gets_plain_lines():
 
 def test_a_pipe_gets_plain_lines_whatever_the_colour_settings():
     environment = os.environ | {"FORCE_COLOR": "1", "PYTHONIOENCODING": "utf-8"}
-    result = subprocess.run([sys.executable, "-c", RUN], capture_output=True, encoding="utf-8", env=environment)
+    command = [sys.executable, "-c", WITHOUT_PAUSES]
+    result = subprocess.run(command, capture_output=True, encoding="utf-8", env=environment)
     assert (result.returncode, result.stderr) == (0, "")
     assert "\x1b" not in result.stdout
     doing, header, message, *lines = result.stdout.splitlines()

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.launch import ROOT, SECONDS
+
 SAY_HELLO = ("--", "bash", "-c", "echo hello from $(basename $HOME); test -e setup.py")
 
 
@@ -50,7 +51,7 @@ class Tpu:
     def __call__(self, *words, status=0):
         command = ["bash", "scripts/tpu.sh", *words]
         ended = subprocess.run(
-            command, cwd=self.checkout, env=self.environment, capture_output=True, text=True, timeout=60
+            command, cwd=self.checkout, env=self.environment, capture_output=True, text=True, timeout=SECONDS
         )
         assert ended.returncode == status, ended
         return ended
@@ -190,7 +191,7 @@ def test_broken_connection_does_not_restart_the_run(tpu):
     assert len([call for call in tpu.calls("ssh") if "setsid" in call[-1]]) == 1
 
 
-LONG = ("--", "bash", "-c", "trap 'echo saved; exit 0' TERM; echo begun; for i in {1..600}; do sleep 0.1; done")
+LONG = ("--", "bash", "-c", "trap 'echo saved; exit 0' TERM; echo begun; for i in {1..6000}; do sleep 0.1; done")
 
 
 def start_training(tpu, *words):
@@ -210,13 +211,13 @@ def test_second_train_follows_the_running_one(tpu):
         second = start_training(tpu, *SAY_HELLO)
         assert "a run is in progress here" in second.stdout.readline()
         tpu("stop", "pod")
-        rest, _ = second.communicate(timeout=60)
+        rest, _ = second.communicate(timeout=SECONDS)
         assert "hello" not in rest
         assert "saved" in rest
         assert second.returncode == 0
         for worker in ("worker-0", "worker-1"):
             assert (tpu.state / worker / "shardformer" / "setup.py").read_text() == "# a file of the checkout"
-        training.communicate(timeout=60)
+        training.communicate(timeout=SECONDS)
     finally:
         training.kill()
 
@@ -229,7 +230,7 @@ def test_processes_that_are_gone_without_a_status_are_reported(tpu):
         for worker in ("worker-0", "worker-1"):
             group = int((tpu.state / worker / "shardformer" / "train.pid").read_text())
             os.killpg(group, signal.SIGKILL)
-        _, said = training.communicate(timeout=60)
+        _, said = training.communicate(timeout=SECONDS)
         assert training.returncode == 1
         assert "the processes of the run on worker 0 of pod are gone and left no exit status" in said
         assert "scripts/tpu.sh logs pod" in said
@@ -248,7 +249,7 @@ def test_stop_lets_the_run_save_and_end(tpu):
     try:
         assert training.stdout.readline() == "begun\n"
         assert "every worker saves and ends" in tpu("stop", "pod").stderr
-        rest, _ = training.communicate(timeout=60)
+        rest, _ = training.communicate(timeout=SECONDS)
         assert "saved" in rest
         assert training.returncode == 0
     finally:

@@ -13,6 +13,7 @@ from shardformer.storage import BucketPath, bucket, requests
 from shardformer.storage.bucket import ChangedError, UnansweredError
 from tests.storage.faults import RESET, Scripted
 from tests.surroundings import before_call, change_patience, open_buckets
+from tests.waiting import PATIENCE
 
 OBJECT = BucketPath("s3", "bucket", "runs/a")
 XML = "<Error><Code>{}</Code><Message>{}</Message><RequestId>1</RequestId></Error>"
@@ -249,9 +250,10 @@ def test_silent_server_is_announced_once(monkeypatch, capsys):
     monkeypatch.setattr(requests, "_print_silence", announce)
 
     def wait():
-        announced.wait(30)
+        announced.wait(PATIENCE)
 
     requests.send(OBJECT, wait)
+    change_patience(monkeypatch, silence=PATIENCE)
     requests.send(OBJECT, lambda: None)
     assert capsys.readouterr().err.splitlines() == [
         "s3://bucket has not answered for 0.05 s; trying for 30 s",

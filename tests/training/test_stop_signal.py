@@ -1,10 +1,12 @@
 """Effects of a signal: its line, the answer to the loop, and the handlers."""
 
+import codecs
 import os
 import re
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -13,11 +15,18 @@ from shardformer.training import stop_signal
 from shardformer.training.stop_signal import StopSignal
 from tests import runs
 from tests.surroundings import before_call, note_exits
+from tests.waiting import PATIENCE, wait_for
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 
 
-def test_line_about_a_signal_comes_before_those_of_its_stop(monkeypatch, capfd):
+@pytest.fixture
+def patient(monkeypatch):
+    """Lets a stop wait for its line even if the line's thread is stopped for a while."""
+    monkeypatch.setattr(stop_signal, "ANNOUNCE_SECONDS", PATIENCE)
+
+
+def test_line_about_a_signal_comes_before_those_of_its_stop(monkeypatch, capfd, patient):
     before_call(monkeypatch, StopSignal, "_announce", lambda stop: time.sleep(0.2))
     with StopSignal() as stop:
         runs.terminate()
@@ -26,14 +35,15 @@ def test_line_about_a_signal_comes_before_those_of_its_stop(monkeypatch, capfd):
     assert capfd.readouterr().out == "\nSIGTERM: stopping; Ctrl-C now ends at once\nstopped\n"
 
 
-def test_blocked_output_does_not_hold_up_a_stop():
+def test_blocked_output_does_not_hold_up_a_stop(monkeypatch):
+    monkeypatch.setattr(stop_signal, "ANNOUNCE_SECONDS", 0.01)
     released, shown = threading.Event(), []
 
     def show(line: str) -> None:
-        released.wait(10)
+        released.wait(PATIENCE)
         shown.append(line)
 
-    with StopSignal(announce_seconds=0.01) as stop, stop.printed_by(show, plan="stopping"):
+    with StopSignal() as stop, stop.printed_by(show, plan="stopping"):
         runs.terminate()
         assert stop.is_requested()
         assert not shown
@@ -45,7 +55,9 @@ def test_signal_before_the_processes_join_is_kept(monkeypatch):
         signal.raise_signal(signal.SIGTERM)
         heard, checks = [], []
         signal.signal(signal.SIGTERM, lambda *_: heard.append(1))  # as JAX replaces the handler
-        monkeypatch.setattr(stop_signal.jax.distributed, "is_initialized", lambda: True)
+        # The listening thread, which may come late, received the signal before the processes joined.
+        main = threading.main_thread()
+        monkeypatch.setattr(stop_signal.jax.distributed, "is_initialized", lambda: threading.current_thread() is main)
 
         def is_reached(check):
             checks.append(check)
@@ -57,14 +69,6 @@ def test_signal_before_the_processes_join_is_kept(monkeypatch):
         assert heard == [1]
 
 
-def until(condition) -> bool:
-    """Waits for what another thread does."""
-    deadline = time.monotonic() + 10
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return condition()
-
-
 def test_second_ctrl_c_ends_the_process(monkeypatch, capfd):
     ended = []
     note_exits(monkeypatch, ended.append)
@@ -74,20 +78,20 @@ def test_second_ctrl_c_ends_the_process(monkeypatch, capfd):
         assert stop.is_requested()
         assert stop.name == "SIGINT"
         printed = []
-        assert until(lambda: printed.append(capfd.readouterr().out) or "SIGINT: stopping" in "".join(printed))
+        wait_for(lambda: printed.append(capfd.readouterr().out) or "SIGINT: stopping" in "".join(printed))
         assert not ended
         signal.raise_signal(signal.SIGINT)
-        assert until(lambda: ended == [1])
+        wait_for(lambda: ended == [1])
         assert "what came after the last checkpoint is lost" in capfd.readouterr().err
 
 
 def test_handlers_and_threads_end_with_the_block():
     before = [signal.getsignal(number) for number in STOPPING]
-    threads = threading.active_count()
+    threads = set(threading.enumerate())
     with StopSignal():
         assert [signal.getsignal(number) for number in STOPPING] != before
     assert [signal.getsignal(number) for number in STOPPING] == before
-    assert threading.active_count() == threads
+    assert set(threading.enumerate()) <= threads  # those of other tests may end meanwhile
     assert signal.set_wakeup_fd(-1) == -1
 
 
@@ -115,11 +119,11 @@ def test_signal_stops_whatever_standard_output_is(number, output):
 def test_output_that_blocks_does_not_delay_the_second_ctrl_c(monkeypatch):
     ended, released = [], threading.Event()
     note_exits(monkeypatch, ended.append)
-    with StopSignal() as stop, stop.printed_by(lambda line: released.wait(60), plan=""):
+    with StopSignal() as stop, stop.printed_by(lambda line: released.wait(PATIENCE), plan=""):
         signal.raise_signal(signal.SIGINT)
-        assert until(stop.is_requested)
+        wait_for(stop.is_requested)
         signal.raise_signal(signal.SIGINT)
-        assert until(lambda: ended == [1])
+        wait_for(lambda: ended == [1])
         released.set()
 
 
@@ -157,24 +161,27 @@ def draw_screen(written: str) -> list[str]:
 def test_line_stays_above_the_live_display(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     ours, theirs = os.openpty()
-    with open(theirs, "w") as stream, StopSignal() as stop:
+    written: list[str] = []
+    with open(theirs, "w") as stream, StopSignal() as stop, ThreadPoolExecutor(1) as reader:
+        # All the time: a display that nobody reads blocks.
+        read = reader.submit(read_terminal, ours, written, until="\x1b[?25h")
         with Progress(steps=10, first_step=0, tokens_per_step=1, stream=stream) as shown:
             shown.advance(1)
             with stop.printed_by(shown.show_message, plan="finishing the step in flight, then saving"):
                 signal.raise_signal(signal.SIGTERM)
-                written = read_terminal(ours, until="at once")
+                wait_for(lambda: "at once" in "".join(written))
             for number in range(2, 5):
                 shown.advance(number)
                 time.sleep(0.3)  # the display is redrawn
-        written += read_terminal(ours, until="\x1b[?25h")
+        read.result(PATIENCE)
     os.close(ours)
-    lines = draw_screen(written)
+    lines = draw_screen("".join(written))
     assert "SIGTERM: finishing the step in flight, then saving; Ctrl-C now ends at once" in lines
     assert any("step 4/10" in line for line in lines)
 
 
-def read_terminal(descriptor: int, until: str) -> str:
-    written = b""
-    while until not in written.decode(errors="replace"):
-        written += os.read(descriptor, 65536)
-    return written.decode(errors="replace")
+def read_terminal(descriptor: int, written: list[str], until: str) -> None:
+    """Appends what a program writes to a terminal, as it comes."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    while until not in "".join(written):
+        written.append(decoder.decode(os.read(descriptor, 65536)))

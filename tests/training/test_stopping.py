@@ -6,37 +6,48 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from shardformer import checkpoint
 from shardformer.cli import train_command
-from shardformer.training import trainer
+from shardformer.training import stop_signal, trainer
 from shardformer.training.run_folder import Run
 from shardformer.training.stop_signal import StopSignal
 from shardformer.training.trainer import Trainer
 from tests import launch, runs
+from tests.launch import SECONDS
 from tests.surroundings import before_call
 from tests.training.uneven_run import STEPS, contents, uneven_words
+from tests.waiting import PATIENCE, wait_for
 
-SECONDS = 240
-STEP_SECONDS = 12  # of a slow step
-AT_ONCE = 6  # seconds within which a busy machine answers; less than a step
-# Steps that keep the main thread as XLA does: in a wait in C that no signal interrupts.
-SLOW_STEPS = (
+# Step 5 keeps the main thread as XLA does, in a wait in C that no signal interrupts, until the file RELEASE exists. If
+# it never does, the process ends. Steps this slow are not dispatched ahead.
+LONG_STEP = (
     "-c",
     f"""{launch.WITHOUT_LUXURY}
-import ctypes, threading
+import ctypes, itertools, os, threading, time
+from shardformer.training import trainer
 from shardformer.training.trainer import Trainer
+trainer.VERY_SLOW_STEP = 0.0
 libc, mutex, read = ctypes.CDLL(None), ctypes.create_string_buffer(64), Trainer.read_metrics
+steps = itertools.count(1)
+
+def release():
+    end = time.monotonic() + {PATIENCE}
+    while not os.path.exists(os.environ["RELEASE"]):
+        if time.monotonic() > end:
+            os._exit(3)
+        time.sleep(0.02)
+    libc.pthread_mutex_unlock(mutex)
 
 def read_slowly(metrics):
-    libc.pthread_mutex_lock(mutex)
-    threading.Timer({STEP_SECONDS}, libc.pthread_mutex_unlock, [mutex]).start()
-    libc.pthread_mutex_lock(mutex)
-    libc.pthread_mutex_unlock(mutex)
+    if next(steps) == 5:
+        libc.pthread_mutex_lock(mutex)
+        threading.Thread(target=release).start()
+        print("step 5 is in flight", flush=True)
+        libc.pthread_mutex_lock(mutex)
     return read(metrics)
 
 Trainer.read_metrics = staticmethod(read_slowly)
@@ -51,11 +62,13 @@ def endless_words(text, out):
 
 
 def wait_for_rows(process, out, rows: int) -> None:
-    metrics, deadline = out / "metrics.csv", time.monotonic() + SECONDS
-    while not (metrics.exists() and metrics.read_bytes().count(b"\n") > rows):
+    metrics = out / "metrics.csv"
+
+    def are_written() -> bool:
         assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+        return metrics.exists() and metrics.read_bytes().count(b"\n") > rows
+
+    wait_for(are_written, SECONDS)
 
 
 def last_logged_step(out) -> int:
@@ -83,45 +96,42 @@ def test_hangup_after_a_closed_pipe_saves_the_run(tmp_path, text):
     assert not (out / ".lock").exists()
 
 
-def start_slow_run(text, out):
-    """Starts a run with slow steps, and returns it while it waits for its second step."""
-    process = launch.start(*endless_words(text, out), program=SLOW_STEPS)
-    wait_for_rows(process, out, 1)
-    time.sleep(0.5)
+def start_long_step(text, folder):
+    """Starts a run, and returns it while it waits for step 5."""
+    environment = {"RELEASE": str(folder / "release")}
+    process = launch.start(*endless_words(text, folder / "run"), environment=environment, program=LONG_STEP)
+    read_until(process, "step 5 is in flight")
     return process
 
 
-def read_until(process, words: str) -> float:
-    """Reads what a process prints until a line has these words; returns the seconds that it took."""
-    began = time.monotonic()
-    for line in process.stdout:
-        if words in line:
-            return time.monotonic() - began
-    raise AssertionError(f"the process did not print {words}")
+def read_until(process, words: str) -> None:
+    """Reads what a process prints until a line has these words."""
+    assert any(words in line for line in process.stdout), f"the process did not print {words}"
 
 
 @pytest.mark.multiprocess
-def test_slow_step_is_finished_and_saved_after_ctrl_c(tmp_path, text):
-    process = start_slow_run(text, tmp_path / "run")
+def test_long_step_is_finished_and_saved_after_ctrl_c(tmp_path, text):
+    process = start_long_step(text, tmp_path)
     try:
         process.send_signal(signal.SIGINT)
-        assert read_until(process, "SIGINT: finishing the step in flight, then saving; Ctrl-C now ends") < AT_ONCE
-        read_until(process, "SIGINT: stopped after step 2 of 100000")
+        read_until(process, "SIGINT: finishing the step in flight, then saving; Ctrl-C now ends")
+        (tmp_path / "release").touch()
+        read_until(process, "SIGINT: stopped after step 5 of 100000")
         assert process.wait(SECONDS) == 0
     finally:
         process.kill()
-    assert checkpoint.list_steps(tmp_path / "run") == [2]
-    assert last_logged_step(tmp_path / "run") == 2
+    assert checkpoint.list_steps(tmp_path / "run") == [5]
+    assert last_logged_step(tmp_path / "run") == 5
 
 
 @pytest.mark.multiprocess
-def test_second_ctrl_c_ends_a_slow_step_at_once(tmp_path, text):
-    process = start_slow_run(text, tmp_path / "run")
+def test_second_ctrl_c_ends_a_long_step_at_once(tmp_path, text):
+    process = start_long_step(text, tmp_path)
     try:
         process.send_signal(signal.SIGINT)
         read_until(process, "SIGINT: finishing")
         process.send_signal(signal.SIGINT)
-        assert process.wait(AT_ONCE) == 1
+        assert process.wait(SECONDS) == 1
         assert "shardformer: ended at once; what came after the last checkpoint is lost" in process.stderr.read()
     finally:
         process.kill()
@@ -209,6 +219,7 @@ def test_best_of_an_interrupted_last_evaluation_is_found(tmp_path, text, monkeyp
 def test_stop_during_the_final_evaluation_ends_it(tmp_path, text, monkeypatch, capfd, finished_run):
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
+        patch.setattr(stop_signal, "ANNOUNCE_SECONDS", PATIENCE)  # its line comes first, whenever its thread runs
         evaluated = terminate_at_evaluated_batch(patch, 13)
         assert runs.train(*uneven_words(text), f"out={out}") == 0
         assert len(evaluated) == 13

@@ -5,7 +5,6 @@ import http.client
 import json
 import socket
 import threading
-import time
 
 import uvicorn
 
@@ -22,9 +21,11 @@ from shardformer.inference.text_codec import TextCodec
 from tests.data.chat.chatml_bytes import make_vocabulary
 from tests.inference import test_generator
 from tests.surroundings import before_call
+from tests.waiting import PATIENCE, wait_for
 
 SIZES = {"seq": 96, "vocab": 260}
 SLOTS, QUEUE = 4, 8
+HOURS = 10_000.0  # seconds, longer than any thread is stopped
 
 
 def make_service() -> Service:
@@ -32,7 +33,8 @@ def make_service() -> Service:
     weights = engine.load(test_generator.parameters(**SIZES), "step 7")
     thread = EngineThread(engine, ServerMetrics(), QUEUE)
     chat = ChatCodec(make_vocabulary(), make_builtin("chatml"))
-    return Service(thread, [Served("small", weights)], TextCodec(make_vocabulary()), chat, limits=Limits(seconds=60))
+    limits = Limits(seconds=HOURS, header_seconds=HOURS, body_seconds=HOURS)
+    return Service(thread, [Served("small", weights)], TextCodec(make_vocabulary()), chat, limits=limits)
 
 
 @contextlib.contextmanager
@@ -48,17 +50,18 @@ def running(service: Service):
 def running_app(app, limits: Limits):
     """Serves an ASGI application on a free port; yields it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(make_config(app, limits, timeout_graceful_shutdown=1))
+        # uvicorn would close a connection without a byte after 5 s, whatever the limits are.
+        server = uvicorn.Server(make_config(app, limits, timeout_graceful_shutdown=1, timeout_keep_alive=int(HOURS)))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         yield listener.getsockname()[1]
         server.should_exit = True
-        thread.join(10)
+        thread.join(PATIENCE)
 
 
 def send(port: int, path: str, body=None, headers=None, method="") -> tuple[int, bytes]:
     """Sends a request; a body of a dict is JSON. Returns the status and the content."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10 * PATIENCE)
     content = json.dumps(body).encode() if isinstance(body, dict) else body
     headers = {"Content-Type": "application/json"} | (headers or {})
     with contextlib.closing(connection):
@@ -81,13 +84,11 @@ def read_events(port: int, body: dict, path="/v1/completions") -> list[dict]:
     return list(map(json.loads, events))
 
 
-def slow_down(service, monkeypatch, seconds: float) -> None:
-    """Lets each step of the engine take longer."""
-    before_call(monkeypatch, service.thread.engine, "step", lambda *_, **__: time.sleep(seconds))
+def hold_back(service, monkeypatch, condition) -> None:
+    """Lets each step of the engine wait for a condition; `condition(engine)` is asked again until it holds."""
+    engine = service.thread.engine
+    before_call(monkeypatch, engine, "step", lambda *_, **__: wait_for(lambda: condition(engine)))
 
 
-def wait_for(condition, seconds=20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+def all_running_are_cancelled(engine) -> bool:
+    return all(job.cancelled for job in engine.running)

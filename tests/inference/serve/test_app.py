@@ -5,7 +5,6 @@ import dataclasses
 import json
 import socket
 import threading
-import time
 
 import pytest
 
@@ -14,14 +13,25 @@ pytest.importorskip("uvicorn")
 
 from shardformer.inference.chat_codec import ChatCodec
 from shardformer.inference.scoring import Request, Scorer
+from shardformer.inference.serve import json_responses
 from shardformer.inference.serve.answers import Choice
 from shardformer.inference.serve.app import PAGE
 from tests.data.chat.chatml_bytes import make_vocabulary
 from tests.inference import test_generator
 from tests.inference.serve import browser
 from tests.inference.serve.conftest import DRAWN
-from tests.inference.serve.http_server import QUEUE, SIZES, SLOTS, ask, read_events, send, slow_down, wait_for
+from tests.inference.serve.http_server import (
+    QUEUE,
+    SIZES,
+    SLOTS,
+    all_running_are_cancelled,
+    ask,
+    hold_back,
+    read_events,
+    send,
+)
 from tests.surroundings import before_call
+from tests.waiting import PATIENCE, wait_for
 
 ENDLESS = DRAWN | {"max_tokens": 90, "ignore_eos": True, "n": 2}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "seed": 3, "temperature": 3.0}
@@ -251,7 +261,8 @@ def test_requests_of_other_sites_are_rejected(port):
     assert send(port, "/v1/completions", b"{}", {"Content-Type": "text/plain"})[0] == 400
 
 
-def test_large_bodies_are_rejected(port):
+def test_large_bodies_are_rejected(port, monkeypatch):
+    monkeypatch.setattr(json_responses, "DISCARD_SECONDS", PATIENCE)  # the client may be stopped while it sends
     request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", port)) as client:  # declared, not sent
         client.sendall(request + b"Content-Length: 10000001\r\n\r\n")
@@ -283,18 +294,18 @@ def test_prompts_are_counted_before_they_are_encoded(service, port, monkeypatch)
 
 
 def test_long_bodies_do_not_delay_short_ones(service, port, monkeypatch):
-    answered, in_time = threading.Event(), []
+    encoding, answered, in_time = threading.Event(), threading.Event(), []
     with monkeypatch.context() as patch, concurrent.futures.ThreadPoolExecutor(4) as pool:
-        patch.setattr(service.limits, "seconds", 30.0)
 
         def wait(prompt, _):
             if prompt == "long":
-                in_time.append(answered.wait(3))
+                encoding.set()
+                in_time.append(answered.wait(PATIENCE))
 
         before_call(patch, service.codec, "encode", wait)
         body = DRAWN | {"prompt": "long", "user": "x" * 200_000}
         long = [pool.submit(send, port, "/v1/completions", body) for _ in range(4)]
-        time.sleep(0.3)
+        assert encoding.wait(PATIENCE)
         ask(port, DRAWN)
         answered.set()
         assert [future.result()[0] for future in long] == [200] * 4
@@ -303,7 +314,8 @@ def test_long_bodies_do_not_delay_short_ones(service, port, monkeypatch):
 
 def test_full_queue_rejects_and_then_serves(service, port, monkeypatch):
     with monkeypatch.context() as patch, concurrent.futures.ThreadPoolExecutor(30) as pool:
-        slow_down(service, patch, 0.1)
+        rejected = service.metrics.rejected
+        hold_back(service, patch, lambda _: service.metrics.rejected > rejected)
         body = DRAWN | {"max_tokens": 12}
         found = [status for status, _ in pool.map(lambda _: send(port, "/v1/completions", body), range(30))]
     assert set(found) == {200, 429}
@@ -315,7 +327,7 @@ def test_full_queue_rejects_and_then_serves(service, port, monkeypatch):
 def test_client_that_goes_frees_its_row(service, port, monkeypatch):
     cancelled = service.metrics.cancelled
     with monkeypatch.context() as patch:
-        slow_down(service, patch, 0.3)
+        hold_back(service, patch, all_running_are_cancelled)
         for stream in (True, False):
             body = json.dumps(ENDLESS | {"stream": stream}).encode()
             with socket.create_connection(("127.0.0.1", port)) as client:
@@ -329,17 +341,20 @@ def test_client_that_goes_frees_its_row(service, port, monkeypatch):
 
 def test_long_request_ends_at_its_time(service, port, monkeypatch):
     with monkeypatch.context() as patch:
-        slow_down(service, patch, 0.2)
+        answers = []
+        hold_back(service, patch, lambda _: len(answers) == 2)
         patch.setattr(service.limits, "seconds", 0.1)
-        status, content = send(port, "/v1/completions", DRAWN)
-        assert (status, json.loads(content)["error"]["code"]) == (504, "timeout")
-        assert read_events(port, DRAWN)[-1]["error"]["code"] == "timeout"
+        answers.append(send(port, "/v1/completions", DRAWN))
+        answers.append(read_events(port, DRAWN))
+    (status, content), events = answers
+    assert (status, json.loads(content)["error"]["code"]) == (504, "timeout")
+    assert events[-1]["error"]["code"] == "timeout"
     wait_for(lambda: not service.thread.accepted)
 
 
 def test_stop_of_the_server_ends_its_requests(service, port, monkeypatch):
     with monkeypatch.context() as patch, concurrent.futures.ThreadPoolExecutor(2) as pool:
-        slow_down(service, patch, 0.2)
+        hold_back(service, patch, all_running_are_cancelled)
         streamed = pool.submit(read_events, port, ENDLESS)
         answered = pool.submit(send, port, "/v1/completions", ENDLESS)
         wait_for(lambda: len(service.exchanges) == 2)
@@ -384,6 +399,7 @@ def test_defect_is_answered_as_json(service, port, monkeypatch, capsys):
 
 
 def test_metrics_count_requests_and_tokens(service, port):
+    wait_for(lambda: not service.thread.accepted)  # those of a request that failed may still be drawn
     before = service.metrics.generated_tokens
     ask(port, ENDLESS)
     lines = send(port, "/metrics")[1].decode().splitlines()

@@ -8,8 +8,10 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
+from shardformer.inference.serve import connections
 from tests.inference.serve.conftest import DRAWN
-from tests.inference.serve.http_server import ask, send, wait_for
+from tests.inference.serve.http_server import ask, send
+from tests.waiting import PATIENCE, wait_for
 
 HEAD = (
     b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
@@ -18,7 +20,7 @@ HEAD = (
 
 def send_part(stack, port, length=100_000, sent=b"{") -> socket.socket:
     """Sends a part of a body of `length` bytes."""
-    client = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+    client = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=PATIENCE))
     client.sendall(HEAD % length + sent)
     return client
 
@@ -31,12 +33,11 @@ def is_open(client) -> bool:
     except BlockingIOError:
         return True
     finally:
-        client.settimeout(10)
+        client.settimeout(PATIENCE)
 
 
-def test_slow_bodies_do_not_delay_others(service, port, monkeypatch):
-    with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
-        patch.setattr(service.limits, "body_seconds", 3.0)
+def test_slow_bodies_do_not_delay_others(service, port):
+    with contextlib.ExitStack() as stack:
         clients = [send_part(stack, port) for _ in range(20)]
         wait_for(lambda: len(service.bodies) == 20)
         assert ask(port, DRAWN)
@@ -47,6 +48,7 @@ def test_slow_bodies_do_not_delay_others(service, port, monkeypatch):
 def test_late_body_is_answered(service, port, monkeypatch):
     with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
         patch.setattr(service.limits, "body_seconds", 0.1)
+        patch.setattr(connections, "SPARE_SECONDS", PATIENCE)
         assert b" 408 " in send_part(stack, port).recv(1000)
 
 

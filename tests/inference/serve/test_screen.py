@@ -9,6 +9,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from tests.inference.serve.http_server import send
+from tests.waiting import PATIENCE
 
 NAMES = ["localhost", "127.0.0.1:8000", "[::1]:99", "LOCALHOST:1"]
 OTHERS = ["evil.example", "127.0.0.1.evil.example:8000", "", "[::1", "[::2]:8000", "localhost@evil.example"]
@@ -29,7 +30,7 @@ def test_other_hosts_are_rejected(service, port, monkeypatch, path):
 def exchange(port, request: bytes) -> bytes:
     """Returns all that the server sends until it closes the connection."""
     content = b""
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as client:
         client.sendall(request)
         while part := client.recv(1000):
             content += part

@@ -16,7 +16,7 @@ from shardformer.inference.serve.responses.response_answer import ResponseAnswer
 from shardformer.inference.serve.responses.response_request import ResponseRequest
 from shardformer.inference.serve.responses.stored_responses import StoredResponses
 from tests.data.chat.chatml_bytes import make_vocabulary
-from tests.inference.serve.http_server import ask, send, slow_down
+from tests.inference.serve.http_server import ask, hold_back, send
 from tests.inference.serve.test_app import CHAT as CHAT_BODY
 from tests.inference.serve.test_tool_choice import make_answer
 
@@ -156,9 +156,11 @@ def test_stored_response_is_read_and_removed(port):
 
 
 def test_timeout_is_an_event(service, port, monkeypatch):
-    slow_down(service, monkeypatch, 0.2)
+    answers = []
+    hold_back(service, monkeypatch, lambda _: answers)
     monkeypatch.setattr(service.limits, "seconds", 0.1)
-    last = read_events(port, BODY)[-1]
+    answers.append(read_events(port, BODY))
+    last = answers[0][-1]
     assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
     assert "more than 0.1 seconds" in last["response"]["error"]["message"]
 
