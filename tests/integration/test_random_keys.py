@@ -21,7 +21,7 @@ from tests import meshes, shared, tiers
 from tests.integration import objective_reference
 from tests.integration.random_keys import OBJECTIVES, OF_ANSWERS, draw_keys
 
-ACCEPTED, DRAWN = (200, 700) if tiers.ALL_CASES else (40, 200)
+ACCEPTED, DRAWN = (200, 700) if tiers.ALL_CASES else (25, 150)
 SHORT = (2, 11, 22, 53)  # configurations of different meshes and features
 FORMULA, ONE_DEVICE = 1e-9, 1e-10  # relative differences
 WITH_STEPS = 10  # of so many configurations, one is trained for three steps as well
