@@ -13,6 +13,12 @@ from pathlib import Path
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")  # always, madvise (to programs that ask) or never
 TUNABLES = "GLIBC_TUNABLES"
+# An array with a mapping of its own is at least partly in pages of 4 KB: drawing a token read the weights at half the
+# speed. So arrays below 32 MB come from the heap. 32 and 64 MB are what glibc's own rule reaches once it frees such one.
+HUGE_PAGES = ":".join(
+    f"glibc.malloc.{name}={value}"
+    for name, value in {"hugetlb": 1, "mmap_threshold": 32 << 20, "trim_threshold": 64 << 20}.items()
+)
 
 
 def restart_with_huge_pages(arguments: list[str]) -> None:
@@ -21,7 +27,7 @@ def restart_with_huge_pages(arguments: list[str]) -> None:
     glibc reads its settings when a process starts. Settings of the user are not changed.
     """
     if command := find_restart(arguments, sys.orig_argv, os.environ, SETTING):
-        os.environ[TUNABLES] = "glibc.malloc.hugetlb=1"
+        os.environ[TUNABLES] = HUGE_PAGES
         os.execv(command[0], command)
 
 

@@ -25,7 +25,7 @@ def find_restart(tmp_path, command=MODULE, environment=None, setting=MADVISE) ->
 @pytest.mark.parametrize("command", [MODULE, ("python", "/venv/bin/shardformer")])
 def test_a_command_restarts_with_huge_pages_once(tmp_path, command):
     assert find_restart(tmp_path, command) == [sys.executable, *command[1:], "train", "tiny"]
-    assert find_restart(tmp_path, command, {host.TUNABLES: "glibc.malloc.hugetlb=1"}) is None
+    assert find_restart(tmp_path, command, {host.TUNABLES: host.HUGE_PAGES}) is None
 
 
 def test_settings_of_the_user_stay(tmp_path):
@@ -52,4 +52,5 @@ def test_a_script_of_the_user_runs_with_huge_pages(tmp_path):
         command, cwd=tmp_path, env=environment | {"PYTHONPATH": path}, capture_output=True, text=True
     )
     asks = host.SETTING.exists() and "[madvise]" in host.SETTING.read_text()
-    assert found.stdout == f"{'glibc.malloc.hugetlb=1' if asks else None} ['a b', '--help']\n", found.stderr
+    wanted = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=67108864"
+    assert found.stdout == f"{wanted if asks else None} ['a b', '--help']\n", found.stderr
