@@ -132,19 +132,23 @@ class ExpertFeedForward:
         e = self.local_experts
         first = collectives.index((MP, DP) if self.over_dp else MP) * e if self.config.mixture.splits_experts else 0
         groups = grouped_product.group_tokens(choice_NC, first, e, self.product.block, self.product.tile)
-        x_MD = grouped_product.dispatch(h_ND, groups)
+        x_MD, gate_M = grouped_product.dispatch(h_ND, groups), grouped_product.list_gates(gate_NC, groups)
         if self.config.experts.gate_inputs:
-            x_MD, gate_NC = grouped_product.weigh(x_MD, gate_NC, groups), jnp.ones_like(gate_NC)
+            x_MD = grouped_product.weigh(x_MD, gate_M)
+            gate_M = grouped_product.list_gates(jnp.ones_like(gate_NC), groups)
         u_Mf = self.project("expert_up", weights, x_MD, groups.size_E)
-        gate_Mf = self.project("expert_gate", weights, x_MD, groups.size_E) if self.config.model.gated else None
-        y_MD = self.project("expert_down", weights, self._activate(u_Mf, gate_Mf), groups.size_E)
-        y_ND = grouped_product.combine(y_MD, gate_NC, groups)
+        gates_Mf = self.project("expert_gate", weights, x_MD, groups.size_E) if self.config.model.gated else None
+        # Before the last product, a gate's gradient needs no output of the expert, which would be another saved array.
+        h_Mf = grouped_product.weigh(self._activate(u_Mf, gates_Mf), gate_M)
+        y_ND = grouped_product.combine(self.project("expert_down", weights, h_Mf, groups.size_E, gate_M), groups)
         return lax.psum_scatter(y_ND, DP, scatter_dimension=0, tiled=True) if self.over_dp else y_ND
 
-    def project(self, name: str, weights: dict[str, Array], x_MI: Array, size_E: Array) -> Array:
-        """Returns the product with each row's expert, plus the expert's bias if it has one."""
+    def project(
+        self, name: str, weights: dict[str, Array], x_MI: Array, size_E: Array, gate_M: Array | None = None
+    ) -> Array:
+        """Returns the product with each row's expert. Adds the expert's bias, if it has one, times the row's gate."""
         y_MO, bias_EO = self.multiply(name, weights, x_MI, size_E), weights.get(f"{name}_bias")
-        return y_MO if bias_EO is None else grouped_product.add_biases(y_MO, bias_EO, size_E)
+        return y_MO if bias_EO is None else grouped_product.add_biases(y_MO, bias_EO, size_E, gate_M)
 
     def multiply(self, name: str, weights: dict[str, Array], x_MI: Array, size_E: Array) -> Array:
         """Returns the product of each group of rows and its expert's matrix of this name, in the rows' dtype."""

@@ -4,6 +4,9 @@
 row for each pair. `dispatch` copies the tokens into these rows, `combine` adds the rows of a token up again. An expert
 without tokens has no rows, so its gradients are exact zeros.
 
+Rows of padding have copies of a token too, which saves a pass of zeros over all rows. Their gate is 0, so they must be
+weighed between `dispatch` and `combine`, and have no gradients then.
+
 `Blocks` multiplies one block of rows of one expert after the other, on CPUs. `Copies` multiplies all blocks at once,
 each with a copy of its expert's matrix, on GPUs, which wait for the host at each turn of a loop. `Kernel` is JAX's
 Pallas kernels of MegaBlox for TPUs, which read groups of any size.
@@ -32,9 +35,14 @@ TILE_BYTES = 2048  # of a row of a tile: 1024 bfloat16 numbers; tiles of float32
 class Groups(NamedTuple):
     """The rows of this shard's experts. M rows are enough for any choice; those after the last group are unused."""
 
-    token_M: Array  # the token of each row; the number of tokens for padding
+    pair_M: Array  # the pair of each row, token * choices + choice; the number of pairs for padding
     row_NC: Array  # the row of each token's choice; M if another shard has the expert
     size_E: Array  # rows of each expert, padding included
+
+    @property
+    def token_M(self) -> Array:
+        """The token of each row; the number of tokens for padding."""
+        return self.pair_M // self.row_NC.shape[1]
 
 
 class Blocks(NamedTuple):
@@ -126,19 +134,20 @@ def group_tokens(choice_NC: Array, first: Array | int, experts: int, block: int,
     shift_E = jnp.cumsum(size_E) - size_E - start_E[:-1]  # from the sorted position to the row
     shift_P = shift_E.at[sorted_P].get(mode="clip")
     row_P = jnp.where(sorted_P < experts, jnp.arange(pairs, dtype=jnp.int32) + shift_P, rows)
-    none_M = vary_like(jnp.full(rows, tokens, jnp.int32), row_P)
-    token_M = none_M.at[row_P].set((pair_P // choices).astype(jnp.int32), mode="drop")
+    none_M = vary_like(jnp.full(rows, pairs, jnp.int32), row_P)
+    pair_M = none_M.at[row_P].set(pair_P.astype(jnp.int32), mode="drop")
     row_of_pair = vary_like(jnp.zeros(pairs, jnp.int32), row_P).at[pair_P].set(row_P)
-    return Groups(token_M, row_of_pair.reshape(tokens, choices), size_E)
+    return Groups(pair_M, row_of_pair.reshape(tokens, choices), size_E)
 
 
-def add_biases(x_MO: Array, bias_EO: Array, size_E: Array) -> Array:
-    """Returns each row plus its expert's bias, in the rows' dtype; rows after the last group stay as they are.
+def add_biases(x_MO: Array, bias_EO: Array, size_E: Array, gate_M: Array | None = None) -> Array:
+    """Returns each row plus its expert's bias, times the row's gate if there are any, in the rows' dtype.
 
-    The sum is computed in float32, as in `add_broadcast`.
+    Rows after the last group stay as they are. The sum is computed in float32, as in `add_broadcast`.
     """
     expert_M = jnp.searchsorted(jnp.cumsum(size_E), jnp.arange(x_MO.shape[0], dtype=size_E.dtype), side="right")
     bias_MO = bias_EO.astype(jnp.float32).at[expert_M].get(mode="fill", fill_value=0, indices_are_sorted=True)
+    bias_MO = bias_MO if gate_M is None else gate_M[:, None] * bias_MO
     return (x_MO.astype(jnp.float32) + bias_MO).astype(x_MO.dtype)
 
 
@@ -147,53 +156,51 @@ def _take(x: Array, index: Array) -> Array:
     return x.at[index].get(mode="fill", fill_value=0)
 
 
+def _copy_tokens(x_ND: Array, groups: Groups) -> Array:
+    return x_ND.at[groups.token_M].get(mode="clip")
+
+
+def _add_rows(x_MD: Array, groups: Groups) -> Array:
+    return _take(x_MD, groups.row_NC).astype(jnp.float32).sum(1).astype(x_MD.dtype)
+
+
 @jax.custom_vjp
 def dispatch(x_ND: Array, groups: Groups) -> Array:
-    """Returns each row's token, x_MD; zeros for padding. The backward pass gathers, where JAX's would scatter."""
-    return _take(x_ND, groups.token_M)
+    """Returns each row's token, x_MD; any token for padding. The backward pass gathers, where JAX's would scatter."""
+    return _copy_tokens(x_ND, groups)
 
 
-def _dispatch_forward(x_ND, groups):
-    return dispatch(x_ND, groups), groups
-
-
-def _dispatch_backward(groups, d_MD):
-    d_ND = _take(d_MD, groups.row_NC).astype(jnp.float32).sum(1).astype(d_MD.dtype)
-    return d_ND, None
-
-
-dispatch.defvjp(_dispatch_forward, _dispatch_backward)
-
-
-def weigh(x_MD: Array, gate_NC: Array, groups: Groups) -> Array:
-    """Returns each row times the float32 gate of its choice, in the dtype of the rows."""
-    return (_list_gates(gate_NC, groups, x_MD.shape[0])[:, None] * x_MD.astype(jnp.float32)).astype(x_MD.dtype)
-
-
-def _list_gates(gate_NC: Array, groups: Groups, rows: int) -> Array:
-    """Returns the gate of each row; 0 for padding."""
-    zeros_M = vary_like(jnp.zeros(rows, gate_NC.dtype), gate_NC, groups.row_NC)
-    return zeros_M.at[groups.row_NC.reshape(-1)].set(gate_NC.reshape(-1), mode="drop")
+dispatch.defvjp(
+    lambda x_ND, groups: (dispatch(x_ND, groups), groups), lambda groups, d_MD: (_add_rows(d_MD, groups), None)
+)
 
 
 @jax.custom_vjp
-def combine(y_MD: Array, gate_NC: Array, groups: Groups) -> Array:
-    """Returns the sum of each token's rows, times the float32 gates of its choices, in the dtype of the rows."""
-    return (gate_NC[..., None] * _take(y_MD, groups.row_NC).astype(jnp.float32)).sum(1).astype(y_MD.dtype)
+def combine(y_MD: Array, groups: Groups) -> Array:
+    """Returns the sum of each token's rows, in their dtype; adds up in float32. The transpose of `dispatch`."""
+    return _add_rows(y_MD, groups)
 
 
-def _combine_forward(y_MD, gate_NC, groups):
-    return combine(y_MD, gate_NC, groups), (y_MD, gate_NC, groups)
+combine.defvjp(
+    lambda y_MD, groups: (combine(y_MD, groups), groups), lambda groups, d_ND: (_copy_tokens(d_ND, groups), None)
+)
 
 
-def _combine_backward(saved, d_ND):
-    y_MD, gate_NC, groups = saved
-    d_MD = _list_gates(gate_NC, groups, y_MD.shape[0])[:, None] * _take(d_ND, groups.token_M).astype(jnp.float32)
-    d_gate_NC = (_take(y_MD, groups.row_NC).astype(jnp.float32) * d_ND[:, None].astype(jnp.float32)).sum(-1)
-    return d_MD.astype(y_MD.dtype), d_gate_NC, None
+@jax.custom_vjp
+def list_gates(gate_NC: Array, groups: Groups) -> Array:
+    """Returns the gate of each row; 0 for padding. Its backward pass gathers too."""
+    return _take(gate_NC.reshape(-1), groups.pair_M)
 
 
-combine.defvjp(_combine_forward, _combine_backward)
+list_gates.defvjp(
+    lambda gate_NC, groups: (list_gates(gate_NC, groups), groups),
+    lambda groups, d_M: (_take(d_M, groups.row_NC), None),
+)
+
+
+def weigh(x_MI: Array, gate_M: Array) -> Array:
+    """Returns each row times its float32 gate, in the dtype of the rows."""
+    return (gate_M[:, None] * x_MI.astype(jnp.float32)).astype(x_MI.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

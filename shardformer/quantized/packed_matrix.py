@@ -167,9 +167,9 @@ def join_by_products(even_NP: Array, odd_NP: Array) -> Array:
     if 2 * pairs % LANES_OF_PAIRS:
         return join_by_stack(even_NP, odd_NP)
     halves = lax.optimization_barrier((even_NP, odd_NP))
-    parts = zip(halves, _selections(), strict=True)
-    even_NBK, odd_NBK = (_select(x_NP.reshape(rows, -1, LANES_OF_PAIRS // 2), each.T) for x_NP, each in parts)
-    return (even_NBK + odd_NBK).reshape(rows, -1)
+    # Blocks are rows: a TPU's compiler would transpose [rows, blocks, lanes], and all that it is multiplied by.
+    both_RK = jnp.concatenate([half_NP.reshape(-1, LANES_OF_PAIRS // 2) for half_NP in halves], axis=-1)
+    return _select(both_RK, jnp.concatenate(_selections(), axis=-1).T).reshape(rows, -1)
 
 
 def _selections() -> tuple[Array, Array]:
@@ -267,16 +267,29 @@ def _multiply_forward(x_BTI, w_IO):
 
 def _multiply_backward(w_IO, d_BTO):
     d_NO = d_BTO.reshape(-1, d_BTO.shape[-1])
-    on_tpu = functools.partial(_multiply_transposed, join=join_by_products)
     multiply_rows = functools.partial(
-        lax.platform_dependent, cpu=_multiply_transposed_tiles, tpu=on_tpu, default=_multiply_transposed
+        lax.platform_dependent,
+        cpu=_multiply_transposed_tiles,
+        tpu=_multiply_transposed_on_tpu,
+        default=_multiply_transposed,
     )
     return code_products.fold_batches(multiply_rows)(d_NO, w_IO).reshape(*d_BTO.shape[:-1], -1), None
 
 
-def _multiply_transposed(d_NO: Array, w_IO: PackedMatrix, join: Callable = join_by_stack) -> Array:
-    halves = _dequantize_halves(w_IO, 0, w_IO.codes.shape[0], d_NO.dtype)
-    return join(*(code_products.contract(d_NO, values_PO, True) for values_PO in halves))
+def _multiply_transposed(d_NO: Array, w_IO: PackedMatrix) -> Array:
+    return join_by_stack(*_multiply_halves((d_NO, d_NO), w_IO))
+
+
+def _multiply_transposed_on_tpu(d_NO: Array, w_IO: PackedMatrix) -> Array:
+    # Of two arrays that it cannot know to be equal, the compiler dequantises inside both products; of one, before them.
+    return join_by_products(*_multiply_halves(lax.optimization_barrier((d_NO, d_NO)), w_IO))
+
+
+def _multiply_halves(gradients: tuple[Array, Array], w_IO: PackedMatrix) -> list[Array]:
+    """Returns the gradients of the even and the odd inputs, each from one of two equal gradients of the outputs."""
+    dtype = gradients[0].dtype
+    halves = zip(gradients, _dequantize_halves(w_IO, 0, w_IO.codes.shape[0], dtype), strict=True)
+    return [code_products.contract(d_NO, values_PO, True) for d_NO, values_PO in halves]
 
 
 def _multiply_transposed_tiles(d_NO: Array, w_IO: PackedMatrix) -> Array:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from shardformer import exact
+from shardformer.experts import grouped_product
 from shardformer.experts.grouped_product import Blocks, Copies, Kernel, combine, dispatch, group_tokens, join_rows
 from tests import asserts
 
@@ -18,10 +19,14 @@ GATE = DRAW.random((TOKENS, CHOICES)).astype(np.float32)
 CHOICE = np.stack([DRAW.choice([0, 1, 3, 4], CHOICES, replace=False) for _ in range(TOKENS)])  # expert 2 has no tokens
 
 
+def multiply(product, x, w, gate, groups):
+    weighed = grouped_product.weigh(dispatch(x, groups), grouped_product.list_gates(gate, groups))
+    return product.multiply(weighed, w, groups.size_E)
+
+
 def mix(product, x, w, gate, first, experts):
     groups = group_tokens(jnp.asarray(CHOICE), first, experts, product.block, product.tile)
-    y = product.multiply(dispatch(x, groups), w[first : first + experts], groups.size_E)
-    return combine(y, gate, groups)
+    return combine(multiply(product, x, w[first : first + experts], gate, groups), groups)
 
 
 def mix_densely(x, w, gate, first, experts):
@@ -65,9 +70,9 @@ def test_compiled_grouped_product_is_the_exact_one(product, first, experts):
 def test_dropped_token_is_noticed():
     def lose_one(x, w, gate):
         groups = group_tokens(jnp.asarray(CHOICE), 0, EXPERTS, 4)
-        lost = groups._replace(row_NC=groups.row_NC.at[3, 0].set(groups.token_M.shape[0]))
-        y = Blocks(4).multiply(dispatch(x, groups), w, groups.size_E)
-        return combine(y, gate, groups), combine(y, gate, lost)
+        lost = groups._replace(row_NC=groups.row_NC.at[3, 0].set(groups.pair_M.shape[0]))
+        y = multiply(Blocks(4), x, w, gate, groups)
+        return combine(y, groups), combine(y, lost)
 
     got, lost = run_exactly(lose_one, X, W, GATE)
     want = run_exactly(lambda *args: mix_densely(*args, 0, EXPERTS), X, W, GATE)
@@ -85,7 +90,7 @@ def test_every_pair_has_a_row_of_its_expert():
 
 def mix_rows(weights, x, choice, gate):
     groups = group_tokens(choice, 0, EXPERTS, 4)
-    return combine(Blocks(4).multiply(dispatch(x, groups), weights["w"], groups.size_E), gate, groups)
+    return combine(multiply(Blocks(4), x, weights["w"], gate, groups), groups)
 
 
 @pytest.mark.parametrize("joined", [True, False])
@@ -99,6 +104,6 @@ def test_rows_of_a_vmap_share_one_product(joined):
     weights = {"w": W}
     expected = [run_exactly(mix_rows, weights, *row) for row in zip(x, choice, gate, strict=True)]
     assert asserts.relative(run_exactly(apply, weights, x, choice, gate), expected) < 1e-14
-    padded = len(group_tokens(choice[0], 0, EXPERTS, 4).token_M)
+    padded = len(group_tokens(choice[0], 0, EXPERTS, 4).pair_M)
     is_apart = f"f32[{rows},{padded},{D}]" in str(jax.make_jaxpr(apply)(weights, x, choice, gate))
     assert is_apart is not joined

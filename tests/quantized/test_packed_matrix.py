@@ -134,6 +134,7 @@ def test_products_of_accelerators_equal_the_dequantised_matrix(form, levels):
     for multiply, factor, expected in (
         (packed_matrix._multiply_at_once, x, x @ dense),
         (packed_matrix._multiply_transposed, d, d @ dense.T),
+        (packed_matrix._multiply_transposed_on_tpu, d, d @ dense.T),
     ):
         got = exact.run(multiply, factor, w).outputs
         assert asserts.relative(got, expected) < 1e-14
@@ -152,12 +153,13 @@ def test_inputs_are_split_and_joined_by_products(inputs, dtype):
     assert (np.asarray(join(odd, even)) != x).any()
 
 
-@pytest.mark.parametrize(("platform", "products"), [("tpu", 4), ("cuda", 0)])
-def test_only_a_tpu_splits_and_joins_by_products(platform, products):
+@pytest.mark.parametrize(("platform", "products", "barriers"), [("tpu", 3, 3), ("cuda", 0, 0)])
+def test_only_a_tpu_splits_and_joins_by_products(platform, products, barriers):
     codes, scales = jax.eval_shape(packed_matrix.quantize_int4, jax.ShapeDtypeStruct((256, 8), jnp.float32))
     w = PackedMatrix(codes, jax.ShapeDtypeStruct(scales.shape, jnp.float32), packed_matrix.INT4_LEVELS)
     x, d = (jax.ShapeDtypeStruct((1, ROWS, size), jnp.float32) for size in (256, 8))
     program = jax.jit(lambda *args: differentiate(*args)).trace(x, d, w).lower(lowering_platforms=(platform,))
     with_codes = 2 * 2  # forward and backward, with the high and the low codes
     assert program.as_text().count("stablehlo.dot_general") == with_codes + products
+    assert program.as_text().count("stablehlo.optimization_barrier") == barriers  # without, it stores float matrices
     assert len(program.as_text()) < 20_000  # without constant matrices
