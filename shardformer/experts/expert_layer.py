@@ -137,9 +137,9 @@ class ExpertFeedForward:
             x_MD = grouped_product.weigh(x_MD, gate_M)
             gate_M = grouped_product.list_gates(jnp.ones_like(gate_NC), groups)
         u_Mf = self.project("expert_up", weights, x_MD, groups.size_E)
-        gates_Mf = self.project("expert_gate", weights, x_MD, groups.size_E) if self.config.model.gated else None
-        # Before the last product, a gate's gradient needs no output of the expert, which would be another saved array.
-        h_Mf = grouped_product.weigh(self._activate(u_Mf, gates_Mf), gate_M)
+        factor_Mf = self.project("expert_gate", weights, x_MD, groups.size_E) if self.config.model.gated else None
+        # Before the last product, a gate's gradient needs no output of the expert, which remat= would save as well.
+        h_Mf = grouped_product.weigh(self._activate(u_Mf, factor_Mf), gate_M)
         y_ND = grouped_product.combine(self.project("expert_down", weights, h_Mf, groups.size_E, gate_M), groups)
         return lax.psum_scatter(y_ND, DP, scatter_dimension=0, tiled=True) if self.over_dp else y_ND
 

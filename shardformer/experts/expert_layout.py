@@ -53,7 +53,7 @@ def add_experts(layout: "Layout") -> "Layout":
 def layouts_of_generation(layout: "Layout", product: GroupedProduct) -> tuple["Layout", "Layout"]:
     """Returns the layouts of generation's first pass, which vmaps rows, and of one token of each row.
 
-    Then an expert has few tokens, which a large block would fill up with zeros.
+    Then an expert has few tokens, which a large block would fill up with padding.
     """
     if isinstance(product, Copies):  # a loop reads the matrices of chosen experts only
         product = Blocks(min(product.block, BLOCKS[1]))

@@ -4,8 +4,8 @@
 row for each pair. `dispatch` copies the tokens into these rows, `combine` adds the rows of a token up again. An expert
 without tokens has no rows, so its gradients are exact zeros.
 
-Rows of padding have copies of a token too, which saves a pass of zeros over all rows. Their gate is 0, so they must be
-weighed between `dispatch` and `combine`, and have no gradients then.
+Rows of padding hold a copy of the last token, which saves a pass of zeros over all rows. Their gate is 0: weighed
+between `dispatch` and `combine`, they add nothing to any gradient while activations are finite.
 
 `Blocks` multiplies one block of rows of one expert after the other, on CPUs. `Copies` multiplies all blocks at once,
 each with a copy of its expert's matrix, on GPUs, which wait for the host at each turn of a loop. `Kernel` is JAX's
@@ -141,7 +141,7 @@ def group_tokens(choice_NC: Array, first: Array | int, experts: int, block: int,
 
 
 def add_biases(x_MO: Array, bias_EO: Array, size_E: Array, gate_M: Array | None = None) -> Array:
-    """Returns each row plus its expert's bias, times the row's gate if there are any, in the rows' dtype.
+    """Returns each row plus its expert's bias, in the rows' dtype. With gates, each bias is multiplied by its row's.
 
     Rows after the last group stay as they are. The sum is computed in float32, as in `add_broadcast`.
     """
@@ -198,9 +198,18 @@ list_gates.defvjp(
 )
 
 
+@jax.custom_vjp
 def weigh(x_MI: Array, gate_M: Array) -> Array:
-    """Returns each row times its float32 gate, in the dtype of the rows."""
+    """Returns each row times its float32 gate, in the rows' dtype. The backward pass needs no rows in float32."""
     return (gate_M[:, None] * x_MI.astype(jnp.float32)).astype(x_MI.dtype)
+
+
+def _weigh_backward(saved, d_MI):
+    x_MI, gate_M = saved
+    return weigh(d_MI, gate_M), (d_MI.astype(jnp.float32) * x_MI.astype(jnp.float32)).sum(-1)
+
+
+weigh.defvjp(lambda x_MI, gate_M: (weigh(x_MI, gate_M), (x_MI, gate_M)), _weigh_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -297,7 +306,7 @@ multiply_copies.defvjp(_copies_forward, _copies_backward)
 
 
 def _find_experts(x_MI, size_E, block: int) -> Array:
-    """Returns the expert of each block. Unused blocks, whose rows are zeros, have the last one."""
+    """Returns the expert of each block. Unused blocks, whose gates are 0, have the last one."""
     first_N = jnp.arange(x_MI.shape[0] // block, dtype=size_E.dtype) * block
     return jnp.minimum(jnp.searchsorted(jnp.cumsum(size_E), first_N, side="right"), size_E.shape[0] - 1)
 

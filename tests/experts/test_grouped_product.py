@@ -67,6 +67,13 @@ def test_compiled_grouped_product_is_the_exact_one(product, first, experts):
     assert (got[1][1][2] == 0).all()
 
 
+def test_weighing_stores_no_rows_in_float32():
+    x_MI, gate_M = jnp.ones((8, 16), jnp.bfloat16), jnp.ones(8)
+    _, backward = jax.vjp(grouped_product.weigh, x_MI, gate_M)
+    stored = {(leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(backward)}
+    assert stored == {((8, 16), "bfloat16"), ((8,), "float32")}
+
+
 def test_dropped_token_is_noticed():
     def lose_one(x, w, gate):
         groups = group_tokens(jnp.asarray(CHOICE), 0, EXPERTS, 4)

@@ -75,6 +75,7 @@ CASES = {
     },
     "latent_experts": LATENT | EXPERTS | {"q_latent": 10, "layers": 2, "dense_first": 1, "shared_width": 8},
     "experts_bias": EXPERTS | {"expert_bias": True, "activation": "clamped_swiglu", "zero": 1},
+    "experts_weighed_first": EXPERTS | {"expert_bias": True, "gate_inputs": True, "mesh": "1x2"},
     "experts_bias_widths": EXPERTS | {"expert_bias": True, "experts": 3, "mesh": "1x4", "sequence_parallel": True},
     "experts_bias_dp": EXPERTS | {"expert_bias": True, "expert_axes": "dp", "zero": 3, "layers": 2, "dense_first": 1},
     "experts_adapters": EXPERTS | {"lora_rank": 2, "lora_targets": "q,expert_up:2:3,expert_down:4:7", "mesh": "1x2"},
