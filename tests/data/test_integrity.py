@@ -202,7 +202,7 @@ def test_two_processes_at_one_folder_do_not_share_data(tmp_path, monkeypatch):
     time.sleep(0.2)  # most of them wait for the lock by now; a later one finds the same folder
     released.set()
     for thread in [first, *waiting]:
-        thread.join()
+        thread.join(PATIENCE)
     refused = [found for found in results if isinstance(found, UsageError)]
     assert len(refused) == 2
     assert all("was prepared by another process meanwhile" in str(error) for error in refused)

@@ -373,7 +373,7 @@ def test_a_lock_that_was_removed_is_not_held(tmp_path):
         waiting = threading.Thread(target=work)
         waiting.start()
         time.sleep(0.1)
-    waiting.join()
+    waiting.join(60)
     assert inside == [True]
     assert not path.exists()
 

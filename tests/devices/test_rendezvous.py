@@ -74,10 +74,12 @@ def test_all_find_each_other_in_any_order():
 def test_a_partner_that_never_starts_is_named(said, clock, missing):
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(connect_all, free_port(), (3, 0), (3, 2), timeout=3)
-        wait_for(lambda: [1] in missing)  # process 2 has come
-        clock.now = 1.5
-        wait_for(lambda: said)
-        clock.now = 3.5
+        try:
+            wait_for(lambda: [1] in missing)  # process 2 has come
+            clock.now = 1.5
+            wait_for(lambda: said)
+        finally:
+            clock.now = 3.5
         found = waiting.result(PATIENCE)
     for error in found:
         assert str(error).startswith("process 1 of 3 did not answer within 3 s (start_timeout); start the same command")
@@ -115,11 +117,15 @@ def test_a_port_in_use_is_named_on_both_sides():
 
 
 def connect_when_listening(port: int) -> socket.socket:
-    while True:
-        try:
-            return socket.create_connection(("localhost", port))
-        except OSError:
-            time.sleep(0.05)
+    found = []
+
+    def connect() -> bool:
+        with contextlib.suppress(OSError):
+            found.append(socket.create_connection(("localhost", port)))
+        return bool(found)
+
+    wait_for(connect)
+    return found[0]
 
 
 def test_a_stranger_who_connects_is_not_counted():
@@ -161,10 +167,7 @@ def test_a_second_process_0_is_rejected_and_the_first_goes_on(said, monkeypatch)
     port = free_port()
     with ThreadPoolExecutor() as pool:
         first = pool.submit(connect_all, port, (2, 0))
-        while True:
-            with contextlib.suppress(OSError), socket.create_connection(("localhost", port)):
-                break
-            time.sleep(0.05)
+        connect_when_listening(port).close()
         (second,) = connect_all(port, (2, 0))
         connect_all(port, (2, 1))
         (links,) = first.result(PATIENCE)

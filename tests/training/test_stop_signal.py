@@ -162,7 +162,7 @@ def test_line_stays_above_the_live_display(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     ours, theirs = os.openpty()
     written: list[str] = []
-    with open(theirs, "w") as stream, StopSignal() as stop, ThreadPoolExecutor(1) as reader:
+    with ThreadPoolExecutor(1) as reader, open(theirs, "w") as stream, StopSignal() as stop:
         # All the time: a display that nobody reads blocks.
         read = reader.submit(read_terminal, ours, written, until="\x1b[?25h")
         with Progress(steps=10, first_step=0, tokens_per_step=1, stream=stream) as shown:
