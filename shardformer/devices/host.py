@@ -15,17 +15,11 @@ SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")  # always, madvise
 TUNABLES = "GLIBC_TUNABLES"
 # An array with a mapping of its own is at least partly in pages of 4 KB: drawing text with SmolLM2-135M took 1.1 to 1.4
 # times as long. So an array below 32 MB comes from the heap. 32 and 64 MB are the most that glibc's own rule reaches.
-HUGE_PAGES = ":".join(
-    f"glibc.malloc.{name}={value}"
-    for name, value in {"hugetlb": 1, "mmap_threshold": 32 << 20, "trim_threshold": 64 << 20}.items()
-)
+HUGE_PAGES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=67108864"
 
 
 def restart_with_huge_pages(arguments: list[str]) -> None:
-    """Re-executes the command of these arguments with glibc huge pages if the kernel setting is madvise.
-
-    glibc reads its settings when a process starts. Settings of the user are not changed.
-    """
+    """Re-executes the command with HUGE_PAGES if the kernel setting is madvise and the user has set nothing."""
     if command := find_restart(arguments, sys.orig_argv, os.environ, SETTING):
         os.environ[TUNABLES] = HUGE_PAGES
         os.execv(command[0], command)
