@@ -46,7 +46,7 @@ def test_programs_of_a_faulty_release_are_right_with_legacy():
 
 
 @pytest.mark.multiprocess
-def test_programs_of_a_faulty_release_are_right_in_a_legacy_script(tmp_path):
+def test_programs_of_a_faulty_release_are_right_under_legacy(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(PROGRAM)
     assert run("-m", "shardformer", "legacy", str(script)).stdout == "right\n"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")  # always, madvise (to programs that ask) or never
 TUNABLES = "GLIBC_TUNABLES"
-# An array with a mapping of its own is at least partly in pages of 4 KB: drawing text with SmolLM2-135M took 1.1 to 1.4
+# An array in a separate mapping is at least partly in pages of 4 KB: drawing text with SmolLM2-135M took 1.1 to 1.4
 # times as long. So an array below 32 MB comes from the heap. 32 and 64 MB are the most that glibc's own rule reaches.
 HUGE_PAGES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=67108864"
 

@@ -166,7 +166,7 @@ def _add_rows(x_MD: Array, groups: Groups) -> Array:
 
 @jax.custom_vjp
 def dispatch(x_ND: Array, groups: Groups) -> Array:
-    """Returns each row's token, x_MD; any token for padding. The backward pass gathers, where JAX's would scatter."""
+    """Returns each row's token, x_MD; the last one for padding. The backward pass gathers; JAX's would scatter."""
     return _copy_tokens(x_ND, groups)
 
 

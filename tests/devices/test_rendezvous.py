@@ -268,7 +268,7 @@ def test_a_client_that_drips_does_not_outlast_the_deadline(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_first_process_that_drips_does_not_outlast_the_deadline():
+def test_a_first_process_that_drips_meets_the_deadline():
     ended = threading.Event()
     with socket.create_server(("", free_port())) as server:
 
